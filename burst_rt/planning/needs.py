@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from burst_rt.planning.layouts import Block
-from burst_rt.planning.masks import Mask, Relation
+from burst_rt.planning.masks import Mask, Relation, Rule
 from burst_rt.planning.masks.spans import Positions, Spans
 
 __all__ = ["ROWS_TOGETHER", "Needed", "Needs", "Rows", "find_needs", "num_rows", "united"]
@@ -79,6 +79,8 @@ def find_needs(
     q, kv = _Side(queries), _Side(keys)
     if not mask.has_spans:
         return _by_relation(mask, q, kv)
+    if mask.rule is Rule.NOT_LATER:
+        return _not_later(q, kv)
     order, apart = _Order(kv), mask.by_label()
     in_order = np.zeros((len(q.runs), len(kv.part_run)), bool)
     needed = np.zeros((kv.num_ranks, len(q.part_run)), bool)
@@ -188,6 +190,22 @@ def _by_relation(mask: Mask, q: _Side, kv: _Side) -> Needs:
         met,
         q.rows(queries[:, q.part_run], whole=True),
         kv.rows(keys[:, kv.part_run], whole=True),
+    )
+
+
+def _not_later(q: _Side, kv: _Side) -> Needs:
+    """Of a causal mask: a part's last query and first key tell everything."""
+    q_last, kv_first = q.part_start + q.part_step * (q.part_len - 1), kv.part_start
+    far = np.iinfo(np.int64).max
+    latest, earliest = np.full(q.num_ranks, -far), np.full(kv.num_ranks, far)
+    np.maximum.at(latest, q.run_rank[q.part_run], q_last)
+    np.minimum.at(earliest, kv.run_rank[kv.part_run], kv_first)
+    last = np.array([run[-1] if run else -far for run in q.runs])
+    first = np.array([run[0] if run else far for run in kv.runs])
+    return Needs(
+        last[:, None] >= first,
+        q.rows(q_last >= earliest[:, None]),
+        kv.rows(kv_first <= latest[:, None]),
     )
 
 

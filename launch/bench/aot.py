@@ -48,7 +48,11 @@ def main(
             masked,
             dtype,
             default_config(
-                kind, arch, max(head_dim, v_head_dim), 4 if dtype == "fp32" else 2
+                kind,
+                arch,
+                max(head_dim, v_head_dim),
+                4 if dtype == "fp32" else 2,
+                several=not single,
             )._replace(loads=loads),
             v_head_dim=v_head_dim,
             scores=scores,

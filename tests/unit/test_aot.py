@@ -143,17 +143,23 @@ def test_lengths_that_blocks_do_not_divide() -> None:
         assert found.spills == 0 or found.request.head_dim == 80
 
 
-@pytest.mark.parametrize("width", [2, 4, COMPRESSED])
-def test_several_spans_a_row(width: int) -> None:
-    """And several runs of blocks, on Hopper; the benchmark has what other chips take."""
+# Compressed spans on Blackwell: a kernel to which ptxas (of triton 3.7) gives 128 registers.
+_SPILLS_OF_SEVERAL = {("forward", 100, 64, COMPRESSED): 80}
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, COMPRESSED])
+@pytest.mark.parametrize("arch", _PRODUCTS)
+def test_several_runs_and_spans(arch: int, width: int) -> None:
+    """Lines of work with several runs of blocks, as under windows, and several spans a row."""
     requests = [
-        Request(kind, 90, head_dim, True, width=width, single=False)
+        Request(kind, arch, head_dim, True, width=width, single=False)
         for kind in _NUM_PRODUCTS
         for head_dim in (64, 128)
     ]
     for found in compile_all(requests):
-        assert found.spills == 0, found
-        assert found.shared_bytes <= ARCHES[90]
+        kind, _, head_dim = found.request[:3]
+        assert found.spills <= _SPILLS_OF_SEVERAL.get((kind, arch, head_dim, width), 0), found
+        assert found.shared_bytes <= ARCHES[arch]
         assert not found.serialized
 
 

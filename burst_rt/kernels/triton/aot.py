@@ -165,6 +165,7 @@ def _compile(request: Request) -> Compiled:
         request.arch,
         max(request.head_dim, request.v_head_dim),
         4 if request.dtype == "fp32" else 2,
+        several=not request.single,
     )
     kernel = _kernel(request.kind)
     constants = _constants(request, config)

@@ -1,8 +1,9 @@
 """Block sizes, warps, stages and ways to load of every kernel, by chip, head size and input type.
 
 Data only: neither torch nor triton. The numbers were found by compiling ahead of time for each chip
-(`aot.py`): the largest blocks whose registers do not spill (or only a few a block, as for dk and dv
-of 128 channels on Hopper) where lines of work have one run of a kind, and whose shared memory fits.
+(`aot.py`): the largest blocks whose registers do not spill, and whose shared memory fits. Lines of
+work with several runs of a kind, as under windows, take more registers, and smaller blocks where
+these would spill. Above 128 channels some spill all the same.
 With two stages Triton loads a block into the memory of the block before it, once that is used up:
 where three fit, the loads of one block run while another is multiplied. No GPU has timed them.
 """
@@ -43,6 +44,11 @@ class Config(NamedTuple):
     num_stages: int  # how many stages deep loads run ahead
     loads: Loads = "pointers"
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Queries and keys in a block."""
+        return self.block_m, self.block_n
+
     def __str__(self) -> str:
         loads = "" if self.loads == "pointers" else f", {self.loads}"
         return (
@@ -65,6 +71,13 @@ _HALF = {
     ("dkdv", 86): (Config(32, 64, 4, 3), Config(32, 64, 8, 3), Config(32, 32, 8, 1)),
     ("dkdv", 90): (Config(64, 128, 8, 3), Config(32, 128, 8, 3), Config(32, 64, 8, 2)),
     ("dkdv", 100): (Config(64, 128, 8, 3), Config(64, 128, 8, 3), Config(64, 64, 8, 1)),
+}
+
+# In place of these where lines of work have several runs of a kind; None: the same.
+_SEVERAL: dict[tuple[str, int], tuple[Config | None, ...]] = {
+    ("dq", 80): (Config(128, 32, 8, 2), Config(64, 32, 8, 3), None),
+    ("forward", 100): (None, Config(128, 32, 8, 3), None),
+    ("dkdv", 100): (Config(64, 64, 8, 3), Config(64, 64, 8, 3), None),
 }
 
 # 32-bit inputs, multiplied on the ordinary cores at full precision: the same for every chip.
@@ -90,6 +103,7 @@ _INTERPRETED = {
     "decode": Config(16, 16, 4, 1),
     "combine": Config(1, 1, 1, 1),
 }
+_INTERPRETED_SEVERAL = {"forward": Config(16, 16, 4, 1), "dq": Config(16, 16, 4, 1)}
 
 
 def padded(head_dim: int) -> int:
@@ -112,14 +126,17 @@ def arch_of(capability: tuple[int, int]) -> int:
     return 80 if number == 80 else 86
 
 
-def default_config(kind: str, arch: int | None, head_dim: int, input_bytes: int) -> Config:
+def default_config(
+    kind: str, arch: int | None, head_dim: int, input_bytes: int, *, several: bool = False
+) -> Config:
     """The configuration of a kernel on a chip.
 
     kind: one of KINDS. arch: a key of ARCHES, or None for Triton's interpreter. input_bytes: size
-    of one element of the inputs.
+    of one element of the inputs. several: for lines of work with several runs of a kind.
     """
     if arch is None:
-        return _INTERPRETED[kind]
+        own = _INTERPRETED[kind]
+        return _INTERPRETED_SEVERAL.get(kind, own) if several else own
     if kind == "delta":
         return Config(min(128, 8192 // padded(head_dim)), 1, 4, 1)
     if kind == "combine":
@@ -127,4 +144,7 @@ def default_config(kind: str, arch: int | None, head_dim: int, input_bytes: int)
     size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
     if kind == "decode":
         return _DECODE[input_bytes][size]
-    return (_SINGLE[kind] if input_bytes == 4 else _HALF[kind, arch])[size]
+    if input_bytes == 4:
+        return _SINGLE[kind][size]
+    other = _SEVERAL[kind, arch][size] if several and (kind, arch) in _SEVERAL else None
+    return other or _HALF[kind, arch][size]

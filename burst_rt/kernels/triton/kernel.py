@@ -34,6 +34,7 @@ from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import LOG2_E, TileArguments
 from burst_rt.kernels.triton.parts import ascending, in_order, parts_of
 from burst_rt.kernels.triton.tables import (
+    CutOfTile,
     bytes_of_tables,
     cells_table,
     lists_of,
@@ -208,8 +209,9 @@ class TritonKernel(Kernel):
         cuts = []
         for kind in ("forward",) if work.forward else ("dkdv", "dq"):
             config = _config_of(kind, work.device, max(work.head_dims), work.dtype)
-            blocks, joined = (config.block_m, config.block_n), config.loads == "specialized"
-            cuts.append((blocks, kind == "dkdv", joined))
+            several = _for_several(kind, config, work.device, max(work.head_dims), work.dtype)
+            joined = config.loads == "specialized"
+            cuts.append(CutOfTile(config.blocks, kind == "dkdv", joined, several.blocks))
         positions = work.scores.alibi_slopes
         return sum(
             bytes_of_tables(work.mask, (rows, columns), cuts, positions=positions)
@@ -235,18 +237,27 @@ def _arguments(
     kind: str, qkv: QKV, tile: Tile, cells: torch.Tensor | None
 ) -> tuple[TileArguments, Config]:
     """What a kernel is started with. cells: of the tile, where its mask has no spans."""
-    config, device, terms = _config(kind, qkv.q, qkv.v), qkv.q.device, tile.terms
-    blocks = (config.block_m, config.block_n)
+    device, terms = qkv.q.device, tile.terms
+    head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
+    config = _config_of(kind, device, head_dim, qkv.q.dtype)
     if terms.softcap is not None or terms.alibi_slopes is not None:
         # Triton's Hopper compiler cannot hand to all warps what these compute with.
         config = config._replace(loads="descriptors") if config.loads == "specialized" else config
     joined = config.loads == "specialized"
-    lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=joined)
-    spans = spans_of_tile(tile, device) if cells is None else cells_table(cells, config.block_n)
-    if joined and not (lists.single and (spans.width == 1 or not lists.masked)):
+    by_columns = kind == "dkdv"
+    lists = lists_of(tile, config.blocks, device, by_columns=by_columns, joined=joined)
+    spans = spans_of_tile(tile, device) if cells is None else None
+    one_span = not lists.masked or (spans is not None and spans.width == 1)
+    if joined and not (lists.single and one_span):
         # Warps that do nothing but load are for one run, and for rows of one span.
         config = config._replace(loads="descriptors")
-        lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=False)
+        lists = lists_of(tile, config.blocks, device, by_columns=by_columns, joined=False)
+    if not lists.single:
+        config = _for_several(kind, config, device, head_dim, qkv.q.dtype)
+        lists = lists_of(tile, config.blocks, device, by_columns=by_columns, joined=False)
+    if cells is not None:
+        spans = cells_table(cells, config.block_n)
+    assert spans is not None
     if cells is not None and not lists.by_row:
         # Batch rows may see other cells, but have the same work.
         lists = lists._replace(lines=lists.lines.repeat(len(cells)), by_row=1)
@@ -268,6 +279,18 @@ def _config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtyp
     return tuned(kind, device, head_dim, dtype) or default_config(
         kind, arch, head_dim, dtype.itemsize
     )
+
+
+def _for_several(
+    kind: str, config: Config, device: torch.device, head_dim: int, dtype: torch.dtype
+) -> Config:
+    """What a configuration becomes where lines of work have several runs of a kind."""
+    arch = None if device.type == "cpu" else _arch(device)
+    own, other = (
+        default_config(kind, arch, head_dim, dtype.itemsize, several=several)
+        for several in (False, True)
+    )
+    return config if other == own else other._replace(loads=config.loads)
 
 
 @lru_cache

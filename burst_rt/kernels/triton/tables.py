@@ -29,7 +29,7 @@ from burst_rt.planning.worklist import (
 )
 
 __all__ = [
-    "DecodeTable", "Lists", "SpanTable", "bytes_of_tables", "cells_table", "lists_of",
+    "CutOfTile", "DecodeTable", "Lists", "SpanTable", "bytes_of_tables", "cells_table", "lists_of",
     "positions_of_tile", "spans_of_tile", "table_of_decode",
 ]  # fmt: skip
 
@@ -56,6 +56,15 @@ class Lists(NamedTuple):
     masked: bool
     single: bool
     by_row: int  # 1 where each batch row has lines and spans of its own, else 0
+
+
+class CutOfTile(NamedTuple):
+    """How a kernel cuts a tile into blocks of rows x columns."""
+
+    blocks: tuple[int, int]
+    by_columns: bool  # as `work_list` takes it
+    joined: bool  # the same
+    several: tuple[int, int]  # the blocks where lines have several runs of a kind
 
 
 class DecodeTable(NamedTuple):
@@ -169,22 +178,20 @@ def table_of_decode(seen: Seen, device: torch.device) -> DecodeTable:
 
 
 def bytes_of_tables(
-    mask: Mask,
-    places: Places,
-    cuts: Iterable[tuple[tuple[int, int], bool, bool]],
-    *,
-    positions: bool,
+    mask: Mask, places: Places, cuts: Iterable[CutOfTile], *, positions: bool
 ) -> int:
     """Bytes of the tables of a tile under a mask with spans.
 
-    cuts: of each list, block sizes, and by_columns and joined of `work_list`. positions: whether
-    there are tables of positions.
+    cuts: of each kernel. positions: whether there are tables of positions.
     """
     spans = column_spans(mask, *places)
     arrays = [spans.for_kernels()]
-    for blocks, by_columns, joined in cuts:
+    for blocks, by_columns, joined, several in cuts:
         found = work_list(spans, *blocks, by_columns=by_columns, joined=joined)
         arrays += [found.lines, found.runs]
+        if not found.single and several != blocks:
+            found = work_list(spans, *several, by_columns=by_columns)
+            arrays += [found.lines, found.runs]
     sizes = [array.size for array in arrays]
     if positions:
         sizes += [sum(map(len, runs)) for runs in places]
