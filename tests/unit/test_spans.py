@@ -418,6 +418,7 @@ def test_ways_to_name_documents() -> None:
         Documents(ids=[5, 5, 5, 1, 7, 7, 7, 7]),
         Documents(position_ids=[0, 1, 2, 0, 0, 1, 2, 3]),
         Documents(lengths=np.array([3, 1, 4])),
+        Documents([torch.tensor(3), torch.tensor(1), torch.tensor(4)]),
         Documents([[3, 1, 4]]),
     ):
         assert same == expected

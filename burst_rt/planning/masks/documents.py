@@ -231,7 +231,9 @@ def _integers(name: str, value: Any) -> Positions:
 
 def _vectors(name: str, value: Any) -> list[Positions]:
     """One vector for each batch row; the vectors may differ in length."""
-    if isinstance(value, (list, tuple)) and value and hasattr(value[0], "__len__"):
+    first: Any = value[0] if isinstance(value, (list, tuple)) and value else 0
+    # A tensor of one number has __len__, too.
+    if hasattr(first, "__len__") and getattr(first, "ndim", True):
         return [_integers(name, row).reshape(-1) for row in value]
     return list(np.atleast_2d(_integers(name, value)))
 
