@@ -98,8 +98,9 @@ class KVCache:
     ctx: the `burst_rt.Context`. num_layers, batch, num_kv_heads, head_dim, v_head_dim: of the
         model's attention and of the sequences; v_head_dim: None takes head_dim.
     capacity: the most tokens of a sequence, left padding included. The memory is taken at once:
-        on each rank ceil(capacity / (block * world_size)) * block tokens, rounded up to 256, x
-        batch x num_layers x num_kv_heads x (head_dim + v_head_dim) elements; see `nbytes`.
+        on each rank capacity // (block * world_size) * block tokens, and at most block for what is
+        left of the capacity, rounded up to 256, x batch x num_layers x num_kv_heads x (head_dim +
+        v_head_dim) elements; see `nbytes`.
     dtype: of q, k and v: float64, float32, bfloat16 or float16.
     block: position p of a sequence belongs to rank (p // block) % world_size.
 
@@ -606,7 +607,8 @@ class Step:
         rank. Raises InputError on every rank that makes the same call, also for a layer that has
         attended in this step; PeerLost and Stalled. An InputError of one rank alone breaks the
         context, because the others are in the call: they raise ContractMismatch, PeerLost or
-        ProtocolError. Raises ConfigError once the context is closed.
+        ProtocolError. Where memory runs out on a rank, every rank raises DeviceError, and the
+        context is broken. Raises ConfigError once the context is closed.
         """
         cache, qkv = self.cache, QKV(q, k, v)
         cache.setup.runtime.check_open()

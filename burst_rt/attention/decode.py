@@ -92,10 +92,10 @@ def run_decode(
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise DeviceError(
-                f"{contract.call}: out of memory on {runtime.device}; {plan.explain()}",
-                rank=runtime.rank,
-            ) from error
+            message = f"{contract.call}: out of memory on {runtime.device}; {plan.explain()}"
+            failed = DeviceError(message, rank=runtime.rank)
+            failed.__cause__ = error
+            runtime.fail(failed)
         _, free = runtime.perform(
             contract, plan.schedule, run.operations, run.memory,
             progress=progress, subject=plan, takes=plan.explain,

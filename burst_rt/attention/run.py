@@ -147,7 +147,8 @@ def _bound(
     """Inside, a call's tensors are bound; if memory runs out, every rank raises DeviceError.
 
     Binding takes all memory of the call but the tiles' scratch, before anything is sent. To refuse
-    the call blocks at most `timeout_s`.
+    the call blocks at most `timeout_s`. One of several calls that the ranks agreed on at once
+    cannot be refused: there this rank fails.
     """
     runtime = call.setup.runtime
     try:
@@ -167,6 +168,8 @@ def _bound(
         message = f"out of memory on {runtime.device}: {_takes(plan)}"
         refused = DeviceError(message, rank=runtime.rank)
         refused.__cause__ = error
+        if call.agreed:
+            runtime.fail(refused)
         runtime.refuse(contract.call, refused)
 
 

@@ -324,10 +324,12 @@ class BaseDriver:
         if not later or waited_s < 2 * _ASKS_AFTER_S:  # its messages may be on their way
             return None
         rank, peer = self._graph.rank, min(later)
+        error = self._watch.errors[peer]
         return ContractMismatch(
             f"rank {rank}: rank {peer} left this step, of which call {number} is the agreement, "
-            f"and waits in call {self._watch.entered[peer]}. Look at the error of rank {peer}; "
-            "every rank must call all layers of a step, in one order",
+            f"and waits in call {self._watch.entered[peer]}{f' with {error}' if error else ''}. "
+            f"Look at the error of rank {peer}; every rank must call all layers of a step, in one "
+            "order",
             rank=rank,
             peer=peer,
         )

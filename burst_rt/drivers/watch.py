@@ -76,7 +76,7 @@ class Watch:
 
     def __init__(self, control: ControlGroup) -> None:
         self.control = control
-        # The first three dictionaries are replaced, and never changed: another thread may be
+        # The first four dictionaries are replaced, and never changed: another thread may be
         # reading them.
 
         # When a rank was noticed to have left, its exit code, and its error in words.
@@ -85,6 +85,8 @@ class Watch:
         self.alive: dict[int, tuple[float, int]] = {}
         # The number of the last call that a rank said it waits in.
         self.entered: dict[int, int] = {}
+        # The error in words of a rank that waits there because it could not make an earlier call.
+        self.errors: dict[int, str] = {}
         # Ranks that cannot make their next call, like this rank, and whether they meant to make it
         # in this group. None while this rank can make its next call.
         self.refusing: dict[int, bool] | None = None
@@ -108,6 +110,7 @@ class Watch:
             elif notice.kind is NoticeKind.ENTERED:
                 self._curious.add(peer)
                 self.entered = self.entered | {peer: notice.value}
+                self.errors = self.errors | {peer: notice.text}
             elif notice.kind is NoticeKind.REFUSES:
                 self._curious.add(peer)
                 self._asking[peer] = notice.value
@@ -172,15 +175,16 @@ class Watch:
         """Ends what `say_refuses` began."""
         self.refusing = None
 
-    def say_entered(self, number: int, waited_s: float, timeout_s: float) -> None:
+    def say_entered(self, number: int, waited_s: float, timeout_s: float, error: str = "") -> None:
         """Tells other ranks that this rank waits for them to enter call `number`. Does not wait.
 
         At first only the ranks that want to know are told, and all ranks after half of `timeout_s`.
+        error: what this rank brings to that call, in words.
         """
         for peer in list(self._curious) if waited_s < timeout_s / 2 else self._others():
             if self._told.get(peer) != number:
                 self._told[peer] = number
-                self.control.notify(peer, NoticeKind.ENTERED, number)
+                self.control.notify(peer, NoticeKind.ENTERED, number, error)
         self._curious.clear()
 
     def ask(self, peers: Iterable[int], number: int) -> None:
@@ -201,19 +205,25 @@ class Watch:
         return Absent([peer for peer in self._others() if self.entered.get(peer) != number])
 
     def wait_for(
-        self, pending: Pending, timeout_s: float, what: str, number: int | None = None
+        self,
+        pending: Pending,
+        timeout_s: float,
+        what: str,
+        number: int | None = None,
+        bringing: str = "",
     ) -> None:
         """Blocks until `pending` is done. Raises Stalled after `timeout_s`.
 
         Raises PeerLost or DeviceError when a rank has left. number: of the call that `pending`
-        opens; None where `pending` opens no call.
+        opens; None where `pending` opens no call. bringing: the error that this rank brings to it,
+        in words.
         """
         backoff = Backoff()
         while not pending.test():
             if not backoff.hot:
                 self.look()
                 if number is not None:
-                    self.say_entered(number, backoff.elapsed_s(), timeout_s)
+                    self.say_entered(number, backoff.elapsed_s(), timeout_s, bringing)
             error = self.lost()
             if error:
                 raise error
@@ -286,10 +296,10 @@ class SharedWatch(Watch):
         with self._lock:
             super().stop_refusing()
 
-    def say_entered(self, number: int, waited_s: float, timeout_s: float) -> None:
+    def say_entered(self, number: int, waited_s: float, timeout_s: float, error: str = "") -> None:
         """See `Watch.say_entered`."""
         with self._lock:
-            super().say_entered(number, waited_s, timeout_s)
+            super().say_entered(number, waited_s, timeout_s, error)
 
     def ask(self, peers: Iterable[int], number: int) -> None:
         """See `Watch.ask`."""

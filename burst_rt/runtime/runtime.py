@@ -307,6 +307,15 @@ class Runtime:
             raise error from lost  # the others were elsewhere, and this rank's own error says why
         raise error
 
+    def fail(self, error: BurstError) -> NoReturn:
+        """Raises an error of this rank in the middle of calls that the ranks agreed on at once.
+
+        The other ranks are in the call, or will be: they are told, and raise PeerLost, or
+        DeviceError for a DeviceError. No later call may be made here. Does not block.
+        """
+        self._break(error)
+        raise error
+
     def stats(self) -> Stats:
         """Counts and times of the counted calls so far. Does not block.
 
@@ -408,7 +417,9 @@ class Runtime:
         entered_s = time.perf_counter()
         with _InCall(self, contract.call), self._unbroken():
             agreement.start()
-            self.watch.wait_for(agreement, within_s or self.timeout_s, contract.call, self._number)
+            self.watch.wait_for(
+                agreement, within_s or self.timeout_s, contract.call, self._number, in_words(error)
+            )
         if agreement.failure():
             self._settle(agreement)
         if self.observer is not None:

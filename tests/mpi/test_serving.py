@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jobs import run_job
 
-from burst_rt.errors import Stalled
+from burst_rt.errors import ContractMismatch, InputError, Stalled
 
 _TESTS = Path(__file__).parents[1]
 _PROGRAMS = _TESTS / "mpi" / "programs"
@@ -19,6 +19,13 @@ def test_the_program_of_the_page_has_the_tokens_of_one_process(num_ranks: int, l
     job = run_job(_PROGRAMS / "serving.py", num_ranks, [str(_PAGE), str(length)])
     assert job.exit_code == 0, job.text
     assert job.out.strip() == "the same tokens", job.text
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_layer_that_one_rank_calls_wrong_ends_the_job_with_that_error(tokens: int) -> None:
+    job = run_job(_PROGRAMS / "cache_layer.py", 2, [str(tokens)])
+    assert job.exit_code in {ContractMismatch.exit_code, InputError.exit_code}, job.text
+    assert "InputError: KVCache.attend: " in job.text
 
 
 def test_caches_of_two_contexts_end_at_the_deadline_with_nothing_sent(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule, check_world
 from burst_rt.scheduler.simulator import Faults, rehearse, verdict
 from burst_rt.scheduler.simulator import reference as of_program_order
+from burst_rt.transport.base import PendingInts
 
 _WORLDS = (1, 2, 3, 4, 5)
 _HEADS, _KV_HEADS, _D = 4, 2, 16
@@ -788,6 +789,30 @@ def test_a_layer_that_one_rank_cannot_call_ends_all_ranks(wrong: int) -> None:
     assert "layer must be a number from 0 to 1, got 2" in str(own)
     assert all(isinstance(error, PeerLost | ContractMismatch) for error in found)
     assert all("left this step" in str(error) for error in found)
+    assert all(f"InputError: {own}" in str(error) for error in found)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_the_ranks_agree_once_a_step(tokens: int) -> None:
+    """However many layers it has."""
+
+    def agreements(ctx: Context) -> int:
+        cache = _filled(ctx)
+        control, counted = ctx.runtime.control, []
+        allreduce_max = control.allreduce_max
+
+        def counting(values: Sequence[int]) -> PendingInts:
+            counted.append(values)
+            return allreduce_max(values)
+
+        control.allreduce_max = counting  # type: ignore[method-assign]
+        step = cache.step(tokens)
+        for layer in range(cache.num_layers):
+            step.attend(layer, *_tensors(step))
+        step.commit()
+        return len(counted)
+
+    assert run_local(2, agreements) == [1, 1]
 
 
 def _chunk(before: int, tokens: int, structure: Mask, world: int = 4) -> Problem:

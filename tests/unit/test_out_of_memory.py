@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import burst_rt
-from burst_rt import Context, ContextLayout
+from burst_rt import Context, ContextLayout, KVCache
 from burst_rt.attention.execute import ForwardRun
+from burst_rt.attention.execute.decode import DecodeRun
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import BurstError, DeviceError, PeerLost
 from burst_rt.kernels.cpu import CpuKernel
@@ -68,6 +69,35 @@ def test_a_call_that_cannot_be_bound_is_refused_on_every_rank(
 
     done = threading.Barrier(3)
     burst_rt.run_local(3, attend, timeout_s=20)
+
+
+@pytest.mark.parametrize(("run", "tokens"), [(DecodeRun, 1), (ForwardRun, 40)])
+def test_a_step_that_cannot_be_bound_fails_on_every_rank(
+    run: type[DecodeRun | ForwardRun], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are in the call already, and are not to wait for their deadline."""
+    whole = run.fresh
+
+    def greedy(*args: Any, **options: Any) -> torch.Tensor:  # fresh's own
+        if threading.current_thread().name == "burst_rt rank 1":
+            raise MemoryError("2 GiB")
+        return whole(*args, **options)
+
+    def attend(ctx: Context) -> None:
+        cache = KVCache(
+            ctx, num_layers=1, batch=1, num_kv_heads=1, head_dim=8, capacity=64,
+            dtype=torch.float32, block=4,
+        )  # fmt: skip
+        step = cache.step(tokens)
+        x = torch.ones(1, step.num_tokens, 1, 8)
+        entered_s = time.monotonic()
+        with pytest.raises(DeviceError, match="out of memory on cpu"):
+            step.attend(0, x, x, x)
+        assert time.monotonic() - entered_s < 10
+        assert cache.lengths == (0,)
+
+    monkeypatch.setattr(run, "fresh", greedy)
+    burst_rt.run_local(3, attend, timeout_s=30, stall_s=30)
 
 
 def _there_and_back(x: torch.Tensor, layout: ContextLayout) -> None:
