@@ -43,6 +43,15 @@ class Row(NamedTuple):
         return (balanced or "balanced" not in self.kinds) and _possible(self.mask, self.lengths)
 
     @property
+    def telling(self) -> bool:
+        """Whether there is such a call, and it is not the same as one by another strategy: a hybrid
+        of several groups, two levels of several nodes, and anything but "auto" on several ranks.
+        """
+        grouped = self.strategy.endswith(":")
+        alone = self.world_size != 4 if grouped else self.world_size == 1
+        return self.possible and (self.strategy == "auto" or not alone)
+
+    @property
     def sizes(self) -> Sizes:
         return Sizes(*self.lengths, _BATCH)
 
@@ -100,14 +109,14 @@ def _possible(mask: str, lengths: tuple[int, int]) -> bool:
 
 
 _Pair: TypeAlias = tuple[int, int, Any, Any]  # two factors, and a value of each
-_ANY = Row("full", "auto", ("zigzag", "zigzag"), 1, (1, 1), torch.float32, "cpu")
+_ANY = Row("full", "auto", ("zigzag", "zigzag"), 4, (1, 1), torch.float32, "cpu")
 
 
 def can_meet(pair: _Pair) -> bool:
-    """Whether there is a row with this pair."""
+    """Whether there is a telling row with this pair."""
     values: list[Any] = list(_ANY)
     a, b, values[a], values[b] = pair
-    return Row(*values).possible
+    return Row(*values).telling
 
 
 def all_pairs(factors: Sequence[Sequence[Any]], *, kernel: bool = False) -> Iterator[Row]:
@@ -134,7 +143,7 @@ def all_pairs(factors: Sequence[Sequence[Any]], *, kernel: bool = False) -> Iter
             values[a], values[b] = x, y
             row = Row(*values)
             new = [pair for pair in _pairs_of(row) if pair in missing]
-            if len(new) > len(most) and row.possible:
+            if len(new) > len(most) and row.telling:
                 best, most = row, new
         if best is not None:
             yield best

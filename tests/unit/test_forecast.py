@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from burst_rt.planning.forecast import (
     untiled_bytes,
 )
 from burst_rt.planning.layouts import make_layout
-from burst_rt.planning.masks import BlockSparse, Causal, Documents, Mask
+from burst_rt.planning.masks import BlockSparse, Causal, Documents, Mask, Prefix
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule
@@ -154,6 +156,36 @@ def test_what_does_not_fit_is_not_taken_while_something_does() -> None:
         fastest_strategy(given, machine, forward=False, ranks_per_node=1).strategy == "all-to-all"
     )
     assert fastest_strategy(given, small, forward=False, ranks_per_node=1).strategy != "all-to-all"
+
+
+def test_fresh_masks_have_few_forecasts() -> None:
+    """Of the batches of a training run: documents of queries and keys, prefixes."""
+    chance = random.Random(0)
+
+    def parts(total: int, count: int) -> list[int]:
+        cuts = sorted(chance.sample(range(1, total), count - 1))
+        return [b - a for a, b in pairwise([0, *cuts, total])]
+
+    fresh = [
+        Causal() & Documents(parts(2048, count), parts(4096, count))
+        for count in chance.choices(range(12, 20), k=100)
+    ]
+    alike = {mask.alike for mask in fresh}
+    assert len(set(fresh)) == 100
+    assert len(alike) <= 3
+    # As many queries and keys, and about as many cells.
+    for mask in fresh:
+        assert mask.alike.refuses(2048, 4096, 1) is None
+    whole = range(2048, 4096), range(4096)
+    cells = [sum(x.num_cells for x in mask.pieces(*whole)) for mask in (fresh[0], fresh[0].alike)]
+    assert 0.6 < cells[1] / cells[0] < 1.6
+
+    prefixes = {Prefix(n).alike for n in range(1, 10_000)}
+    assert len(prefixes) < 4 * 14
+    for n in range(10_000):
+        length = Prefix(n).alike.length
+        assert isinstance(length, int)
+        assert n <= length <= 1.25 * n
 
 
 def test_layouts_of_fresh_documents_have_one_forecast() -> None:

@@ -119,9 +119,17 @@ class Documents(Mask):
 
     @property
     def alike(self) -> Mask:
-        """Documents of one length, a power of two, with about as many cells."""
+        """Documents of one length, a power of two, with about as many cells; where queries and keys
+        differ, as many documents as a power of two, each with its part of both.
+        """
         if self._moves:
-            return self
+            rows = self._rows
+            cells = sum(int((np.diff(row.q) * np.diff(row.kv))[row.seen].sum()) for row in rows)
+            q_len, kv_len = int(rows[0].q[-1]), int(rows[0].kv[-1])
+            count = 1 << round(log2(max(1.0, q_len * kv_len * len(rows) / max(1, cells))))
+            parts = np.arange(min(count, q_len, kv_len) + 1)
+            q, kv = (np.diff(parts * length // parts[-1]) for length in (q_len, kv_len))
+            return Documents(q, kv)
         lengths = np.concatenate([np.diff(row.kv)[row.seen] for row in self._rows])
         mean = float((lengths**2).sum() / max(1, lengths.sum()))
         return Chunked(1 << round(log2(max(1.0, mean))))
@@ -219,8 +227,9 @@ def _integers(name: str, value: Any) -> Positions:
     """The argument as an array of one or two dimensions."""
     try:
         array = np.asarray(value.tolist() if hasattr(value, "new_tensor") else value)
-    except ValueError:
-        array = np.empty((), object)  # rows of different lengths
+    except (ValueError, RuntimeError):
+        # Rows of different lengths; tensors without numbers, or sparse.
+        array = np.empty((), object)
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
         raise InputError(
             f"Documents: {name} must be integers, a vector or one vector for each batch row, got "
@@ -234,7 +243,14 @@ def _vectors(name: str, value: Any) -> list[Positions]:
     first: Any = value[0] if isinstance(value, (list, tuple)) and value else 0
     # A tensor of one number has __len__, too.
     if hasattr(first, "__len__") and getattr(first, "ndim", True):
-        return [_integers(name, row).reshape(-1) for row in value]
+        rows = [_integers(name, row) for row in value]
+        wrong = next((row for row in rows if row.ndim > 1), None)
+        if wrong is None:
+            return rows
+        raise InputError(
+            f"Documents: {name} must be a vector, or one vector for each batch row, got a row of "
+            f"shape {wrong.shape}"
+        )
     return list(np.atleast_2d(_integers(name, value)))
 
 
@@ -276,6 +292,8 @@ def _by_sums(name: str, value: Any) -> list[_Row]:
                 f"Documents: {name} must begin with 0 and never fall, with one number more than "
                 f"there are documents, got {sums[:8].tolist()}{' ...' if len(sums) > 8 else ''}"
             )
+        if sums[-1] > _MOST_TOKENS:
+            raise InputError(f"Documents: {name} must be at most 2**48, got {int(sums[-1])}")
         rows.append(_row(sums, sums))
     return rows
 

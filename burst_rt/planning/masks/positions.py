@@ -155,6 +155,13 @@ class Prefix(Mask):
     def _each(self) -> tuple[int, ...]:
         return self.length if isinstance(self.length, tuple) else (self.length,)
 
+    @property
+    def alike(self) -> Prefix:
+        """A prefix of about the rows' mean length: of each octave, four lengths."""
+        mean = sum(self._each) // len(self._each)
+        step = 1 << max(0, mean.bit_length() - 3)
+        return Prefix(-(-mean // step) * step)
+
     def spans(self, q: Positions) -> Spans:
         """[0, max(length, i + 1))."""
         lengths = np.array([min(length, _FAR) for length in self._each], np.int64)[:, None]
@@ -241,6 +248,6 @@ def integer(value: object, least: int) -> int | None:
         return None
     try:
         found = index(value)  # numpy's integers, too
-    except TypeError:
+    except (TypeError, RuntimeError):  # several numbers; a tensor without numbers
         return None
     return found if found >= least else None
