@@ -117,6 +117,20 @@ def test_and_and_or_are_those_of_booleans(tree: Any) -> None:
         assert relation is not Relation.FULL or part.all()
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(_TREES, st.integers(0, 23), st.integers(1, 24))
+def test_spans_that_meet_a_stretch_of_keys_are_those_that_count(
+    tree: Any, start: int, length: int
+) -> None:
+    mask, cells = _built(tree)
+    stop = min(start + length, 24)
+    there = mask.spans(np.arange(24)).meeting(start, stop)
+    seen = there.sees(np.arange(start, stop), np.arange(24)[:, None])
+    assert np.array_equal(seen[0], cells[:, start:stop].numpy())
+    most = ((there.starts < stop) & (there.stops > start)).sum(-1).max()
+    assert there.width == max(1, most)
+
+
 # Masks, and what they show of key j to a query of batch row b that stands at p.
 _Shows: TypeAlias = Callable[[int, int, int], bool]
 _MOVED: tuple[tuple[Mask, _Shows], ...] = (

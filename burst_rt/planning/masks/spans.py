@@ -58,6 +58,18 @@ class Spans(NamedTuple):
         at = number if len(self.starts) > 1 else 0
         return Spans(self.starts[at : at + 1], self.stops[at : at + 1])
 
+    def meeting(self, start: int, stop: int) -> Spans:
+        """The same rows, without the spans that have no key from `start` up to before `stop`."""
+        first = np.count_nonzero(self.stops <= start, axis=-1)
+        last = np.count_nonzero(self.starts < stop, axis=-1)
+        width = max(1, int((last - first).max(initial=0)))
+        if width >= self.width:
+            return self
+        at = first[..., None] + np.arange(width)
+        there = at < last[..., None]
+        at = np.minimum(at, self.width - 1)
+        return Spans(*(np.where(there, np.take_along_axis(x, at, -1), END) for x in self))
+
     def columns(self, kv: range) -> Spans:
         """The same rows, by columns instead of positions: column c stands at position kv[c].
 
