@@ -109,8 +109,8 @@ class Watch:
                 self.alive = self.alive | {peer: (now, notice.value)}
             elif notice.kind is NoticeKind.ENTERED:
                 self._curious.add(peer)
-                self.entered = self.entered | {peer: notice.value}
                 self.errors = self.errors | {peer: notice.text}
+                self.entered = self.entered | {peer: notice.value}
             elif notice.kind is NoticeKind.REFUSES:
                 self._curious.add(peer)
                 self._asking[peer] = notice.value

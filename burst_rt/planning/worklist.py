@@ -10,14 +10,13 @@ Pure numpy: tables are data, made on the host and copied to the device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from burst_rt.errors import InternalError
-from burst_rt.planning.masks import Mask, Spans, positions_of, spans_of
+from burst_rt.planning.masks import Mask, Spans, spans_of
 
 __all__ = [
     "MOST_VECTORS", "ColumnSpans", "WorkList", "bounds_of", "column_spans", "work_list",
@@ -92,21 +91,13 @@ def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]
     ascending = all(run.step > 0 or len(run) == 1 for run in kv)
     if not ascending or any(a[-1] >= b[0] for a, b in pairwise(kv)):
         raise InternalError(f"a tile's columns must stand at ascending positions, got {columns}")
-    spans = _spans_of_rows(mask, tuple(q)).meeting(kv[0][0], kv[-1][-1] + 1)
+    spans = spans_of(mask, *q).meeting(kv[0][0], kv[-1][-1] + 1)
     # Before a position stand as many columns as there are before it in all runs together.
     by_run = [spans.columns(run) for run in kv]
     found = by_run[0]
     for other in by_run[1:]:
         found = Spans(*(x + y for x, y in zip(found, other, strict=True)))
     return ColumnSpans(bounds_of(found), sum(map(len, kv)))
-
-
-# A rank's tiles have the same rows, one after the other.
-@lru_cache(maxsize=1)
-def _spans_of_rows(mask: Mask, rows: tuple[range, ...]) -> Spans:
-    if len(rows) == 1:
-        return spans_of(mask, rows[0])
-    return mask.outline(np.concatenate([positions_of(run) for run in rows]))
 
 
 def bounds_of(spans: Spans) -> Integers:

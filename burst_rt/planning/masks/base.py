@@ -374,9 +374,9 @@ def _moved(mask: Mask, q: Positions, places: Positions, *, deep: bool) -> Spans:
 
 
 @lru_cache(maxsize=16)
-def spans_of(mask: Mask, q: range) -> Spans:
-    """`Mask.outline` of a range of positions. Cached, because planning asks many times."""
-    return mask.outline(positions_of(q))
+def spans_of(mask: Mask, *q: range) -> Spans:
+    """`Mask.outline` of ranges of positions. Cached, because planning asks many times."""
+    return mask.outline(np.concatenate([positions_of(run) for run in q]))
 
 
 def sees_few(mask: Mask, q: range) -> bool:
