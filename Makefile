@@ -34,6 +34,7 @@ JOBS := -n 2 --dist loadgroup
 
 test: $(ALL) ## all tests
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim
+	TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) tests/interpreted
 	$(BIN)/pytest $(JOBS) tests/mpi
 	$(BIN)/pytest --ignore tests/unit --ignore tests/sim --ignore tests/mpi
 

@@ -186,7 +186,9 @@ class Plan(RankPlan):
 
     @cached_property
     def _table_bytes(self) -> int:
-        return self.kernel.table_bytes(self.work, self.choice.program.tiles(self.rank))
+        program = self.choice.program
+        largest = program.footprint(self.rank).tile
+        return self.kernel.table_bytes(self.work, program.tiles(self.rank), largest)
 
 
 class Planner:

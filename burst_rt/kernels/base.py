@@ -319,10 +319,11 @@ class Kernel(Protocol):
         """
         decode_plainly(*qkv, seen, scale, softcap, into)
 
-    def table_bytes(self, work: Work, places: Iterable[Places]) -> int:
+    def table_bytes(self, work: Work, places: Iterable[Places], tile: TileShape) -> int:
         """Bytes on the device of the tables by which tiles at these places are worked.
 
-        Tables are kept for calls to come. 0, if not overridden. Takes as long as making the tables.
+        tile: the largest of them. Tables are kept for calls to come. 0, if not overridden. Takes as
+        long as making the tables.
         """
         return 0
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from burst_rt.errors import InputError
 from burst_rt.planning.balance import load_of
-from burst_rt.planning.layouts import KINDS, Layout, make_layout
+from burst_rt.planning.layouts import BALANCED, KINDS, Layout, make_layout
 from burst_rt.planning.strategies import Program
 
 __all__ = ["Evenness", "evenness", "evenness_in_words"]
@@ -56,11 +56,14 @@ def evenness_in_words(programs: Sequence[Program]) -> str:
         return f"tokens {found[0].tokens:.2f}, cells {', '.join(words)}"
 
     def other(kind: str) -> str:
-        layouts = (make_layout(kind, x.seq_len, x.world_size) for x in (q_layout, kv_layout))
+        mask = problem.mask if kind == BALANCED else None
+        layouts = (make_layout(kind, x.seq_len, x.world_size, mask) for x in (q_layout, kv_layout))
         return f"{kind}: {numbers(*layouts)}"
 
+    # A balanced layout is for as many queries as keys.
+    kinds = (*KINDS, BALANCED) if q_layout.seq_len == kv_layout.seq_len else KINDS
     try:
-        others = [other(kind) for kind in KINDS if kind != q_layout.kind]
+        others = [other(kind) for kind in kinds if kind != q_layout.kind]
         return f"{about}{numbers(q_layout, kv_layout)}\n  {'; '.join(others)}"
     except InputError as error:
         return f"{about}not known: {error.message.removeprefix('layout: ')}"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burst_rt.errors import InternalError
-from burst_rt.planning.masks import Mask, Spans, spans_of
+from burst_rt.planning.masks import Mask, Spans, columns_seen
 
 __all__ = [
     "MOST_VECTORS", "ColumnSpans", "WorkList", "bounds_of", "column_spans", "work_list",
@@ -28,7 +28,10 @@ Integers = np.ndarray[Any, np.dtype[np.int32]]
 # compressed.
 MOST_VECTORS = 4
 # What a block may be.
-_WHOLE, _CUT = 1, 2
+_WHOLE, _CUT = np.int8(1), np.int8(2)
+# A row that covers a block counts so many times as one that touches it: a block of 64 columns is
+# touched by far fewer spans. Sums are whole numbers, and exact in float64.
+_COVERED = 1 << 24
 # Cells of the table of blocks that are counted at once: counts are 64-bit.
 _SOME_BLOCKS = 1 << 22
 
@@ -91,13 +94,7 @@ def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]
     ascending = all(run.step > 0 or len(run) == 1 for run in kv)
     if not ascending or any(a[-1] >= b[0] for a, b in pairwise(kv)):
         raise InternalError(f"a tile's columns must stand at ascending positions, got {columns}")
-    spans = spans_of(mask, *q).meeting(kv[0][0], kv[-1][-1] + 1)
-    # Before a position stand as many columns as there are before it in all runs together.
-    by_run = [spans.columns(run) for run in kv]
-    found = by_run[0]
-    for other in by_run[1:]:
-        found = Spans(*(x + y for x, y in zip(found, other, strict=True)))
-    return ColumnSpans(bounds_of(found), sum(map(len, kv)))
+    return ColumnSpans(bounds_of(columns_seen(mask, tuple(q), tuple(kv))), sum(map(len, kv)))
 
 
 def bounds_of(spans: Spans) -> Integers:
@@ -197,15 +194,26 @@ def _blocks(
     """0, _WHOLE or _CUT for each block: int8 `[batch or 1, blocks of rows, blocks of columns]`."""
     batch, _, _, num_rows = spans.bounds.shape
     across, down = -(-spans.num_columns // block_columns), -(-num_rows // block_rows)
+    in_line = np.full((down, 1), block_rows)
+    in_line[-1:] += num_rows - down * block_rows
     found = np.empty((batch, down, across), np.int8)
     for row, first, last in _parts(batch, down, across):
-        rows = slice(first * block_rows, last * block_rows)
-        starts, stops = spans.bounds[row, :, :, rows]
-        line = np.arange(starts.shape[1]) // block_rows
-        touched = _counts(starts // block_columns, -(-stops // block_columns), line, across)
-        covered = _counts(-(-starts // block_columns), stops // block_columns, line, across)
-        seen, whole = touched > 0, covered == np.bincount(line)[:, None]
-        found[row, first:last] = np.where(whole, _WHOLE, np.where(seen, _CUT, 0))
+        starts, stops = spans.bounds[row, :, :, first * block_rows : last * block_rows]
+        starts_in, stops_in = starts // block_columns, stops // block_columns
+        starts_past, stops_past = -(-starts // block_columns), -(-stops // block_columns)
+        # One table has both counts, each cell how many rows touch it and how many cover it.
+        touch, cover = (
+            _steps(*bounds, block_rows, across)
+            for bounds in ((starts_in, stops_past), (starts_past, stops_in))
+        )
+        steps = np.bincount(
+            np.concatenate([touch[0], cover[0]]),
+            np.concatenate([touch[1], cover[1] * _COVERED]),
+            minlength=(last - first) * (across + 1),
+        )
+        counts = np.cumsum(steps.reshape(-1, across + 1), axis=1)[:, :-1]
+        found[row, first:last] = (counts > 0) * _CUT
+        found[row, first:last][counts >= in_line[first:last] * _COVERED] = _WHOLE
     return found
 
 
@@ -217,18 +225,23 @@ def _parts(batch: int, down: int, across: int) -> Iterator[tuple[int, int, int]]
             yield row, first, min(first + some, down)
 
 
-def _counts(first: Integers, last: Integers, line: Any, across: int) -> Any:
-    """How many of the intervals [first, last) of a line's rows hold each block.
+def _steps(first: Integers, last: Integers, block_rows: int, across: int) -> tuple[Any, Any]:
+    """Where the count of intervals [first, last) that hold a block changes along a line of blocks.
 
-    first, last: `[width, rows]`. line: `[rows]`, from 0. Returns int32 `[lines, across]`. Empty
-    intervals, and those with last < first, hold none.
+    first, last: `[width, rows]`. Returns places in a flat table `[lines, across + 1]`, and by how
+    much. Empty intervals, and those with last < first, hold none.
     """
-    there = first < last
-    at = np.broadcast_to(line * (across + 1), first.shape)[there]
-    size = (int(line[-1]) + 1) * (across + 1)
-    steps = np.bincount(at + first[there], minlength=size)
-    steps -= np.bincount(at + last[there], minlength=size)
-    return np.cumsum(steps.reshape(-1, across + 1), axis=1, dtype=np.int32)[:, :-1]
+    # Rows that follow each other are mostly alike, and are one step.
+    fresh = np.ones(first.shape, bool)
+    fresh[:, 1:] = (first[:, 1:] != first[:, :-1]) | (last[:, 1:] != last[:, :-1])
+    fresh[:, ::block_rows] = True
+    at = np.flatnonzero(fresh)
+    alike = np.diff(at, append=fresh.size)
+    filled = np.flatnonzero(first.reshape(-1)[at] < last.reshape(-1)[at])
+    at, alike = at[filled], alike[filled]
+    begin = at % first.shape[1] // block_rows * (across + 1)
+    places = [begin + bound.reshape(-1)[at] for bound in (first, last)]
+    return np.concatenate(places), np.concatenate([alike, -alike])
 
 
 def _runs(there: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[Any, Any]:
@@ -236,5 +249,6 @@ def _runs(there: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[Any, Any]:
     edges = np.zeros((there.shape[0], there.shape[1] + 1), bool)
     edges[:, 1:] = there
     edges[:, :-1] ^= there
-    line, place = np.nonzero(edges)  # starts and ends by turns
+    # Starts and ends by turns. numpy takes far longer for the places of two dimensions.
+    line, place = np.divmod(np.flatnonzero(edges), edges.shape[1])
     return line[::2], place.reshape(-1, 2)

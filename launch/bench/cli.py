@@ -283,6 +283,12 @@ def masks(ctx: click.Context, parts: tuple[str, ...], repeats: int, out: Path | 
     type=click.IntRange(17),
     help="Tokens of a prompt's chunk.",
 )
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="Threads of torch's process. The ranks share as many, at least one each. "
+    "[default: the number of ranks]",
+)
 @_OUT
 def serve(
     worlds: tuple[int, ...],
@@ -290,11 +296,12 @@ def serve(
     pairs: int,
     max_tokens: int,
     chunk: int,
+    threads: int | None,
     out: Path | None,
 ) -> None:
-    """Serving over MPI ranks, one thread each: time to first token against torch in one process,
-    prompts in chunks, time of a token by what is cached, a question after a document; and, from
-    simulation, first tokens of large models beside published figures.
+    """Serving over MPI ranks: time to first token against torch in one process, prompts in chunks,
+    time of a token by what is cached, a question after a document; and, from simulation, first
+    tokens of large models beside published figures.
 
     Default: 2 ranks.
     """
@@ -308,7 +315,9 @@ def serve(
         argv += [word for part in measured for word in ("--part", part)]
         argv += ["--out", str(out.absolute())] if out else []
         for num_ranks in worlds or (2,):
-            if code := launch(argv, num_ranks=num_ranks, threads=1):
+            alone = threads or num_ranks
+            of_torch = [*argv, "--threads", str(alone)]
+            if code := launch(of_torch, num_ranks=num_ranks, threads=max(1, alone // num_ranks)):
                 sys.exit(code)
     if not parts or "simulated" in parts:
         prefill.main(out)

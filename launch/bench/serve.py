@@ -1,9 +1,9 @@
 """The ranks' side of `burst-rt bench serve`; start it through that command.
 
 The model is the byte-level one that `burst-rt train` makes, with the weights it begins with. Both
-sides of a comparison run in turn in one job, so that the machine's noise hits them alike. The side
-of one process, with as many threads as there are ranks, is rank 0 while the other ranks sleep. A
-time is the slowest rank's, from a common start.
+sides of a comparison run in turn in one job, so that the machine's noise hits them alike. Torch's
+side is rank 0 alone, with as many threads as `--threads` says, while the other ranks sleep. A time
+is the slowest rank's, from a common start.
 """
 
 from __future__ import annotations
@@ -57,10 +57,17 @@ class Bench:
     """One rank of the benchmark job. Every method blocks for the other ranks."""
 
     def __init__(
-        self, ctx: burst_rt.Context, config: ModelConfig, *, pairs: int, max_tokens: int, chunk: int
+        self,
+        ctx: burst_rt.Context,
+        config: ModelConfig,
+        *,
+        pairs: int,
+        max_tokens: int,
+        chunk: int,
+        threads: int,
     ) -> None:
         self.ctx, self.config, self.pairs = ctx, config, pairs
-        self.max_tokens, self.chunk = max_tokens, chunk
+        self.max_tokens, self.chunk, self.threads = max_tokens, chunk, threads
         self._decoder = Decoder(config, seed=0)
 
     def first_token(self) -> Rows:
@@ -220,9 +227,9 @@ class Bench:
         return turns[1:]
 
     def _alone_s(self, fn: Callable[[], object]) -> float:
-        """Seconds of `fn` on rank 0, with a thread for each rank, while the other ranks sleep."""
+        """Seconds of `fn` on rank 0, with the threads of torch's side, while other ranks sleep."""
         threads = torch.get_num_threads()
-        torch.set_num_threads(self.ctx.world_size)
+        torch.set_num_threads(self.threads)
         try:
             return slowest_s(self.ctx, fn if self.ctx.rank == 0 else None)
         finally:
@@ -310,12 +317,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=131072)
     parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     with burst_rt.init(timeout_s=1200, stall_s=120) as ctx, torch.inference_mode():
         bench = Bench(
-            ctx, MODEL, pairs=options.pairs, max_tokens=options.max_tokens, chunk=options.chunk
-        )
+            ctx, MODEL, pairs=options.pairs, max_tokens=options.max_tokens, chunk=options.chunk,
+            threads=options.threads,
+        )  # fmt: skip
         parts, first = options.part or list(PARTS), ctx.rank == 0
         with progress(first, len(parts)) as step:
             for part in parts:
@@ -324,7 +333,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows = measure(bench)
                 if first and rows:
                     publish(
-                        f"{title}, {ctx.world_size} ranks x 1 thread", rows, options.out,
+                        f"{title}, {ctx.world_size} ranks x {torch.get_num_threads()} threads, "
+                        f"torch x {options.threads} threads", rows, options.out,
                         f"{MODEL.layers} layers, dim {MODEL.dim}, {MODEL.heads} heads and "
                         f"{MODEL.kv_heads} kv heads x {MODEL.head_dim}, feed-forward "
                         f"{MODEL.hidden_dim}, float32; medians of {options.pairs}, interleaved",

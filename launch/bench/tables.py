@@ -2,7 +2,8 @@
 
 Packed batches bring new documents every step. A plan's tables are then made anew; its graph is only
 verified where rows go a way that is new. All of it is the work of one thread of one process, and is
-timed by that thread's processor time. Nothing is sent.
+timed by that thread's processor time. Nothing is sent. The CPU's tables are in a plan; the Triton
+kernels' are made when a tile is first worked.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 
 from burst_rt.attention.planner import PlanKey, Planner
+from burst_rt.kernels.triton.parts import ascending
+from burst_rt.kernels.triton.tables import CutOfTile, bytes_of_tables
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.planning.layouts import BALANCED, make_layout
 from burst_rt.planning.masks import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
@@ -34,8 +37,9 @@ _STEP_TOKENS, _STEP_RANKS = 32_768, 2
 _TOKENS, _RANKS = 1 << 20, 64
 _TILE = 1 << 16
 _BLOCK = 128  # tokens of a block of `BlockSparse`
-# Rows x columns of the work of one program, of the forward and of dk and dv.
-_BY_ROWS, _BY_COLUMNS = (128, 64), (64, 128)
+# How a GPU's kernels cut a tile, of the forward and of dk and dv.
+_BY_ROWS = CutOfTile((128, 64), by_columns=False, joined=False, several=(128, 64))
+_BY_COLUMNS = CutOfTile((64, 128), by_columns=True, joined=False, several=(64, 128))
 
 
 def main(repeats: int, out: Path | None, *, steps: int = _STEPS, shrink: int = 1) -> None:
@@ -45,7 +49,7 @@ def main(repeats: int, out: Path | None, *, steps: int = _STEPS, shrink: int = 1
     """
     publish(
         f"planning a step with fresh documents, {_STEP_TOKENS:,} tokens, {_STEP_RANKS} ranks",
-        [_steps(steps)],
+        _steps(steps),
         out,
         f"{steps} steps after {_WARM_UP}, forward and backward of rank 0, zigzag; processor time",
     )
@@ -59,15 +63,16 @@ def main(repeats: int, out: Path | None, *, steps: int = _STEPS, shrink: int = 1
         ],
         out,
         f"medians of {repeats} fresh masks, rank 1; a plan has the tables of both directions, and "
-        "the graphs of all ranks verified; processor time",
+        "the graphs of all ranks verified; Triton's are those of all tiles of the rank; "
+        "processor time",
     )
     tokens = _TILE // shrink
     publish(
         f"one tile for the Triton kernels, {tokens:,} x {tokens:,}",
         [_tile(name, tokens, repeats) for name in _MASKS],
         out,
-        f"medians of {repeats} fresh masks; lists in blocks of {_BY_ROWS} and {_BY_COLUMNS}; "
-        "processor time",
+        f"medians of {repeats} fresh masks; lists in blocks of {_BY_ROWS.blocks} and "
+        f"{_BY_COLUMNS.blocks}; processor time",
     )
 
 
@@ -119,18 +124,35 @@ def _plan(planner: Planner, problem: Problem) -> None:
         planner.plan(key)
 
 
-def _steps(steps: int) -> dict[str, Cell]:
-    planner, took_s = Planner(0), []
+def _triton_tables(problem: Problem, rank: int, forward: bool) -> None:
+    """Makes the Triton kernels' tables of a rank's call, of every tile, and drops them."""
+    cuts = (_BY_ROWS,) if forward else (_BY_COLUMNS, _BY_ROWS)
+    for rows, runs in choose(problem, "auto", forward=forward).program.tiles(rank):
+        for columns in ascending(runs):
+            bytes_of_tables(problem.mask, (rows, columns), cuts, positions=False)
+
+
+def _steps(steps: int) -> list[dict[str, Cell]]:
+    planner, took_s = Planner(0), defaultdict[str, list[float]](list)
     for _ in range(_WARM_UP + steps):
         mask = _documents(_STEP_TOKENS, next(_seeds))
         problem = _problem(mask, _STEP_TOKENS, _STEP_RANKS, "zigzag")
-        took_s.append(_timed(partial(_plan, planner, problem))[1])
-    took_s = sorted(took_s[_WARM_UP:])
-    return {
-        "a step ms": 1e3 * median(took_s),
-        "nine tenths below ms": 1e3 * took_s[9 * steps // 10],
-        "longest ms": 1e3 * took_s[-1],
-    }
+        plan_s = _timed(partial(_plan, planner, problem))[1]
+        tables_s = sum(
+            _timed(partial(_triton_tables, problem, 0, forward))[1] for forward in (True, False)
+        )
+        took_s["plans, the CPU's tables in them"].append(plan_s)
+        took_s["plans and Triton's tables"].append(plan_s + tables_s)
+    ordered = {of: sorted(found[_WARM_UP:]) for of, found in took_s.items()}
+    return [
+        {
+            "": of,
+            "a step ms": 1e3 * median(found),
+            "nine tenths below ms": 1e3 * found[9 * steps // 10],
+            "longest ms": 1e3 * found[-1],
+        }
+        for of, found in ordered.items()
+    ]
 
 
 def _own_tables(name: str, kind: str, tokens: int, repeats: int) -> dict[str, Cell]:
@@ -145,6 +167,8 @@ def _own_tables(name: str, kind: str, tokens: int, repeats: int) -> dict[str, Ce
         for forward, of in ((True, "forward s"), (False, "backward s")):
             took_s[of].append(_timed(partial(_graph, problems[0], forward))[1])
         took_s["plan s"].append(_timed(partial(_plan, Planner(1), problems[1]))[1])
+        for forward, of in ((True, "Triton's forward s"), (False, "backward after it s")):
+            took_s[of].append(_timed(partial(_triton_tables, problems[1], 1, forward))[1])
     return {"mask": name, "layout": kind, **{of: median(found) for of, found in took_s.items()}}
 
 
@@ -159,8 +183,8 @@ def _tile(name: str, tokens: int, repeats: int) -> dict[str, Cell]:
         mask = _MASKS[name](tokens, next(_seeds))
         spans, spans_s = _timed(partial(column_spans, mask, whole, whole))
         given_s = _timed(spans.for_kernels)[1]
-        by_rows = partial(work_list, spans, *_BY_ROWS)
-        by_columns = partial(work_list, spans, *_BY_COLUMNS, by_columns=True)
+        by_rows = partial(work_list, spans, *_BY_ROWS.blocks)
+        by_columns = partial(work_list, spans, *_BY_COLUMNS.blocks, by_columns=True)
         took_s["spans ms"].append(spans_s + given_s)
         took_s["by rows ms"].append(_timed(by_rows)[1])
         took_s["by columns ms"].append(_timed(by_columns)[1])

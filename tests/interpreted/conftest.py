@@ -2,9 +2,8 @@
 compiled where there is one.
 
 TRITON_INTERPRET=1 must be set before triton is imported, and changes it for the whole process; so
-these are run by a process of their own: `TRITON_INTERPRET=1 pytest tests/interpreted`, which is
-what tests/unit/test_triton.py does. Without the variable they run on the GPU, and where there is
-none pytest passes them over.
+these are run by themselves: `TRITON_INTERPRET=1 pytest tests/interpreted`. Without the variable
+they run on the GPU, and where there is none pytest passes them over.
 """
 
 from __future__ import annotations

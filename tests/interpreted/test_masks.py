@@ -230,10 +230,16 @@ def test_blocks_that_come_in_part(
     assert_right(2, case, cells)
 
 
+_WINDOW = Causal() & SlidingWindow(9) | First(3)
+
+
 @pytest.mark.parametrize("slopes", [False, True])
-def test_the_tables_of_a_call_are_in_its_memory(slopes: bool) -> None:
+@pytest.mark.parametrize("mask", [_WINDOW, Mask.from_function(_third, within=_WINDOW)])
+def test_the_tables_of_a_call_are_in_its_memory(
+    mask: Mask, slopes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is kept after a call is what its plans announce, over both ranks."""
-    mask = Causal() & SlidingWindow(9) | First(3)
+    monkeypatch.setattr(parts, "_MOST_CELLS", 500)
 
     def run(ctx: burst_rt.Context) -> int:
         layout = ctx.layout(70 * _TIMES)

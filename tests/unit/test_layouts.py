@@ -186,7 +186,8 @@ def test_explain_says_how_even_a_layout_is() -> None:
     even = f"tokens 1.00, cells {forward:.2f} forward, {backward:.2f} backward"
     assert f"layout contiguous: largest rank over mean: {even}\n  zigzag: tokens" in contiguous
     # Heads are spread, and every rank has all cells.
-    assert spread.count("tokens 1.00, cells 1.00 forward, 1.00 backward") == len(KINDS)
+    assert spread.count("tokens 1.00, cells 1.00 forward, 1.00 backward") == len(KINDS) + 1
+    assert "; balanced: tokens 1.00, cells 1.0" in contiguous
     assert "layout balanced: largest rank over mean: tokens 1.00, cells 1.0" in balanced
     assert f"\n  contiguous: {even}; zigzag: tokens" in balanced
 

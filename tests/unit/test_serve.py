@@ -36,7 +36,7 @@ _on_16_nodes = partial(prefill, world_size=128, tensor_parallel=8)
 def _measured(ctx: Context) -> dict[str, Rows]:
     # Two lengths of cache, and a question that is worth sending instead of keys.
     with torch.inference_mode():
-        bench = Bench(ctx, _TINY, pairs=1, max_tokens=2048, chunk=500)
+        bench = Bench(ctx, _TINY, pairs=1, max_tokens=2048, chunk=500, threads=2)
         return {name: measure(bench) for name, (measure, _) in PARTS.items()}
 
 

@@ -1,10 +1,7 @@
-"""The Triton kernel without a GPU: what it refuses, when it is taken, the tables that it keeps; and
-tests/interpreted, in a process of its own.
-"""
+"""The Triton kernel without a GPU: what it refuses, when it is taken, the tables that it keeps."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -24,9 +21,6 @@ from burst_rt.kernels.triton import tables
 from burst_rt.kernels.triton.configs import ARCHES, arch_of, default_config, padded
 from burst_rt.kernels.triton.configs import KINDS as KERNEL_KINDS
 
-_INTERPRETED = Path(__file__).resolve().parents[1] / "interpreted"
-_DEADLINE_S = 600.0
-
 
 @dataclass(frozen=True)
 class _Odd(Mask):
@@ -34,33 +28,6 @@ class _Odd(Mask):
 
     def allows(self, q_position: Any, kv_position: Any) -> Any:  # ints or tensors
         return kv_position % 2 == 1
-
-
-@pytest.mark.parametrize("module", [path.name for path in sorted(_INTERPRETED.glob("test_*.py"))])
-def test_under_the_interpreter(module: str) -> None:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(_INTERPRETED / module),
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        command,
-        cwd=_INTERPRETED.parents[1],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=_DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\d+ passed", done.stdout), done.stdout
-    assert "skipped" not in done.stdout
 
 
 def test_importing_the_kernels_does_not_import_triton(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ layouts and block sizes.
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ def _drawn(seed: int) -> _Tile:
         mask, truth = mask & second, truth & truths
     world = rng.choice((1, 2, 3))
     q_runs, kv_runs = (
-        make_layout(rng.choice(sorted(KINDS)), length, world).runs[rng.randrange(world)]
+        rng.choice((_runs_of_a_rank, _some_runs))(rng, length, world)
         for length in (sizes.q_len, sizes.kv_len)
     )
     # The whole side, or a block of it, as it travels.
@@ -66,6 +67,17 @@ def _drawn(seed: int) -> _Tile:
     told = f"{mask!r}, {sizes}, rows {q}, columns {kv}"
     spans = column_spans(mask.bound(*sizes[:2]), positions, kv)
     return _Tile(spans, truth[:, rows][:, :, columns], told)
+
+
+def _runs_of_a_rank(rng: random.Random, length: int, world: int) -> tuple[range, ...]:
+    return make_layout(rng.choice(sorted(KINDS)), length, world).runs[rng.randrange(world)]
+
+
+def _some_runs(rng: random.Random, length: int, world: int) -> tuple[range, ...]:
+    """Up to six runs, as a balanced layout may have, some of them with steps."""
+    edges = [0, *sorted(rng.choices(range(length + 1), k=6)), length]
+    runs = [range(a, b, rng.choice((1, 1, 2))) for a, b in pairwise(edges)]
+    return tuple(rng.sample(runs, 1) if world == 1 else filter(lambda _: rng.random() < 0.8, runs))
 
 
 def _cells(spans: ColumnSpans) -> torch.Tensor:

@@ -30,11 +30,12 @@ from burst_rt.kernels.base import (
     Work,
 )
 from burst_rt.kernels.decode import Partial, Seen
-from burst_rt.kernels.triton.configs import Config, arch_of, default_config
+from burst_rt.kernels.triton.configs import CELLS, Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import LOG2_E, TileArguments
-from burst_rt.kernels.triton.parts import ascending, in_order, parts_of
+from burst_rt.kernels.triton.parts import ascending, in_order, parts_of, places_of_parts
 from burst_rt.kernels.triton.tables import (
     CutOfTile,
+    Lists,
     bytes_of_tables,
     cells_table,
     lists_of,
@@ -202,21 +203,19 @@ class TritonKernel(Kernel):
             _start(device, launch_dq, qkv, upstream, grads.dq, *arguments)
         tile.progress()
 
-    def table_bytes(self, work: Work, places: Iterable[Places]) -> int:
+    def table_bytes(self, work: Work, places: Iterable[Places], tile: TileShape) -> int:
         """See `Kernel.table_bytes`. Spans of rows, lists of work, and positions with ALiBi."""
-        if not work.mask.has_spans:
-            return 0
-        cuts = []
-        for kind in ("forward",) if work.forward else ("dkdv", "dq"):
-            config = _config_of(kind, work.device, max(work.head_dims), work.dtype)
-            several = _for_several(kind, config, work.device, max(work.head_dims), work.dtype)
-            joined = config.loads == "specialized"
-            cuts.append(CutOfTile(config.blocks, kind == "dkdv", joined, several.blocks))
-        positions = work.scores.alibi_slopes
+        scores, head_dim = work.scores, max(work.head_dims)
+        by_scores = scores.softcap or scores.alibi_slopes
+        cuts = [
+            _cuts_of(kind, work.device, head_dim, work.dtype, by_scores=by_scores)[0]
+            for kind in (("forward",) if work.forward else ("dkdv", "dq"))
+        ]
         return sum(
-            bytes_of_tables(work.mask, (rows, columns), cuts, positions=positions)
+            bytes_of_tables(work.mask, part, cuts, positions=scores.alibi_slopes)
             for rows, runs in places
             for columns in ascending(runs)
+            for part in places_of_parts(work.mask, (rows, columns), tile)
         )
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
@@ -239,25 +238,22 @@ def _arguments(
     """What a kernel is started with. cells: of the tile, where its mask has no spans."""
     device, terms = qkv.q.device, tile.terms
     head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
-    config = _config_of(kind, device, head_dim, qkv.q.dtype)
-    if terms.softcap is not None or terms.alibi_slopes is not None:
-        # Triton's Hopper compiler cannot hand to all warps what these compute with.
-        config = config._replace(loads="descriptors") if config.loads == "specialized" else config
-    joined = config.loads == "specialized"
-    by_columns = kind == "dkdv"
-    lists = lists_of(tile, config.blocks, device, by_columns=by_columns, joined=joined)
+    by_scores = terms.softcap is not None or terms.alibi_slopes is not None
+    cut, config, for_several = _cuts_of(kind, device, head_dim, qkv.q.dtype, by_scores=by_scores)
+
+    def lists_for(blocks: tuple[int, int], joined: bool) -> Lists:
+        return lists_of(tile, blocks, device, by_columns=cut.by_columns, joined=joined)
+
     spans = spans_of_tile(tile, device) if cells is None else None
-    one_span = not lists.masked or (spans is not None and spans.width == 1)
-    if joined and not (lists.single and one_span):
-        # Warps that do nothing but load are for one run, and for rows of one span.
-        config = config._replace(loads="descriptors")
-        lists = lists_of(tile, config.blocks, device, by_columns=by_columns, joined=False)
+    tried = list(cut.lists(CELLS if spans is None else spans.width, lists_for))
+    lists = tried[-1]
     if not lists.single:
-        config = _for_several(kind, config, device, head_dim, qkv.q.dtype)
-        lists = lists_of(tile, config.blocks, device, by_columns=by_columns, joined=False)
-    if cells is not None:
+        config = for_several
+    elif len(tried) > 1:
+        config = _without_specialized(config)
+    if spans is None:
+        assert cells is not None
         spans = cells_table(cells, config.block_n)
-    assert spans is not None
     if cells is not None and not lists.by_row:
         # Batch rows may see other cells, but have the same work.
         lists = lists._replace(lines=lists.lines.repeat(len(cells)), by_row=1)
@@ -281,16 +277,30 @@ def _config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtyp
     )
 
 
-def _for_several(
-    kind: str, config: Config, device: torch.device, head_dim: int, dtype: torch.dtype
-) -> Config:
-    """What a configuration becomes where lines of work have several runs of a kind."""
+def _cuts_of(
+    kind: str, device: torch.device, head_dim: int, dtype: torch.dtype, *, by_scores: bool
+) -> tuple[CutOfTile, Config, Config]:
+    """How a kernel cuts a tile; its configuration, and that for lines with several runs of a kind.
+
+    by_scores: whether something happens to scores beside scaling and sinks.
+    """
+    config = _config_of(kind, device, head_dim, dtype)
+    if by_scores:
+        # Triton's Hopper compiler cannot hand to all warps what these compute with.
+        config = _without_specialized(config)
     arch = None if device.type == "cpu" else _arch(device)
     own, other = (
         default_config(kind, arch, head_dim, dtype.itemsize, several=several)
         for several in (False, True)
     )
-    return config if other == own else other._replace(loads=config.loads)
+    several = config if other == own else other._replace(loads=config.loads)
+    joined = config.loads == "specialized"
+    cut = CutOfTile(config.blocks, kind == "dkdv", joined, several.blocks)
+    return cut, config, _without_specialized(several)
+
+
+def _without_specialized(config: Config) -> Config:
+    return config._replace(loads="descriptors") if config.loads == "specialized" else config
 
 
 @lru_cache

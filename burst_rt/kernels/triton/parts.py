@@ -6,15 +6,17 @@ The latter are of bounded size, with the cells that are seen.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
-from burst_rt.kernels.base import QKV, Tile, some_of
-from burst_rt.planning.masks import Piece, Relation
+from burst_rt.kernels.base import QKV, Places, Tile, some_of
+from burst_rt.planning.masks import Mask, Piece, Relation
 from burst_rt.planning.needs import ROWS_TOGETHER
+from burst_rt.planning.problem import TileShape
 
-__all__ = ["Part", "ascending", "in_order", "parts_of"]
+__all__ = ["Part", "ascending", "in_order", "parts_of", "places_of_parts"]
 
 # How many cells a mask without spans is asked about at once, if not more for so few columns. Parts
 # are cut at multiples of the rows that travel together, and so are the blocks of columns in a part:
@@ -71,6 +73,37 @@ def in_order(tile: Tile) -> Iterator[tuple[slice, Tile]]:
         yield columns, tile._replace(kv_positions=runs, first=first, last=last)
 
 
+def places_of_parts(mask: Mask, places: Places, shape: TileShape) -> Iterator[Places]:
+    """A tile's rows with the columns of each of its parts (`parts_of`); itself, if it has none.
+
+    shape: batch and heads are the tile's; the lengths may be those of a larger one.
+    """
+    rows, columns = places
+    if mask.has_spans:
+        yield places
+        return
+    apart = shape.batch * shape.num_heads // shape.num_kv_heads
+    for some in _columns_of_parts(mask, places, apart):
+        yield rows, tuple(some_of(columns, some))
+
+
+def _columns_of_parts(mask: Mask, places: Places, apart: int) -> list[slice]:
+    """The columns of each part, without those that no row sees; of one part at least.
+
+    apart: how many tables of cells a key/value head may have.
+    """
+    rows, columns = places
+    q_len, kv_len = (sum(map(len, runs)) for runs in places)
+    step = max(1, _MOST_CELLS // (apart * q_len * _COLUMNS)) * _COLUMNS
+    parts = [slice(start, min(start + step, kv_len)) for start in range(0, kv_len, step)]
+
+    def seen_by_a_row(part: slice) -> bool:
+        runs = product(filter(len, rows), some_of(columns, part))
+        return any(mask.relation(q, kv) is not Relation.EMPTY for q, kv in runs)
+
+    return list(filter(seen_by_a_row, parts)) or parts[:1]
+
+
 def parts_of(qkv: QKV, tile: Tile) -> Iterator[Part]:
     """A tile in parts of bounded size, under a mask that gives booleans only.
 
@@ -79,11 +112,10 @@ def parts_of(qkv: QKV, tile: Tile) -> Iterator[Part]:
     batch, q_len, num_heads, _ = qkv.q.shape
     kv_len, num_kv_heads = qkv.k.shape[1:3]
     group = num_heads // num_kv_heads
-    step = max(1, _MOST_CELLS // (batch * q_len * group * _COLUMNS)) * _COLUMNS
-    some = max(1, _MOST_CELLS // (batch * q_len * group * min(step, kv_len)))
     every = Piece(0, q_len, 0, kv_len, False, True, q_len * kv_len)
-    sides = [slice(a, min(a + step, kv_len)) for a in range(0, kv_len, step)]
-    sides = [x for x in sides if tile.relation(every.rows, x) is not Relation.EMPTY] or sides[:1]
+    sides = _columns_of_parts(tile.mask, (tile.q_positions, tile.kv_positions), batch * group)
+    longest = max(columns.stop - columns.start for columns in sides)
+    some = max(1, _MOST_CELLS // (batch * q_len * group * longest))
     for first in range(0, num_kv_heads, some):
         kv_heads = slice(first, min(first + some, num_kv_heads))
         heads = slice(kv_heads.start * group, kv_heads.stop * group)

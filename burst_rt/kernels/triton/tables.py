@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ _MOST_TABLES = 8192
 # Tables begin at multiples of 16 bytes: kernels are compiled for such addresses.
 _ALIGNED = 4
 
+_L = TypeVar("_L", "Lists", WorkList)
+
 
 class SpanTable(NamedTuple):
     """What the rows of a tile see."""
@@ -59,12 +61,27 @@ class Lists(NamedTuple):
 
 
 class CutOfTile(NamedTuple):
-    """How a kernel cuts a tile into blocks of rows x columns."""
+    """How a kernel may cut a tile into blocks of rows x columns."""
 
     blocks: tuple[int, int]
     by_columns: bool  # as `work_list` takes it
-    joined: bool  # the same
+    # Whether lists are tried joined first: of warps that do nothing but load, each line has one
+    # run, and rows see one span.
+    joined: bool
     several: tuple[int, int]  # the blocks where lines have several runs of a kind
+
+    def lists(self, width: int, make: Callable[[tuple[int, int], bool], _L]) -> Iterator[_L]:
+        """The lists that are made, one after the other until one will do: that one comes last.
+
+        width: WIDTH of `work.py`. make: gives the list for blocks, and whether it is joined.
+        """
+        found = make(self.blocks, self.joined)
+        yield found
+        if self.joined and not (found.single and (width == 1 or not found.masked)):
+            found = make(self.blocks, False)
+            yield found
+        if not found.single and self.several != self.blocks:
+            yield make(self.several, False)
 
 
 class DecodeTable(NamedTuple):
@@ -180,17 +197,18 @@ def table_of_decode(seen: Seen, device: torch.device) -> DecodeTable:
 def bytes_of_tables(
     mask: Mask, places: Places, cuts: Iterable[CutOfTile], *, positions: bool
 ) -> int:
-    """Bytes of the tables of a tile under a mask with spans.
+    """Bytes of the tables of a tile, or of a part of one where the mask has no spans.
 
     cuts: of each kernel. positions: whether there are tables of positions.
     """
-    spans = column_spans(mask, *places)
+    spans, whole = column_spans(mask, *places), mask.has_spans
     arrays = [spans.for_kernels()]
-    for blocks, by_columns, joined, several in cuts:
-        found = work_list(spans, *blocks, by_columns=by_columns, joined=joined)
-        arrays += [found.lines, found.runs]
-        if not found.single and several != blocks:
-            found = work_list(spans, *several, by_columns=by_columns)
+    for cut in cuts:
+
+        def make(blocks: tuple[int, int], joined: bool, columns: bool = cut.by_columns) -> WorkList:
+            return work_list(spans, *blocks, by_columns=columns, joined=joined, whole=whole)
+
+        for found in cut.lists(_width_of(spans) if whole else CELLS, make):
             arrays += [found.lines, found.runs]
     sizes = [array.size for array in arrays]
     if positions:

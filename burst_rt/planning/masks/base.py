@@ -50,6 +50,7 @@ __all__ = [
     "Mask",
     "Relation",
     "Rule",
+    "columns_seen",
     "positions_of",
     "sees_few",
     "spans_of",
@@ -377,6 +378,33 @@ def _moved(mask: Mask, q: Positions, places: Positions, *, deep: bool) -> Spans:
 def spans_of(mask: Mask, *q: range) -> Spans:
     """`Mask.outline` of ranges of positions. Cached, because planning asks many times."""
     return mask.outline(np.concatenate([positions_of(run) for run in q]))
+
+
+def columns_seen(mask: Mask, q: tuple[range, ...], kv: tuple[range, ...]) -> Spans:
+    """What queries at positions `q` see of keys at positions `kv`, by columns: the first key is 0.
+
+    kv: ascending, along all the runs. The spans may touch, or be empty. Of a mask with labels,
+    which may have many spans, each label is looked at once for all its rows.
+    """
+    first, end = kv[0][0], kv[-1][-1] + 1
+    apart = mask.by_label()
+    if apart is None:
+        return spans_of(mask, *q).meeting(first, end).columns(*kv)
+    labelled, others = apart
+    spans, label = _spans_by_label(labelled, *q)
+    spans = spans.meeting(first, end).columns(*kv).packed()
+    seen = Spans(*(bound[:, label] for bound in spans))
+    if others.rule is Rule.EVERYTHING:
+        return seen
+    return intersect(seen, columns_seen(others, q, kv))
+
+
+@lru_cache(maxsize=16)
+def _spans_by_label(labelled: Mask, *q: range) -> tuple[Spans, Positions]:
+    """The spans of each label of these queries; and for each query, which of these are its own."""
+    places = np.concatenate([positions_of(run) for run in q])
+    _, shown, label = np.unique(labelled.labels(places), return_index=True, return_inverse=True)
+    return labelled.spans(places[shown]), label
 
 
 def sees_few(mask: Mask, q: range) -> bool:

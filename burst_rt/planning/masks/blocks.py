@@ -132,9 +132,10 @@ class BlockSparse(Mask):
             )
         )
         named = self._table[:, rows, columns]
-        if not named.any():
-            return Relation.EMPTY
-        return Relation.FULL if named.all() else Relation.PARTIAL
+        first = named[:, :1]  # which mostly tells, where the whole table would take long
+        if any(some.any() and not some.all() for some in (first, named)):
+            return Relation.PARTIAL
+        return Relation.FULL if first.any() else Relation.EMPTY
 
     @cached_property
     def _runs(self) -> Spans:

@@ -60,6 +60,8 @@ class Spans(NamedTuple):
 
     def meeting(self, start: int, stop: int) -> Spans:
         """The same rows, without the spans that have no key from `start` up to before `stop`."""
+        if self.width == 1:
+            return self
         first = np.count_nonzero(self.stops <= start, axis=-1)
         last = np.count_nonzero(self.starts < stop, axis=-1)
         width = max(1, int((last - first).max(initial=0)))
@@ -70,13 +72,16 @@ class Spans(NamedTuple):
         at = np.minimum(at, self.width - 1)
         return Spans(*(np.where(there, np.take_along_axis(x, at, -1), END) for x in self))
 
-    def columns(self, kv: range) -> Spans:
-        """The same rows, by columns instead of positions: column c stands at position kv[c].
+    def columns(self, *kv: range) -> Spans:
+        """The same rows, by columns instead of positions: the columns stand at `kv`, in order.
 
-        Spans may touch, or be empty, afterwards.
+        kv: ascending, along all the runs. Spans may touch, or be empty, afterwards.
         """
-        starts, stops = (np.clip(-((kv.start - bound) // kv.step), 0, len(kv)) for bound in self)
-        return Spans(starts, stops)
+        return Spans(*(_before(kv, bound) for bound in self))
+
+    def packed(self) -> Spans:
+        """The same rows without the spans that are empty, but those that come last."""
+        return _packed(*(bound.copy() for bound in self))
 
     def together(self, firsts: Positions, end: int) -> Spans:
         """What groups of rows see together, of the keys before `end`; batch rows count together.
@@ -130,14 +135,15 @@ def beside(parts: Sequence[Spans], axis: int) -> Spans:
     """The spans of all parts. axis: 0, where the parts are batch rows; 1, where they are rows."""
     if len(parts) == 1:
         return parts[0]
-    width = max(part.width for part in parts)
-    bounds = []
-    for each in zip(*parts, strict=True):
-        padded = [
-            np.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2])), constant_values=END) for x in each
-        ]
-        bounds.append(np.concatenate(padded, axis=axis))
-    return Spans(*bounds)
+    shape = list(parts[0].starts.shape)
+    shape[axis] = sum(part.starts.shape[axis] for part in parts)
+    shape[2] = max(part.width for part in parts)
+    found = Spans(*(np.full(shape, END) for _ in range(2)))
+    for into, bounds in zip(found, zip(*parts, strict=True), strict=True):
+        rows = np.split(into, np.cumsum([x.shape[axis] for x in bounds[:-1]]), axis=axis)
+        for some, bound in zip(rows, bounds, strict=True):
+            some[..., : bound.shape[2]] = bound
+    return found
 
 
 def intersect(a: Spans, b: Spans) -> Spans:
@@ -145,19 +151,18 @@ def intersect(a: Spans, b: Spans) -> Spans:
 
     Every span is compared with every span, some rows at a time.
     """
+    several = a.width > 1 and b.width > 1
     rows, some = a.starts.shape[1], max(1, _MOST_COMPARED // (a.width * b.width))
-    if rows > some:
+    if several and rows > some:
         slices = [slice(start, start + some) for start in range(0, rows, some)]
         return beside([intersect(a.rows(at), b.rows(at)) for at in slices], axis=1)
-    if a.width > 1 and b.width > 1:
+    if several:
         a, b = Spans(*(x[..., :, None] for x in a)), Spans(*(x[..., None, :] for x in b))
     starts, stops = np.maximum(a.starts, b.starts), np.minimum(a.stops, b.stops)
     # Where there is no row, numpy cannot tell what -1 would stand for.
     starts, stops = (x.reshape(*x.shape[:2], prod(x.shape[2:])) for x in (starts, stops))
-    empty = starts >= stops
     # Two lists of disjoint spans meet in disjoint spans, which do not touch either.
-    starts, stops = np.where(empty, END, starts), np.where(empty, END, stops)
-    return Spans(starts, stops) if starts.shape[-1] == 1 else _sorted(starts, stops)
+    return _packed(starts, stops)
 
 
 def unite(a: Spans, b: Spans) -> Spans:
@@ -179,6 +184,12 @@ def unite(a: Spans, b: Spans) -> Spans:
     return _trimmed(merged_starts, np.where(merged_starts == END, END, merged_stops))
 
 
+def _before(kv: Sequence[range], bound: Positions) -> Positions:
+    """How many of the keys stand before each of the bounds."""
+    by_run = [np.clip(-((run.start - bound) // run.step), 0, len(run)) for run in kv]
+    return sum(by_run[1:], by_run[0])
+
+
 def _put(into: Positions, number: Positions, values: Positions, slot: int) -> None:
     np.put_along_axis(into, number[..., slot, None], values[..., slot, None], axis=-1)
 
@@ -187,6 +198,14 @@ def _beside(x: Positions, y: Positions) -> Positions:
     batch = max(x.shape[0], y.shape[0])
     parts: Sequence[Positions] = [np.broadcast_to(z, (batch, *z.shape[1:])) for z in (x, y)]
     return np.concatenate(parts, axis=-1)
+
+
+def _packed(starts: Positions, stops: Positions) -> Spans:
+    """The spans that are not empty, in order. Writes into the arrays."""
+    empty = starts >= stops
+    for bound in (starts, stops):
+        np.copyto(bound, END, where=empty)
+    return Spans(starts, stops) if starts.shape[-1] == 1 else _sorted(starts, stops)
 
 
 def _sorted(starts: Positions, stops: Positions) -> Spans:
