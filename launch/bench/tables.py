@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from burst_rt.attention.planner import PlanKey, Planner
+from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.kernels.triton.parts import ascending
 from burst_rt.kernels.triton.tables import CutOfTile, bytes_of_tables
 from burst_rt.launch.bench.report import Cell, median, publish
@@ -118,18 +118,21 @@ def _problem(mask: Mask, tokens: int, ranks: int, kind: str) -> Problem:
     )
 
 
-def _plan(planner: Planner, problem: Problem) -> None:
-    for forward in (True, False):
-        key = PlanKey(forward, problem, "auto", "cpu", torch.float32, torch.device("cpu"))
-        planner.plan(key)
+def _plans(planner: Planner, problem: Problem) -> list[Plan]:
+    """The plans of forward and backward."""
+    keys = (
+        PlanKey(forward, problem, "auto", "cpu", torch.float32, torch.device("cpu"))
+        for forward in (True, False)
+    )
+    return [planner.plan(key) for key in keys]
 
 
-def _triton_tables(problem: Problem, rank: int, forward: bool) -> None:
-    """Makes the Triton kernels' tables of a rank's call, of every tile, and drops them."""
-    cuts = (_BY_ROWS,) if forward else (_BY_COLUMNS, _BY_ROWS)
-    for rows, runs in choose(problem, "auto", forward=forward).program.tiles(rank):
+def _triton_tables(plan: Plan) -> None:
+    """Makes the Triton kernels' tables for every tile of a plan, and drops them."""
+    cuts = (_BY_ROWS,) if plan.key.forward else (_BY_COLUMNS, _BY_ROWS)
+    for rows, runs in plan.choice.program.tiles(plan.rank):
         for columns in ascending(runs):
-            bytes_of_tables(problem.mask, (rows, columns), cuts, positions=False)
+            bytes_of_tables(plan.key.problem.mask, (rows, columns), cuts, positions=False)
 
 
 def _steps(steps: int) -> list[dict[str, Cell]]:
@@ -137,10 +140,8 @@ def _steps(steps: int) -> list[dict[str, Cell]]:
     for _ in range(_WARM_UP + steps):
         mask = _documents(_STEP_TOKENS, next(_seeds))
         problem = _problem(mask, _STEP_TOKENS, _STEP_RANKS, "zigzag")
-        plan_s = _timed(partial(_plan, planner, problem))[1]
-        tables_s = sum(
-            _timed(partial(_triton_tables, problem, 0, forward))[1] for forward in (True, False)
-        )
+        plans, plan_s = _timed(partial(_plans, planner, problem))
+        tables_s = sum(_timed(partial(_triton_tables, plan))[1] for plan in plans)
         took_s["plans, the CPU's tables in them"].append(plan_s)
         took_s["plans and Triton's tables"].append(plan_s + tables_s)
     ordered = {of: sorted(found[_WARM_UP:]) for of, found in took_s.items()}
@@ -166,9 +167,10 @@ def _own_tables(name: str, kind: str, tokens: int, repeats: int) -> dict[str, Ce
             took_s["layout s"].append(layout_s)
         for forward, of in ((True, "forward s"), (False, "backward s")):
             took_s[of].append(_timed(partial(_graph, problems[0], forward))[1])
-        took_s["plan s"].append(_timed(partial(_plan, Planner(1), problems[1]))[1])
-        for forward, of in ((True, "Triton's forward s"), (False, "backward after it s")):
-            took_s[of].append(_timed(partial(_triton_tables, problems[1], 1, forward))[1])
+        plans, plan_s = _timed(partial(_plans, Planner(1), problems[1]))
+        took_s["plan s"].append(plan_s)
+        for plan, of in zip(plans, ("Triton's forward s", "Triton's backward s"), strict=True):
+            took_s[of].append(_timed(partial(_triton_tables, plan))[1])
     return {"mask": name, "layout": kind, **{of: median(found) for of, found in took_s.items()}}
 
 

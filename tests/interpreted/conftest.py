@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
+_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
 collect_ignore_glob = ["test_*.py"]
-if os.environ.get("TRITON_INTERPRET") == "1":
+if _INTERPRETING:
     collect_ignore_glob = []
 elif torch.cuda.is_available():
     # `burst-rt bench tune` itself is what tries block sizes on a GPU.
     collect_ignore_glob = ["test_tune.py"]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Under the interpreter no test is passed over."""
+    assert not (_INTERPRETING and report.skipped), report.nodeid

@@ -1,4 +1,4 @@
-"""`generate` of transformers' models over 1 to 3 ranks: tokens, greedy and sampled, and the logits
+"""`generate` of transformers' models over 1 to 4 ranks: tokens, greedy and sampled, and the logits
 that they were chosen by are those of one process with eager attention.
 """
 
@@ -26,7 +26,7 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_generated_text_is_that_of_one_process(
     truths: Path, tmp_path: Path, num_ranks: int
 ) -> None:
