@@ -11,7 +11,8 @@ from graphs import Window
 from mask_truths import MASKS, Sizes, truth_of
 from mixes import Mix, mix
 
-from burst_rt import Causal, Documents, Full, Mask, SlidingWindow
+from burst_rt import BlockSparse, Causal, Documents, First, Full, Mask, Prefix, SlidingWindow
+from burst_rt.planning import balance
 from burst_rt.planning.balance import Load, deal, load_of, step_of
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks.spans import Positions
@@ -34,6 +35,29 @@ def test_the_load_counts_cells_and_keys_across_a_cut(name: str, sizes: Sizes) ->
         if query:
             across += cells[:, query - 1, cut:].sum()
         assert load.torn[query] == across
+
+
+@pytest.mark.parametrize("some", [1, 7, 1000])
+def test_the_load_of_tables_of_blocks(some: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label's queries are looked at together, in as many goes as there are spans for."""
+    monkeypatch.setattr(balance, "_SPANS", some)
+    draw = np.random.default_rng(some)
+    table, none = draw.random((2, 8, 9)) < 0.4, np.zeros((8, 9), bool)
+    several = SlidingWindow(11) | First(3)
+    rows = Causal() | Prefix((3, 20))
+    for mask in (
+        several & BlockSparse(table, 7),
+        rows & BlockSparse(table[0], 7),
+        BlockSparse(none, 7),
+    ):
+        load = load_of(mask, 50, 63)
+        bound = mask.bound(50, 63)
+        cells = bound.spans(np.arange(50) + 13).sees(np.arange(63), np.arange(50)[:, None])
+        assert load.rows.tolist() == cells.sum((0, 2)).tolist()
+        assert load.columns.tolist() == cells.sum((0, 1)).tolist()
+        for query in range(1, 50):
+            cut = query + 13
+            assert load.torn[query] == cells[:, query, :cut].sum() + cells[:, query - 1, cut:].sum()
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,9 +86,9 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def no_tables(monkeypatch: pytest.MonkeyPatch) -> OrderedDict[Hashable, tables._Kept]:
+def no_tables(monkeypatch: pytest.MonkeyPatch) -> tables._Tables:
     """No table is kept at first."""
-    kept: OrderedDict[Hashable, tables._Kept] = OrderedDict()
+    kept = tables._Tables()
     monkeypatch.setattr(tables, "_tables", kept)
     return kept
 
@@ -99,14 +97,14 @@ def _tile(mask: Mask, length: int = 64) -> Tile:
     return Tile((), (range(length),), (range(length),), mask, 1.0, lambda: None)
 
 
-def test_tables_are_made_once(no_tables: OrderedDict[Hashable, tables._Kept]) -> None:
+def test_tables_are_made_once(no_tables: tables._Tables) -> None:
     cpu = torch.device("cpu")
     spans = tables.spans_of_tile(_tile(SlidingWindow(9)), cpu)
     lists = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=False, joined=False)
     assert tables.spans_of_tile(_tile(SlidingWindow(9)), cpu) is spans
     same = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=False, joined=False)
     assert same is lists
-    assert len(no_tables) == 2
+    assert len(no_tables.items()) == 2
     other = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=True, joined=False)
     assert other is not lists
     assert lists.lines.dtype == lists.runs.dtype == spans.bounds.dtype == torch.int32
@@ -115,22 +113,26 @@ def test_tables_are_made_once(no_tables: OrderedDict[Hashable, tables._Kept]) ->
     assert lists.lines.numel() == 4 * 4
 
 
-def test_tables_are_bounded(
-    no_tables: OrderedDict[Hashable, tables._Kept], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_are_bounded(no_tables: tables._Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "_MOST_BYTES", 1100)
     cpu = torch.device("cpu")
     first = tables.spans_of_tile(_tile(SlidingWindow(1)), cpu)  # of 512 bytes
     tables.spans_of_tile(_tile(SlidingWindow(2)), cpu)
     assert tables.spans_of_tile(_tile(SlidingWindow(1)), cpu) is first
     tables.spans_of_tile(_tile(SlidingWindow(3)), cpu)  # the second has not been used for longest
-    assert [key[1] for key in no_tables] == [SlidingWindow(1), SlidingWindow(3)]  # type: ignore[index]
+    kept = [key[1] for key, _ in no_tables.items()]  # type: ignore[index]
+    assert kept == [SlidingWindow(1), SlidingWindow(3)]
     tables.spans_of_tile(_tile(Causal(), 1000), cpu)
-    assert len(no_tables) == 1
+    ((key, large),) = no_tables.items()
+    for _ in range(2):  # as where two threads made the same one
+        no_tables.keep(key, large)
+    tables.spans_of_tile(_tile(SlidingWindow(1)), cpu)
+    tables.spans_of_tile(_tile(SlidingWindow(2)), cpu)
+    assert len(no_tables.items()) == 2
 
 
 def test_another_stream_waits_for_the_copy(
-    no_tables: OrderedDict[Hashable, tables._Kept], monkeypatch: pytest.MonkeyPatch
+    no_tables: tables._Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables copied on one stream: kernels of another wait, and keep the memory."""
     told: list[object] = []

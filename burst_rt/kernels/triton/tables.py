@@ -108,9 +108,46 @@ class _Kept(NamedTuple):
     table: Any  # SpanTable, Lists, DecodeTable, or positions of rows and columns
     uploaded: _Uploaded
 
+    @property
+    def size_bytes(self) -> int:
+        """On the device."""
+        return self.uploaded.whole.nbytes
 
-_tables: OrderedDict[Hashable, _Kept] = OrderedDict()
-_lock = threading.Lock()
+
+class _Tables:
+    """Tables by key. Those used longest ago go first. Several threads may use it."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._size_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> _Kept | None:
+        """The table under a key."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+            return kept
+
+    def keep(self, key: Hashable, kept: _Kept) -> None:
+        """Keeps a table under a key, in place of the one that another thread may have made."""
+        with self._lock:
+            before = self._kept.pop(key, None)
+            self._size_bytes += kept.size_bytes - (before.size_bytes if before else 0)
+            self._kept[key] = kept
+            while len(self._kept) > 1 and (
+                self._size_bytes > _MOST_BYTES or len(self._kept) > _MOST_TABLES
+            ):
+                self._size_bytes -= self._kept.popitem(last=False)[1].size_bytes
+
+    def items(self) -> list[tuple[Hashable, _Kept]]:
+        """All keys and tables, the one used longest ago first."""
+        with self._lock:
+            return list(self._kept.items())
+
+
+_tables = _Tables()
 
 
 def spans_of_tile(tile: Tile, device: torch.device) -> SpanTable:
@@ -234,16 +271,10 @@ def _key(tile: Tile, device: torch.device) -> tuple[Hashable, ...]:
 
 def _kept(key: Hashable, device: torch.device, make: Callable[[], _Kept]) -> Any:
     """The table under a key, made where there is none, for kernels of the current stream."""
-    with _lock:
-        kept = _tables.get(key)
-        if kept is not None:
-            _tables.move_to_end(key)
+    kept = _tables.get(key)
     if kept is None:
-        # Without the lock: it takes long, and at worst two threads do the same.
         kept = make()
-        with _lock:
-            _tables[key] = kept
-            _forget_some()
+        _tables.keep(key, kept)
     return _on_stream(kept, device)
 
 
@@ -257,13 +288,6 @@ def _on_stream(kept: _Kept, device: torch.device) -> Any:
             # The memory is not given to others while kernels of this stream may read it.
             whole.record_stream(stream)
     return kept.table
-
-
-def _forget_some() -> None:
-    size_bytes = sum(kept.uploaded.whole.nbytes for kept in _tables.values())
-    while len(_tables) > 1 and (size_bytes > _MOST_BYTES or len(_tables) > _MOST_TABLES):
-        _, gone = _tables.popitem(last=False)
-        size_bytes -= gone.uploaded.whole.nbytes
 
 
 def _upload(
