@@ -383,8 +383,9 @@ def spans_of(mask: Mask, *q: range) -> Spans:
 def columns_seen(mask: Mask, q: tuple[range, ...], kv: tuple[range, ...]) -> Spans:
     """What queries at positions `q` see of keys at positions `kv`, by columns: the first key is 0.
 
-    kv: ascending, along all the runs. The spans may touch, or be empty. Of a mask with labels,
-    which may have many spans, each label is looked at once for all its rows.
+    kv: ascending, along all the runs. The spans may touch. Empty ones may stop before they start,
+    and stand between others. Of a mask with labels, which may have many spans, each label is looked
+    at once for all its rows.
     """
     first, end = kv[0][0], kv[-1][-1] + 1
     apart = mask.by_label()
@@ -396,7 +397,10 @@ def columns_seen(mask: Mask, q: tuple[range, ...], kv: tuple[range, ...]) -> Spa
     seen = Spans(*(bound[:, label] for bound in spans))
     if others.rule is Rule.EVERYTHING:
         return seen
-    return intersect(seen, columns_seen(others, q, kv))
+    theirs = columns_seen(others, q, kv)
+    if theirs.width > 1:
+        return intersect(seen, theirs)
+    return Spans(np.maximum(seen.starts, theirs.starts), np.minimum(seen.stops, theirs.stops))
 
 
 @lru_cache(maxsize=16)
