@@ -36,7 +36,13 @@ from burst_rt.scheduler.graph import (
 from burst_rt.scheduler.loop import Driver, run
 from burst_rt.scheduler.policy import Policy, critical_path, program_order
 from burst_rt.scheduler.trace import Idle, Span, Trace, Wait, exposed, overlap, waits
-from burst_rt.scheduler.verify import check_graph, check_messages, check_world, match_messages
+from burst_rt.scheduler.verify import (
+    check_graph,
+    check_messages,
+    check_share,
+    check_world,
+    match_messages,
+)
 
 __all__ = [
     "COMPUTE",
@@ -74,6 +80,7 @@ __all__ = [
     "Wait",
     "check_graph",
     "check_messages",
+    "check_share",
     "check_world",
     "critical_path",
     "exposed",

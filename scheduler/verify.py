@@ -1,8 +1,9 @@
 """The verifier: proves, before anything runs, that the graphs of all ranks fit together.
 
-`check_graph` checks the graph of one rank, `check_world` the graphs of all ranks. A wrong graph is
-a defect of the code that built it, so both raise `InternalError`; it names the rank, the tasks and
-what is wrong. What is proved:
+`check_graph` checks the graph of one rank, `check_world` the graphs of all ranks. `check_share` is
+one rank's share of `check_world`: its cost grows with the rank's peers, and not with the world. A
+wrong graph is a defect of the code that built it, so all raise `InternalError`; it names the rank,
+the tasks and what is wrong. What is proved:
 
 * Edges run forward in program order, and a path orders every two conflicting accesses to one part:
   nothing is overwritten while it is read or in flight.
@@ -10,20 +11,22 @@ what is wrong. What is proved:
 * A communication lane that is ordered or bounded is issued in program order. A graph with an
   ordered communication lane has no other communication lane.
 * Every send has its receive: peer, tag, order and size agree.
-* No deadlock: the graphs are played under rendezvous rules, by which a message moves only when both
-  of its sides have been posted.
+* No deadlock. `check_world` plays the graphs under rendezvous rules, by which a message moves only
+  when both of its sides have been posted. `check_share` wants tags that ascend.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from burst_rt.errors import InternalError
 from burst_rt.scheduler.graph import Graph, Message, Task, overlap
 
-__all__ = ["Endpoint", "check_graph", "check_messages", "check_world", "match_messages"]
+__all__ = [
+    "Endpoint", "check_graph", "check_messages", "check_share", "check_world", "match_messages",
+]  # fmt: skip
 
 
 class Endpoint(NamedTuple):
@@ -67,6 +70,36 @@ def check_world(graphs: Sequence[Graph]) -> None:
         check_graph(graph)
     check_messages(graphs)
     _play(graphs)
+
+
+def check_share(own: Graph, graph_of: Callable[[int], Graph]) -> None:
+    """Checks a rank's own graph, and its messages with each of its peers. Raises InternalError.
+
+    If the share of every rank holds, `check_world` holds. Every message has two ends, and the ranks
+    of both look at it. The messages of an exchange must have one tag, and the tags of a graph's
+    exchanges must ascend in program order. Then there is no deadlock: of all exchanges that never
+    end, look at those of the lowest tag. All that comes before one of them in its rank's program
+    order ends, so it is posted; the other sides of its messages have its tag, so they are posted
+    too, and it ends.
+
+    graph_of: gives a peer's graph.
+    """
+    check_graph(own)
+    last, peers = None, set[int]()
+    for task in own.tasks:
+        if not task.is_exchange:
+            continue
+        messages = (*task.sends, *task.recvs)
+        tags = {m.tag for m in messages}
+        if len(tags) != 1 or (last is not None and min(tags) <= last):
+            raise InternalError(
+                f"rank {own.rank}: {_say(own, task.id)} uses tags {sorted(tags)} after tag {last}; "
+                "give each exchange one tag, higher than those of the exchanges before it"
+            )
+        (last,) = tags
+        peers.update(m.peer for m in messages)
+    for peer in sorted(peers):
+        check_messages([own, graph_of(peer)])
 
 
 def check_messages(graphs: Sequence[Graph]) -> None:

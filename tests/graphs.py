@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from burst_rt.planning.layouts import KINDS, make_layout
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Program, Ring, choose
 from burst_rt.planning.strategies.ring import travels_whole
-from burst_rt.scheduler import Graph
+from burst_rt.scheduler import Graph, check_share
 
 __all__ = [
     "KIND_PAIRS",
@@ -20,6 +20,7 @@ __all__ = [
     "Window",
     "as_ring",
     "bytes_of",
+    "check_shares",
     "graphs_of",
     "other_rings",
     "problem",
@@ -120,3 +121,9 @@ MASKS: dict[str, Mask] = {
     "window": Window(),
     "both": Window() & Causal(),
 }
+
+
+def check_shares(graphs: Sequence[Graph]) -> None:
+    """What the ranks of a world check, each its share."""
+    for graph in graphs:
+        check_share(graph, lambda rank: graphs[rank])

@@ -36,21 +36,11 @@ from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program, choose
 from burst_rt.planning.suited import fastest_layout
-from burst_rt.scheduler import (
-    HOST_LANES,
-    Graph,
-    Lane,
-    Part,
-    Schedule,
-    check_graph,
-    check_messages,
-    check_world,
-)
+from burst_rt.scheduler import HOST_LANES, Graph, Lane, Part, Schedule, check_graph, check_share
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["Graphs", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
 
-_VERIFY_ALL_UP_TO = 64
 # Both directions of how many calls are kept with what their graphs were made from, for tables of
 # the other direction; it grows with the square of the world.
 _DETAILED = 2 * 2
@@ -296,7 +286,9 @@ class Planner:
         # By its hash: the ways of large worlds are large.
         way = hash((program.way, own.world_size))
         if not self._verified.get(way):
-            self._verify(program, own, lowered)
+            check_share(own, lambda rank: program.graph(rank, self._lanes, tables=False))
+            if lowered is not own:
+                check_graph(lowered)
             self._verified.put(way, True)
         return lowered
 
@@ -309,20 +301,3 @@ class Planner:
         )
         self._rankings.put((like, key.forward), ranking)
         return ranking
-
-    def _verify(self, program: Graphs, own: Graph, lowered: Graph) -> None:
-        """Checks the way of a program. Raises InternalError. own: this rank's graph."""
-        world = own.world_size
-
-        def graph(rank: int) -> Graph:
-            return program.graph(rank % world, self._lanes, tables=False)
-
-        if world <= _VERIFY_ALL_UP_TO:
-            check_world([own if rank == self._rank else graph(rank) for rank in range(world)])
-            if lowered is not own:
-                check_graph(lowered)
-        else:
-            check_graph(lowered)
-            check_messages(
-                [self._lower(graph(self._rank - 1)), lowered, self._lower(graph(self._rank + 1))]
-            )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from graphs import check_shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spec import reference, relative_error, seen
@@ -764,6 +765,7 @@ def test_graphs_of_a_chunk_are_rehearsed(strategy: str) -> None:
     program = choose(problem, strategy, forward=True).program
     graphs = [program.graph(rank) for rank in range(4)]
     check_world(graphs)
+    check_shares(graphs)
     expected = of_program_order(graphs)
     for seed in range(20):
         faults = Faults(seed=seed)

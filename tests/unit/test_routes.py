@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import chain
 
 import pytest
-from graphs import KIND_PAIRS, MASKS, SIZES, bytes_of, graphs_of, other_rings, problem
+from graphs import KIND_PAIRS, MASKS, SIZES, bytes_of, check_shares, graphs_of, other_rings, problem
 
 from burst_rt import Causal, SlidingWindow
 from burst_rt.errors import InputError
@@ -38,6 +38,7 @@ def test_graphs_fit_and_send_what_they_say(
     for ring in other_rings(p):
         graphs = graphs_of(ring)
         check_world(graphs)
+        check_shares(graphs)
         assert sum(map(bytes_of, graphs)) == ring.wire_bytes()
 
 
@@ -140,6 +141,7 @@ def test_all_to_all_fits_and_sends_what_it_says(
             program = choose(p, f"hybrid:{size}", forward=forward).program
             graphs = graphs_of(program)
             check_world(graphs)
+            check_shares(graphs)
             assert sum(map(bytes_of, graphs)) == program.wire_bytes()
             # Of other masks, and between strided and consecutive tokens, the cells of a tile are
             # counted from above.
@@ -184,6 +186,7 @@ def test_bytes_of_the_naive_ring_are_those_of_its_text(world_size: int) -> None:
         program = choose(p, "ring-naive", forward=forward).program
         graphs = graphs_of(program)
         check_world(graphs)
+        check_shares(graphs)
         assert {bytes_of(graph) for graph in graphs} == {(world_size - 1) * a_hop}
         assert program.wire_bytes() == world_size * (world_size - 1) * a_hop
 

@@ -11,7 +11,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphs import KIND_PAIRS, MASKS, SIZES, as_ring, bytes_of, graphs_of, other_rings, problem
+from graphs import (
+    KIND_PAIRS,
+    MASKS,
+    SIZES,
+    as_ring,
+    bytes_of,
+    check_shares,
+    graphs_of,
+    other_rings,
+    problem,
+)
 from spec import seen
 from tolerances import BALANCE
 
@@ -128,6 +138,7 @@ def test_only_what_somebody_further_on_needs_is_sent(
                     expected += bool(summed) * ml_bytes * sum(map(len, block))
         graphs = graphs_of(ring)
         check_world(graphs)
+        check_shares(graphs)
         assert sum(map(bytes_of, graphs)) == ring.wire_bytes() == expected
 
 

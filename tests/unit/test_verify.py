@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from graphs import check_shares
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 
 from burst_rt.errors import InternalError
 from burst_rt.scheduler import (
@@ -20,6 +23,7 @@ from burst_rt.scheduler import (
     Task,
     check_graph,
     check_messages,
+    check_share,
     check_world,
     match_messages,
 )
@@ -464,14 +468,82 @@ def test_a_planted_fault_is_caught(fault: _Fault) -> None:
         check_world(fault.plant(fault.world))
 
 
-@pytest.mark.parametrize(
-    "network",
-    [_FREE, _ORDERED, replace(_FREE, in_program_order=True, max_in_flight=1)],
-    ids=["free", "ordered", "one"],
-)
+@pytest.mark.parametrize("fault", _FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_in_the_share_of_some_rank(fault: _Fault) -> None:
+    planted = list(fault.plant(fault.world))
+    if [graph.rank for graph in planted] != list(range(fault.world[0].world_size)):
+        return  # not a world: nobody asks for another rank's graph
+    with pytest.raises(InternalError):
+        check_shares(planted)
+
+
+_KINDS = [_FREE, _ORDERED, replace(_FREE, in_program_order=True, max_in_flight=1)]
+
+
+@pytest.mark.parametrize("network", _KINDS, ids=["free", "ordered", "one"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
 def test_a_ring_passes_on_every_kind_of_lane(world_size: int, network: Lane) -> None:
     check_world(_ring(world_size, network))
+    check_shares(_ring(world_size, network))
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_where_all_shares_hold_the_world_holds(data: st.DataObject) -> None:
+    """Drawn swaps between pairs of ranks, with computes between, in drawn orders and under drawn
+    tags; each rank leaves one out now and then.
+    """
+    network = data.draw(st.sampled_from(_KINDS))
+    ranks = st.permutations(range(4)).map(lambda order: tuple(sorted(order[:2])))
+    swaps = list(enumerate(data.draw(st.lists(ranks, min_size=1, max_size=6))))
+    tags = data.draw(st.lists(st.integers(0, 5), min_size=len(swaps), max_size=len(swaps)))
+    graphs = []
+    for rank in range(4):
+        g = _builder(rank, 4, network)
+        out = g.buffer("out", size_bytes=_BYTES, initialised=True)
+        own = [(number, pair) for number, pair in swaps if rank in pair]
+        if data.draw(st.integers(0, 3)) == 0:
+            own = data.draw(st.permutations(own))
+        if data.draw(st.integers(0, 9)) == 0:
+            own = own[1:]
+        for number, pair in own:
+            (peer,) = set(pair) - {rank}
+            slot = g.buffer(f"slot {number}", size_bytes=_BYTES)
+            g.exchange(str(number), sends=[(out, peer)], recvs=[(slot, peer)], tag=tags[number])
+            if data.draw(st.booleans()):
+                g.compute(f"use {number}", _WORK, reads=[slot], accumulates=[out])
+        graphs.append(g.build())
+    try:
+        check_shares(graphs)
+    except InternalError:
+        event("refused")
+        return
+    event("passed")
+    check_world(graphs)
+
+
+def test_a_share_wants_one_tag_an_exchange_and_tags_that_ascend() -> None:
+    """Else the ranks' shares might all hold, and the world stand still."""
+    check_shares(_two_messages(_FREE))
+    circle = _pairs(_FREE, [(1, 2), (2, 0), (0, 1)])  # goes well on free lanes; all tags are 0
+    check_world(circle)
+    with pytest.raises(InternalError, match=r"rank 0: task 1 'swap with 2' uses tags \[0\] after"):
+        check_shares(circle)
+    graphs = _with_message(_one_exchange(), 0, "all", "sends", index=1, tag=6)
+    with pytest.raises(InternalError, match=r"'all' uses tags \[5, 6\] after tag None; give each"):
+        check_shares(graphs)
+
+
+def test_a_share_takes_the_graphs_of_peers_alone() -> None:
+    graphs = _ring(6)
+    asked: list[int] = []
+
+    def graph_of(rank: int) -> Graph:
+        asked.append(rank)
+        return graphs[rank]
+
+    check_share(graphs[3], graph_of)
+    assert asked == [2, 4]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

@@ -233,11 +233,8 @@ class _HybridBuilder:
         self.inner.agree()
         if not self.hybrid.forward:
             self._delta()
-        # The exchanges take tags 0 and 1. The ring's tags begin at its `tags_per_hop`, which is
-        # more than 1.
-        self._spread(self.hybrid.gathered, gather=True)
-        self.inner.go_round()
-        self._spread(self.hybrid.returned, gather=False)
+        self._spread(self.hybrid.gathered, 0, gather=True)
+        self._spread(self.hybrid.returned, self.inner.go_round(1), gather=False)
         return self.g.build()
 
     def _delta(self) -> None:
@@ -248,7 +245,7 @@ class _HybridBuilder:
             adds: list[Buffer | Part] = [self.local[Role.ROWS], *dsinks(self.g, problem)]
             self.g.compute("delta", Delta(0), accumulates=adds, cost=cost)
 
-    def _spread(self, roles: tuple[Role, ...], *, gather: bool) -> None:
+    def _spread(self, roles: tuple[Role, ...], tag: int, *, gather: bool) -> None:
         """One exchange of everything between the members.
 
         gather: whether tokens were spread and heads will be; else the way back.
@@ -288,7 +285,7 @@ class _HybridBuilder:
                 "gather" if gather else "give back",
                 sends=sends,
                 recvs=recvs,
-                tag=int(not gather),
+                tag=tag,
                 reads=[self.inner.agreed],
             )
         for unpack, part in arrived:

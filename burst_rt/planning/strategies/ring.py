@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import count
 from typing import Any, NamedTuple
 
 from burst_rt.planning.masks import Piece, Rule
@@ -203,8 +204,7 @@ class RingBuilder:
     """Adds one rank's part of a ring to a graph.
 
     Buffers are named after their tensors; a slot's name ends with the slot's number: k0, k1. Rings
-    of one graph share the buffers of the same name. Messages have tags from first_tag up to below
-    end_tag.
+    of one graph share the buffers of the same name.
 
     rank: this rank's number in the ring. ranks: the numbers of the ring's ranks in the world of the
     graph; None: the same numbers. tables: as `Program.graph` takes it.
@@ -216,7 +216,6 @@ class RingBuilder:
         rank: int,
         g: GraphBuilder,
         ranks: Sequence[int] | None = None,
-        first_tag: int = 0,
         *,
         tables: bool = True,
     ) -> None:
@@ -229,9 +228,6 @@ class RingBuilder:
             max(ring.block_len(owner, block) for owner in range(self.world))
             for block in self.blocks
         ]
-        # Tags of one hop: 0 for the bundle, 1 + b for the sums of block b.
-        self.tags_per_hop = 1 + len(own)
-        self.first_tag, self.end_tag = first_tag, first_tag + self.world * self.tags_per_hop
         self.agreed = self._buffer("agreed")
         self.home = {name: self._buffer(name, initialised=True) for name in ring.home}
         self.home_sums = {name: self._buffer(name, initialised=True) for name in ring.home_sums}
@@ -291,20 +287,26 @@ class RingBuilder:
                     f"delta {part}", Delta(part), accumulates=[rows[part], *sinks], cost=cost
                 )
 
-    def go_round(self) -> None:
-        """Adds all hops, and brings the sums home."""
+    def go_round(self, tag: int = 0) -> int:
+        """Adds all hops, and brings the sums home.
+
+        The tags of messages begin at `tag`, and ascend; returns the first free one. A tag is used
+        up where this rank has no message to it, too: other ranks may have one.
+        """
+        tags = count(tag)
         for hop in range(self.world):
             for source, target in self.route.passes(hop):
-                self._pass_bundle(source, target, hop)
+                self._pass_bundle(source, target, hop, next(tags))
             for block in self.blocks:
                 self._tile(hop, block)
                 if hop:
-                    self._pass_sums(hop, block)
+                    self._pass_sums(hop, block, next(tags))
             # What came home before this hop's tiles: the tiles need not wait for it.
             self._add_home(before=hop)
         self._add_home(before=self.world)
         if self.ring.forward:
             self._finish()
+        return next(tags)
 
     def _finish(self) -> None:
         """Adds the task that writes out and lse, where no tile does.
@@ -327,7 +329,7 @@ class RingBuilder:
     def _bundle_at(self, hop: int) -> dict[Role, Buffer]:
         return self.slots[self.route.slot(hop)] if hop else self.own
 
-    def _pass_bundle(self, source: int, target: int, hop: int) -> None:
+    def _pass_bundle(self, source: int, target: int, hop: int, tag: int) -> None:
         """Sends the bundle of hop `source` to the rank that needs it at hop `target`.
 
         Receives the bundle that this rank needs at hop `target`. hop: whose tiles run meanwhile.
@@ -357,7 +359,7 @@ class RingBuilder:
                 name,
                 sends=sends,
                 recvs=recvs,
-                tag=self.first_tag + target * self.tags_per_hop,
+                tag=tag,
                 reads=[self.agreed],
                 hop=hop,
             )
@@ -376,7 +378,7 @@ class RingBuilder:
             for each in self.ring.stretches(tensors, *rows)
         ]
 
-    def _pass_sums(self, hop: int, block: int) -> None:
+    def _pass_sums(self, hop: int, block: int, tag: int) -> None:
         """Sends a block's sums on, or home, once the tile is done.
 
         Receives the sums that the next hop adds to, and this rank's own where they come home.
@@ -399,7 +401,6 @@ class RingBuilder:
             recvs += self._messages(ring.sums, self._home_at(hop), rows, by)
             self.came_home.append((hop, block))
         if sends or recvs:
-            tag = self.first_tag + hop * self.tags_per_hop + 1 + block
             self.g.exchange(
                 f"sum {hop}.{block}",
                 sends=sends,

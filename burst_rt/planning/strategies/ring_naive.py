@@ -109,18 +109,14 @@ class RingNaive:
     ) -> Graph:
         """See `Program.graph`."""
         g = GraphBuilder(rank, self.problem.world_size, lanes)
-        builders: list[RingBuilder] = []
-        for ring in self.rounds:
-            first_tag = builders[-1].end_tag if builders else 0
-            builders.append(RingBuilder(ring, rank, g, first_tag=first_tag, tables=tables))
-        first, *rest = builders
+        first, *rest = (RingBuilder(ring, rank, g, tables=tables) for ring in self.rounds)
         first.agree()
         scores = first.home_sums[Role.SCORES]
         if not self.forward:
             first.deltas()
         if any(self.problem.q_runs[rank]):
             g.compute("blank", Blank(), writes=[scores], cost=Cost(0, self.score_bytes(rank)))
-        first.go_round()
+        tag = first.go_round()
         if self.forward and any(self.problem.q_runs[rank]):
             # The scores are read for the maximum, read and written for the exponential, read for
             # the sum.
@@ -132,7 +128,7 @@ class RingNaive:
                 cost=cost,
             )
         for builder in rest:
-            builder.go_round()
+            tag = builder.go_round(tag)
         if self.forward and any(self.problem.q_runs[rank]):
             cost = Cost(0, 3 * self.problem.q_layout.shard_len(rank) * self.problem.out_sum_bytes)
             g.compute("finish", Finish(), accumulates=[rest[0].home_sums[Role.STATE]], cost=cost)
