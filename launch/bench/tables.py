@@ -33,8 +33,8 @@ from burst_rt.planning.worklist import column_spans, work_list
 
 __all__ = ["main"]
 
-_STEPS, _WARM_UP = 500, 20
-_STEP_TOKENS, _STEP_RANKS = 32_768, 2
+# Tokens, ranks and steps.
+_FRESH = ((32_768, 2, 500), (131_072, 8, 100), (1 << 20, 64, 20))
 _TOKENS, _RANKS = 1 << 20, 64
 _TILE = 1 << 16
 _BLOCK = 128  # tokens of a block of `BlockSparse`
@@ -43,16 +43,16 @@ _BY_ROWS = CutOfTile((128, 64), by_columns=False, joined=False, several=(128, 64
 _BY_COLUMNS = CutOfTile((64, 128), by_columns=True, joined=False, several=(64, 128))
 
 
-def main(repeats: int, out: Path | None, *, steps: int = _STEPS, shrink: int = 1) -> None:
-    """Times and prints three tables. Local. Takes some two minutes.
+def main(repeats: int, out: Path | None, *, shrink: int = 1) -> None:
+    """Times and prints three tables. Local. Takes some five minutes.
 
-    repeats: masks of each row of the last two tables. shrink: divides their tokens.
+    repeats: masks of each row of the last two tables. shrink: divides tokens and steps.
     """
     publish(
-        f"planning a step with fresh documents, {_STEP_TOKENS:,} tokens, {_STEP_RANKS} ranks",
-        _steps(steps),
+        "planning a step with fresh documents",
+        [_steps(tokens // shrink, ranks, -(-steps // shrink)) for tokens, ranks, steps in _FRESH],
         out,
-        f"{steps} steps after {_WARM_UP}, forward and backward of rank 0, zigzag; processor time",
+        "forward and backward of rank 0, zigzag; processor time; the first steps are left out",
     )
     tokens = _TOKENS // shrink
     publish(
@@ -147,25 +147,24 @@ def _lists(tile: Tile, by_columns: bool, blocks: tuple[int, int], joined: bool) 
     return lists_of(tile, blocks, torch.device("cpu"), by_columns=by_columns, joined=joined)
 
 
-def _steps(steps: int) -> list[dict[str, Cell]]:
-    planner, took_s = Planner(0), defaultdict[str, list[float]](list)
-    for _ in range(_WARM_UP + steps):
-        mask = _documents(_STEP_TOKENS, next(_seeds))
-        problem = _problem(mask, _STEP_TOKENS, _STEP_RANKS, "zigzag")
+def _steps(tokens: int, ranks: int, steps: int) -> dict[str, Cell]:
+    planner, warm_up = Planner(0), max(2, steps // 25)
+    plans_s, all_s = [], []
+    for _ in range(warm_up + steps):
+        problem = _problem(_documents(tokens, next(_seeds)), tokens, ranks, "zigzag")
         plans, plan_s = _timed(partial(_plans, planner, problem))
-        tables_s = sum(_timed(partial(_triton_tables, plan))[1] for plan in plans)
-        took_s["plans, the CPU's tables in them"].append(plan_s)
-        took_s["plans and Triton's tables"].append(plan_s + tables_s)
-    ordered = {of: sorted(found[_WARM_UP:]) for of, found in took_s.items()}
-    return [
-        {
-            "": of,
-            "a step ms": 1e3 * median(found),
-            "nine tenths below ms": 1e3 * found[9 * steps // 10],
-            "longest ms": 1e3 * found[-1],
-        }
-        for of, found in ordered.items()
-    ]
+        plans_s.append(plan_s)
+        all_s.append(plan_s + sum(_timed(partial(_triton_tables, plan))[1] for plan in plans))
+    plans_s, all_s = (sorted(found[warm_up:]) for found in (plans_s, all_s))
+    return {
+        "tokens": tokens,
+        "ranks": ranks,
+        "steps": steps,
+        "plans, the CPU's tables in them, ms": 1e3 * median(plans_s),
+        "and Triton's tables, ms": 1e3 * median(all_s),
+        "nine tenths below ms": 1e3 * all_s[9 * steps // 10],
+        "longest ms": 1e3 * all_s[-1],
+    }
 
 
 def _own_tables(name: str, kind: str, tokens: int, repeats: int) -> dict[str, Cell]:

@@ -91,7 +91,7 @@ class Hops:
 
     def forget(self) -> None:
         """See `Program.forget`."""
-        for name in ("needed", "bundles", "legs", "_summed"):
+        for name in ("needed", "needed_at", "bundles", "legs", "_summed"):
             vars(self).pop(name, None)
         self.problem.forget()
 
@@ -151,18 +151,24 @@ class Hops:
         needs = self.problem.needs
         return needs.queries if self.queries_travel else needs.keys
 
-    def needed_at(self, owner: int, block: int, hop: int) -> Rows:
-        """The rows of a block that the rank which has the block at a hop computes with."""
-        return self.needed[owner][block][self.route.holder(owner, hop, block)]
+    @cached_property
+    def needed_at(self) -> Needed:
+        """By owner, block and hop: the rows that the rank computes with that has the block then."""
+        hops, holder = range(self.problem.world_size), self.route.holder
+
+        def of(owner: int, block: int) -> tuple[Rows, ...]:
+            needed = self.needed[owner][block]
+            return tuple(needed[holder(owner, hop, block)] for hop in hops)
+
+        return self._by_block(of)
 
     def reach(self) -> int:
         """How far tokens travel at most, in hops, added up over all of them."""
-        hops, blocks = range(self.problem.world_size - 1, 0, -1), range(self.num_blocks)
+        hops = range(self.problem.world_size - 1, 0, -1)
         return sum(
-            self.block_len(owner, block)
-            * next((hop for hop in hops if self.needed_at(owner, block, hop)), 0)
-            for owner in range(self.problem.world_size)
-            for block in blocks
+            self.block_len(owner, block) * next((hop for hop in hops if rows[hop]), 0)
+            for owner, blocks in enumerate(self.needed_at)
+            for block, rows in enumerate(blocks)
         )
 
     @cached_property
@@ -176,7 +182,7 @@ class Hops:
         onward = sorted(((to, hop) for hop, to in passes if hop), reverse=True)
 
         def of(owner: int, block: int) -> tuple[Rows, ...]:
-            rows = [self.needed_at(owner, block, hop) if hop else () for hop in range(world)]
+            rows = [(), *self.needed_at[owner][block][1:]]
             for to, hop in onward:
                 if rows[to]:
                     rows[hop] = united((*rows[hop], *rows[to]))
@@ -190,7 +196,8 @@ class Hops:
         world = self.problem.world_size
 
         def of(owner: int, block: int) -> dict[int, Leg]:
-            adding = [hop for hop in range(1, world) if self.needed_at(owner, block, hop)]
+            needed = self.needed_at[owner][block]
+            adding = [hop for hop in range(1, world) if needed[hop]]
             if not self.route.carries_sums:
                 return dict.fromkeys(adding, Leg(starts=True, home=True))
             first, last = (adding[0], adding[-1]) if adding else (0, -1)
@@ -211,16 +218,13 @@ class Hops:
         Sums that go along with their block hold the rows that any rank adds to.
         """
         if not self.route.carries_sums:
-            return self.needed_at(owner, block, hop)
+            return self.needed_at[owner][block][hop]
         return self._summed[owner][block]
 
     @cached_property
     def _summed(self) -> tuple[tuple[Rows, ...], ...]:
-        others = range(1, self.problem.world_size)
-
         def of(owner: int, block: int) -> Rows:
-            rows = (self.needed_at(owner, block, hop) for hop in others)
-            return united(stretch for some in rows for stretch in some)
+            return united(stretch for rows in self.needed_at[owner][block][1:] for stretch in rows)
 
         return self._by_block(of)
 

@@ -127,17 +127,16 @@ class Ring(Hops):
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
         sent = 0
-        for owner, blocks in enumerate(self.travelling):
-            for block in range(len(blocks)):
-                messages = [(self.bundle, rows) for rows in self.bundles[owner][block]]
-                messages += [
-                    (self.sums, self.sum_rows(owner, block, hop)) for hop in self.legs[owner][block]
-                ]
-                sent += sum(
-                    stretch.size_bytes
-                    for tensors, rows in messages
-                    for stretch in self.stretches(tensors, owner, block, rows)
-                )
+        for owner, blocks in enumerate(self.bundles):
+            for block, bundles in enumerate(blocks):
+                length = self.block_len(owner, block)
+                sums = [self.sum_rows(owner, block, hop) for hop in self.legs[owner][block]]
+                for tensors, messages in ((self.bundle, bundles), (self.sums, sums)):
+                    # As `stretches` has them.
+                    in_rows = sum(size for role, size in tensors if not role.pairs)
+                    whole = sum(size for role, size in tensors if role.pairs)
+                    sent += in_rows * sum(map(num_rows, messages))
+                    sent += whole * length * sum(map(bool, messages))
         return sent
 
     def stretches(
