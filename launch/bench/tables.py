@@ -64,7 +64,7 @@ def main(repeats: int, out: Path | None, *, shrink: int = 1) -> None:
         ],
         out,
         f"medians of {repeats} fresh masks, rank 1; a plan has the tables of both directions, and "
-        "the graphs of all ranks verified; Triton's are those of all tiles of the rank; "
+        "the rank's share of the graphs verified; Triton's are those of all tiles of the rank; "
         "processor time",
     )
     tokens = _TILE // shrink
