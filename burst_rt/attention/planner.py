@@ -7,9 +7,9 @@ Packed batches bring a new mask with every step. What is verified is the way tha
 ranks (`Program.way`), and a way that has been verified is not verified again. The tables of a plan
 (pieces of tiles, costs) are made from each new mask for this rank alone.
 
-Up to 64 ranks, the graphs of all ranks are built with the machine's lanes and verified together.
-Above 64 ranks, each rank checks its own graph and the message sequences of its neighbours. Where
-the machine lowers the graphs (staged), the rank also verifies its own lowered graph.
+Each rank verifies its share of the world (`check_share`): its own graph, built with the machine's
+lanes, and its messages against the graphs of its peers. Where the machine lowers the graphs
+(staged), the rank also verifies its own lowered graph.
 """
 
 from __future__ import annotations
