@@ -8,7 +8,8 @@ ranks (`Program.way`), and a way that has been verified is not verified again. T
 (pieces of tiles, costs) are made from each new mask for this rank alone.
 
 Each rank verifies its share of the world (`check_share`): its own graph, built with the machine's
-lanes, and its messages against the graphs of its peers. Where the machine lowers the graphs
+lanes, and its messages against the graphs of its peers. Above 64 ranks, where a graph is long and
+may have a peer in every rank, the nearest peers are enough. Where the machine lowers the graphs
 (staged), the rank also verifies its own lowered graph.
 """
 
@@ -44,6 +45,9 @@ __all__ = ["Graphs", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
 # Both directions of how many calls are kept with what their graphs were made from, for tables of
 # the other direction; it grows with the square of the world.
 _DETAILED = 2 * 2
+# In larger worlds than this, a rank looks at no more than so many of its peers' graphs. The time to
+# build a graph grows with the world, and so may the number of peers.
+_ALL_PEERS_UP_TO, _PEERS_ABOVE = 64, 8
 # How many ways are known as verified.
 _KNOWN_WAYS = 4096
 
@@ -286,7 +290,11 @@ class Planner:
         # By its hash: the ways of large worlds are large.
         way = hash((program.way, own.world_size))
         if not self._verified.get(way):
-            check_share(own, lambda rank: program.graph(rank, self._lanes, tables=False))
+            check_share(
+                own,
+                lambda rank: program.graph(rank, self._lanes, tables=False),
+                most_peers=None if own.world_size <= _ALL_PEERS_UP_TO else _PEERS_ABOVE,
+            )
             if lowered is not own:
                 check_graph(lowered)
             self._verified.put(way, True)

@@ -41,6 +41,8 @@ _SLACK = 0.01
 _ALIKE = 0.125
 # About 100 bytes are held for each.
 _MOST_TOKENS = 1 << 26
+# Labels are looked at once for all their tokens where so many tokens, on average, share one.
+_SHARED = 4
 # How many spans are looked at together.
 _SPANS = 1 << 18
 
@@ -63,8 +65,9 @@ def load_of(mask: Mask, q_len: int, kv_len: int) -> Load:
     """The load of a mask for sequences of these lengths.
 
     A mask without spans costs the cells of its outline, which kernels ask it about. Takes about
-    0.1 us for a token, batch row and span, and 0.6 us for a token of a mask with labels. Raises
-    InputError for more than 2**26 tokens.
+    0.1 us for a token, batch row and span. Of a mask with labels that a few tokens share, it takes
+    0.6 us for a token and batch row, and 0.4 us for a span of a label. Raises InputError for more
+    than 2**26 tokens.
     """
     if max(q_len, kv_len) > _MOST_TOKENS:
         raise InputError(
@@ -73,6 +76,10 @@ def load_of(mask: Mask, q_len: int, kv_len: int) -> Load:
         )
     mask = mask.bound(q_len, kv_len)
     apart = mask.by_label()
+    if apart is not None:
+        labels = apart[0].labels(np.arange(q_len) + kv_len - q_len)
+        if q_len < _SHARED * (1 + np.count_nonzero(np.diff(labels))):
+            apart = None
     rows, before, after = (np.zeros(q_len, np.int64) for _ in range(3))
     edges = np.zeros(kv_len + 1, np.int64)
     start, some = 0, 1
@@ -94,7 +101,8 @@ def load_of(mask: Mask, q_len: int, kv_len: int) -> Load:
 def _look(spans: Spans, position: Positions, edges: Positions) -> list[Positions]:
     """Of each query: the keys that it sees, those before its position, and those behind it.
 
-    edges: int64 `[Skv + 1]`; to it is added how many more queries see a key than the key before.
+    edges: int64 `[Skv + 1]`. Added to entry j: the number of queries that see key j, less the
+    number that see key j - 1.
     """
     starts, stops = (np.clip(bound, 0, len(edges) - 1) for bound in spans)
     for sign, bound in ((1, starts), (-1, stops)):
@@ -109,10 +117,11 @@ def _look(spans: Spans, position: Positions, edges: Positions) -> list[Positions
 def _look_by_label(
     labelled: Mask, others: Spans, position: Positions, edges: Positions
 ) -> list[Positions]:
-    """`_look` of a mask with labels `&` others. A label may have hundreds of spans.
+    """`_look` for a mask that is `labelled & others`. A label may have hundreds of spans.
 
     Keys get a place for each label, label after label, on one axis. There the spans of all labels
-    follow each other, and one look-up says how many cells of the label lie before a key.
+    follow each other. A look-up counts the places before a key that are shown; the difference of
+    two look-ups in one label counts keys of that label.
     """
     end = len(edges) - 1
     _, shown, label = np.unique(labelled.labels(position), return_index=True, return_inverse=True)
@@ -129,8 +138,9 @@ def _look_by_label(
             found, _before_and_after(first, last, here, past), strict=True
         ):
             total += (seen(high) - seen(low)).sum(1)
-        # How many see a key is a product: whether its label shows it, times how many queries of the
-        # label look there. It changes where the second does, and where the first does.
+        # Of one label, the number of queries that see a key is a product: whether the label shows
+        # the key, times how many of the label's queries look there. It changes where the second
+        # factor changes, and where the first one does.
         for sign, bound in ((1, first), (-1, last)):
             shows = seen(bound + 1) - seen(bound)
             np.add.at(edges, (bound - origin).ravel(), sign * shows.ravel())

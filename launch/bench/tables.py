@@ -131,7 +131,7 @@ def _plans(planner: Planner, problem: Problem) -> list[Plan]:
 def _triton_tables(plan: Plan) -> None:
     """Makes the Triton kernels' tables for every tile of a plan, as its first call does.
 
-    They are kept: a backward has those of its forward where it has the same tiles.
+    They are kept: a backward takes those of its forward where the tiles are the same.
     """
     device = torch.device("cpu")
     for rows, runs in plan.choice.program.tiles(plan.rank):

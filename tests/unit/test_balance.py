@@ -37,10 +37,14 @@ def test_the_load_counts_cells_and_keys_across_a_cut(name: str, sizes: Sizes) ->
         assert load.torn[query] == across
 
 
+@pytest.mark.parametrize("shared", [1, 100])
 @pytest.mark.parametrize("some", [1, 7, 1000])
-def test_the_load_of_tables_of_blocks(some: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_tables_of_blocks(
+    some: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A label's queries are looked at together, in as many goes as there are spans for."""
     monkeypatch.setattr(balance, "_SPANS", some)
+    monkeypatch.setattr(balance, "_SHARED", shared)
     draw = np.random.default_rng(some)
     table, none = draw.random((2, 8, 9)) < 0.4, np.zeros((8, 9), bool)
     several = SlidingWindow(11) | First(3)

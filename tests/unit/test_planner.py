@@ -71,9 +71,9 @@ def test_a_way_is_verified_once(
     """Fresh documents make fresh tables; a graph is only verified where rows go another way."""
     verified: list[int] = []
 
-    def count(own: Graph, graph_of: Callable[[int], Graph]) -> None:
+    def count(own: Graph, graph_of: Callable[[int], Graph], **options: Any) -> None:
         verified.append(own.rank)
-        check_share(own, graph_of)
+        check_share(own, graph_of, **options)
 
     monkeypatch.setattr(planner_module, "check_share", count)
     planner = Planner(1)

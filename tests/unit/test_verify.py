@@ -122,6 +122,17 @@ def _pairs(network: Lane, orders: Sequence[Sequence[int]]) -> list[Graph]:
     return graphs
 
 
+def _all_swap(rank: int, world_size: int) -> Graph:
+    """Every rank swaps a part with every other in one exchange."""
+    g = _builder(rank, world_size, _FREE)
+    out = g.buffer("out", size_bytes=_BYTES, initialised=True)
+    peers = [peer for peer in range(world_size) if peer != rank]
+    slots = [g.buffer(f"from {peer}", size_bytes=_BYTES) for peer in peers]
+    sends, recvs = [(out, peer) for peer in peers], list(zip(slots, peers, strict=True))
+    g.exchange("all", sends=sends, recvs=recvs, tag=0)
+    return g.build()
+
+
 def _ask_and_answer(*, both_wait: bool) -> list[Graph]:
     """Each rank's answer is made from what it receives; a rank that waits asks only after it has
     been asked.
@@ -544,6 +555,20 @@ def test_a_share_takes_the_graphs_of_peers_alone() -> None:
 
     check_share(graphs[3], graph_of)
     assert asked == [2, 4]
+    everyone = [_all_swap(rank, 6) for rank in range(6)]
+    check_shares(everyone)
+    asked.clear()
+    graphs = everyone
+    check_share(graphs[5], graph_of, most_peers=3)
+    assert asked == [0, 4, 1]
+
+
+@pytest.mark.parametrize("given", [_ring(3)[1], _ring(4)[0]])
+def test_a_share_wants_the_graph_of_the_peer_itself(given: Graph) -> None:
+    with pytest.raises(
+        InternalError, match=r"expected the graph of rank \d of 3, got that of rank"
+    ):
+        check_share(_ring(3)[1], lambda rank: given)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

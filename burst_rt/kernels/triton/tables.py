@@ -110,12 +110,12 @@ class _Kept(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """On the device."""
+        """Bytes that the table takes on its device."""
         return self.uploaded.whole.nbytes
 
 
 class _Tables:
-    """Tables by key. Those used longest ago go first. Several threads may use it."""
+    """Tables by key. The one used longest ago is dropped first. Several threads may use it."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()

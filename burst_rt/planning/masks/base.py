@@ -383,9 +383,9 @@ def spans_of(mask: Mask, *q: range) -> Spans:
 def columns_seen(mask: Mask, q: tuple[range, ...], kv: tuple[range, ...]) -> Spans:
     """What queries at positions `q` see of keys at positions `kv`, by columns: the first key is 0.
 
-    kv: ascending, along all the runs. The spans may touch. Empty ones may stop before they start,
-    and stand between others. Of a mask with labels, which may have many spans, each label is looked
-    at once for all its rows.
+    kv: ascending, along all the runs. Spans may touch. Some may be empty: these stop where they
+    start, or before, and may stand between others. A mask with labels may have many spans; the
+    spans of a label are made once for all its rows.
     """
     first, end = kv[0][0], kv[-1][-1] + 1
     apart = mask.by_label()

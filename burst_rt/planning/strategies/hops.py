@@ -153,7 +153,7 @@ class Hops:
 
     @cached_property
     def needed_at(self) -> Needed:
-        """By owner, block and hop: the rows that the rank computes with that has the block then."""
+        """By owner, block and hop: the rows of the block that its holder then computes with."""
         hops, holder = range(self.problem.world_size), self.route.holder
 
         def of(owner: int, block: int) -> tuple[Rows, ...]:

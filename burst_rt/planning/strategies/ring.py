@@ -289,8 +289,8 @@ class RingBuilder:
     def go_round(self, tag: int = 0) -> int:
         """Adds all hops, and brings the sums home.
 
-        The tags of messages begin at `tag`, and ascend; returns the first free one. A tag is used
-        up where this rank has no message to it, too: other ranks may have one.
+        The tags of messages begin at `tag`, and ascend. Every rank counts the same tags, with or
+        without a message for them. Returns the first free one.
         """
         tags = count(tag)
         for hop in range(self.world):
