@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "mpi":
             item.add_marker("mpi")
+
+
+@pytest.fixture(scope="module")
+def no_parts_left() -> Iterator[None]:
+    """After the module's tests: lets go of parts of batches that nobody attended by.
+
+    What a test catches holds them in cycles. A part that goes later would warn in another test.
+    """
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()

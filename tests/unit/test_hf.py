@@ -30,7 +30,10 @@ from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.hf.masks import Handed, mask_of
 
 # Tests that catch what a call raises leave parts that nobody attended by.
-pytestmark = pytest.mark.filterwarnings("ignore:burst_rt.hf.shard. a part of a batch is gone")
+pytestmark = [
+    pytest.mark.usefixtures("no_parts_left"),
+    pytest.mark.filterwarnings("ignore:burst_rt.hf.shard. a part of a batch is gone"),
+]
 
 _NO_PADDING = torch.zeros(2, dtype=torch.int64)
 _POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]] * 2)

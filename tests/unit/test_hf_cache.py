@@ -29,7 +29,10 @@ from burst_rt.errors import BurstError, ContractMismatch, InputError
 _LLAMA = make_decoder("Llama", "burst_rt")
 _EAGER = make_decoder("Llama", "eager")
 # Tests that catch what a call raises leave parts that nobody attended by.
-pytestmark = pytest.mark.filterwarnings("ignore:burst_rt.hf.shard. a part of a batch is gone")
+pytestmark = [
+    pytest.mark.usefixtures("no_parts_left"),
+    pytest.mark.filterwarnings("ignore:burst_rt.hf.shard. a part of a batch is gone"),
+]
 
 _IDS = torch.arange(3, 53).view(2, 25)
 
