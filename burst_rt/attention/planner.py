@@ -9,7 +9,8 @@ ranks (`Program.way`), and a way that has been verified is not verified again. T
 
 Each rank verifies its share of the world (`check_share`): its own graph, built with the machine's
 lanes, and its messages against the graphs of its peers. Above 64 ranks, where a graph is long and
-may have a peer in every rank, the nearest peers are enough. Where the machine lowers the graphs
+may have a peer in every rank, it looks at the 8 nearest peers, and messages with others are not
+compared. Where the machine lowers the graphs
 (staged), the rank also verifies its own lowered graph.
 """
 

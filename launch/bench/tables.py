@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -23,7 +23,7 @@ import torch
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.kernels.base import Tile
 from burst_rt.kernels.triton.parts import ascending
-from burst_rt.kernels.triton.tables import CutOfTile, Lists, lists_of, spans_of_tile
+from burst_rt.kernels.triton.tables import CutOfTile, lists_tried, spans_of_tile
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.planning.layouts import BALANCED, make_layout
 from burst_rt.planning.masks import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
@@ -137,14 +137,9 @@ def _triton_tables(plan: Plan) -> None:
     for rows, runs in plan.choice.program.tiles(plan.rank):
         for columns in ascending(runs):
             tile = Tile((), rows, columns, plan.key.problem.mask, scale=1.0, progress=lambda: None)
-            width = spans_of_tile(tile, device).width
+            spans = spans_of_tile(tile, device)
             for cut in (_BY_ROWS,) if plan.key.forward else (_BY_COLUMNS, _BY_ROWS):
-                make = partial(_lists, tile, cut.by_columns)
-                deque(cut.lists(width, make), maxlen=0)
-
-
-def _lists(tile: Tile, by_columns: bool, blocks: tuple[int, int], joined: bool) -> Lists:
-    return lists_of(tile, blocks, torch.device("cpu"), by_columns=by_columns, joined=joined)
+                lists_tried(tile, cut, spans, device)
 
 
 def _steps(tokens: int, ranks: int, steps: int) -> dict[str, Cell]:

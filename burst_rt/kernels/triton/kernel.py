@@ -30,15 +30,14 @@ from burst_rt.kernels.base import (
     Work,
 )
 from burst_rt.kernels.decode import Partial, Seen
-from burst_rt.kernels.triton.configs import CELLS, Config, arch_of, default_config
+from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import LOG2_E, TileArguments
 from burst_rt.kernels.triton.parts import ascending, in_order, parts_of, places_of_parts
 from burst_rt.kernels.triton.tables import (
     CutOfTile,
-    Lists,
     bytes_of_tables,
     cells_table,
-    lists_of,
+    lists_tried,
     positions_of_tile,
     spans_of_tile,
 )
@@ -240,12 +239,8 @@ def _arguments(
     head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
     by_scores = terms.softcap is not None or terms.alibi_slopes is not None
     cut, config, for_several = _cuts_of(kind, device, head_dim, qkv.q.dtype, by_scores=by_scores)
-
-    def lists_for(blocks: tuple[int, int], joined: bool) -> Lists:
-        return lists_of(tile, blocks, device, by_columns=cut.by_columns, joined=joined)
-
     spans = spans_of_tile(tile, device) if cells is None else None
-    tried = list(cut.lists(CELLS if spans is None else spans.width, lists_for))
+    tried = lists_tried(tile, cut, spans, device)
     lists = tried[-1]
     if not lists.single:
         config = for_several

@@ -30,7 +30,7 @@ from burst_rt.planning.worklist import (
 
 __all__ = [
     "CutOfTile", "DecodeTable", "Lists", "SpanTable", "bytes_of_tables", "cells_table", "lists_of",
-    "positions_of_tile", "spans_of_tile", "table_of_decode",
+    "lists_tried", "positions_of_tile", "spans_of_tile", "table_of_decode",
 ]  # fmt: skip
 
 # Of the tables that are kept, on all devices together.
@@ -194,6 +194,20 @@ def lists_of(
     key = ("lists", *_key(tile, device), blocks, by_columns, joined)
     table: Lists = _kept(key, device, make)
     return table
+
+
+def lists_tried(
+    tile: Tile, cut: CutOfTile, spans: SpanTable | None, device: torch.device
+) -> list[Lists]:
+    """What `CutOfTile.lists` makes of a tile, on a device; the last of them is the one to take.
+
+    spans: None, where the tile has cells in their place. Does not wait for the device.
+    """
+
+    def make(blocks: tuple[int, int], joined: bool) -> Lists:
+        return lists_of(tile, blocks, device, by_columns=cut.by_columns, joined=joined)
+
+    return list(cut.lists(CELLS if spans is None else spans.width, make))
 
 
 def positions_of_tile(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
