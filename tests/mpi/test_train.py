@@ -86,9 +86,14 @@ def _start(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Tests that run in the background of a shell were told to ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=_heed_signals,
     )
+
+
+def _heed_signals() -> None:
+    """Tests in the background of a shell were told to ignore SIGINT, those under nohup SIGHUP."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _finish(process: subprocess.Popen[str]) -> _Job:
