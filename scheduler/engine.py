@@ -117,7 +117,7 @@ Instruction: TypeAlias = "Issue | Finish | Abort"
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A graph and all that engines derive from it. It is derived once, and many engines (calls) run
-    from one schedule. Every list but the last two has an entry for each task.
+    from one schedule. Every list but `limits` and `programs` has an entry for each task.
     """
 
     graph: Graph
@@ -132,6 +132,9 @@ class Schedule:
     # program order, else None.
     limits: list[int]
     programs: list[list[int] | None]
+    # Where each task waits until the task before it is done, and nothing is left to decide: for
+    # each task what a driver says at its end. None elsewhere.
+    line: list[list[Event]] | None
 
     @classmethod
     def of(cls, graph: Graph, policy: Policy = critical_path) -> Schedule:
@@ -159,6 +162,7 @@ class Schedule:
                     after[v].append(u)
         num_before = [len(before) for before in graph.predecessors]
         task_at = sorted(range(num_tasks), key=place.__getitem__)
+        is_line = all(task in on_done[task - 1] for task in range(1, num_tasks))
         programs: list[list[int] | None] = [[] if lane.in_program_order else None for lane in lanes]
         for task, lane_index in enumerate(lane_of):
             program = programs[lane_index]
@@ -178,6 +182,7 @@ class Schedule:
                 for lane in lanes
             ],
             programs=programs,
+            line=[[TaskDone(task)] for task in range(num_tasks)] if is_line else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""The loop between an engine and a driver. The same dozen lines run graphs of CPUs and of GPUs."""
+"""The loop between an engine and a driver. The same few lines run graphs of CPUs and of GPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from burst_rt.errors import BurstError
-from burst_rt.scheduler.engine import Abort, Engine, Event, Finish, Issue
+from burst_rt.scheduler.engine import Abort, Engine, Event, Finish, Issue, Schedule
 from burst_rt.scheduler.graph import Task
 
 __all__ = ["Driver", "run"]
@@ -29,15 +29,21 @@ class Driver(Protocol):
         """Stops what is under way, as far as that is possible. Must neither raise nor block."""
 
 
-def run(engine: Engine, driver: Driver) -> None:
-    """Runs the engine's schedule to its end on the driver. Blocks, bounded by the driver's
-    deadlines.
+def run(schedule: Schedule, driver: Driver, *, validate: bool = False) -> None:
+    """Runs a schedule to its end on a driver. Blocks, bounded by the driver's deadlines.
+
+    validate: see `Engine`.
 
     Raises the error of the task that failed, or PeerLost or Stalled. By then the driver has been
     told to abort, and nothing further is issued.
     """
-    tasks = engine.schedule.graph.tasks
+    past = _run_line(schedule, driver)
+    if past is None:
+        return
+    tasks, engine = schedule.graph.tasks, Engine(schedule, validate=validate)
     instructions = engine.start()
+    for events in past:
+        instructions = engine.handle(events)
     while True:
         for instruction in instructions:
             if isinstance(instruction, Issue):
@@ -48,3 +54,20 @@ def run(engine: Engine, driver: Driver) -> None:
                 driver.abort(instruction.error)
                 raise instruction.error
         instructions = engine.handle(driver.wait())
+
+
+def _run_line(schedule: Schedule, driver: Driver) -> list[Sequence[Event]] | None:
+    """Runs a line without an engine, which takes longer than a small task; None at its end.
+
+    Where anything else happens than the end of the issued task, returns all that has happened, for
+    an engine to judge. It is nothing where the schedule is no line.
+    """
+    past: list[Sequence[Event]] = []
+    if schedule.line is None:
+        return past
+    for task, end in zip(schedule.graph.tasks, schedule.line, strict=True):
+        driver.issue(task, ())
+        past.append(driver.wait())
+        if past[-1] != end:
+            return past
+    return None

@@ -182,7 +182,8 @@ class MpiTransport:
             self._requests.append(start((piece, MPI.BYTE), peer, tag))
             self._about.append((handle, peer, len(piece), outgoing))
         self._num_left[handle] = len(pieces)
-        self._statuses += [MPI.Status() for _ in range(len(self._requests) - len(self._statuses))]
+        while len(self._statuses) < len(self._requests):
+            self._statuses.append(MPI.Status())
         return handle
 
 

@@ -24,7 +24,7 @@ import torch
 from burst_rt.attention.call import CAUSAL, check_factors, check_scores
 from burst_rt.attention.decode import DecodePlan, plan_decode, run_decode
 from burst_rt.attention.planner import Plan, PlanKey
-from burst_rt.attention.run import grad_off, run_forward
+from burst_rt.attention.run import plain_math, run_forward
 from burst_rt.attention.setup import Setup
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import BurstError, DeviceError, InputError
@@ -69,6 +69,21 @@ class _Views(NamedTuple):
     # Where new keys and values go, and which of the new tokens go there.
     targets: list[tuple[torch.Tensor, torch.Tensor, _Some]]
     filled: _Layer  # the columns that are filled after the step
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call of `Step.attend` that was checked.
+
+    It stands for all layers of the step that are called alike: to check each of them would take
+    longer than a small task.
+    """
+
+    said: tuple[object, ...]  # all that a check looks at, but for the layer
+    words: str  # what all ranks must have said
+    structure: Mask  # what queries see of the cache
+    terms: ScoreTerms  # but for sinks, which are each layer's own
+    decode: tuple[DecodePlan, Seen] | None  # None: the tokens are spread
 
 
 @dataclass(frozen=True)
@@ -481,13 +496,13 @@ class Step:
         self._dealt, self._rank = cache._dealt, cache.setup.runtime.rank
         self.num_tokens = rows.queries(self._dealt, self._rank) if sharded else max(tokens)
         self._plans: dict[object, Plan] = {}
-        self._decodes: dict[object, tuple[DecodePlan, Seen]] = {}
         self._seen: dict[Mask, Seen] = {}
         self._views: list[_Views] = []
         self._views_of: object = None  # the list of layers that these are views of
-        self._called: list[object] = []  # what the layers were called with, for the next step
+        self._calls: list[_Call] = []
+        self._called: list[tuple[int, _Call]] = []  # by layer, for the next step
         self._done = False
-        self._attended: set[int] = set()  # layers
+        self._waiting = set(range(cache.num_layers))  # layers that have not attended
         cache._changes += 1
         self._change = cache._changes
         cache._written = max(cache._written, *rows.after)
@@ -610,30 +625,32 @@ class Step:
         ProtocolError. Where memory runs out on a rank, every rank raises DeviceError, and the
         context is broken. Raises ConfigError once the context is closed.
         """
-        cache, qkv = self.cache, QKV(q, k, v)
-        cache.setup.runtime.check_open()
-        terms = ScoreTerms(softcap, None, sinks)
-        options = (mask, scale, softcap, strategy)
+        cache = self.cache
+        runtime = cache.setup.runtime
+        runtime.check_open()
         try:
-            structure = CAUSAL if mask is None else self._structure(mask)
-            num_heads = self._check(layer, qkv, (scale, softcap), strategy)
-            check_scores(_ATTEND, q, structure, scale, softcap, None, sinks)
+            self._check_turn(layer)
+            call = self._checked(QKV(q, k, v), sinks, mask, scale, softcap, strategy)
         except InputError as error:
-            cache.setup.runtime.refuse(_ATTEND, error)
-        self._called.append((layer, num_heads, *options, sinks is None))
-        with grad_off():
+            runtime.refuse(_ATTEND, error)
+        self._called.append((layer, call))
+        terms = call.terms if sinks is None else call.terms._replace(sinks=sinks)
+        with plain_math(q.device.type):
             if self._views_of is not cache._layers:
                 self._view()
             targets, filled = self._views[layer]
             for keys, values, chosen in targets:
                 keys.copy_(k if chosen is None else k[chosen])
                 values.copy_(v if chosen is None else v[chosen])
-            if self.sharded:
-                out = self._prefill(cache._layers[layer], q, structure, scale, terms, strategy)
+            if call.decode is None:
+                out = self._prefill(cache._layers[layer], q, call.structure, scale, terms, strategy)
             else:
-                out = self._decode(filled, q, num_heads, structure, scale, terms)
-        self._attended.add(layer)
-        if len(self._attended) == cache.num_layers:
+                plan, seen = call.decode
+                out = run_decode(
+                    cache.setup, _CONTRACT, plan, QKV(q, *filled), seen, scale=scale, terms=terms
+                )
+        self._waiting.discard(layer)
+        if not self._waiting:
             cache._uncommitted = self._change
         return out
 
@@ -651,14 +668,15 @@ class Step:
         or where another step has been begun since, or the cache's rows were changed.
         """
         if not self._done:
-            missing = set(range(self.cache.num_layers)) - self._attended
-            if missing or self._change != self.cache._changes:
-                why = f"layer {min(missing)} has not attended" if missing else _STALE
+            waiting = self._waiting
+            if waiting or self._change != self.cache._changes:
+                why = f"layer {min(waiting)} has not attended" if waiting else _STALE
                 self.cache._refuse("step", f"commit: {why}; begin another: cache.step(n)")
             self._done = True
             rows = len(self._rows)
             padding = self._rows.padding * (self.cache.batch if rows == 1 else 1)
-            said = hashlib.blake2b(repr(self._called).encode(), digest_size=8).hexdigest()
+            called = repr([(layer, call.words) for layer, call in self._called])
+            said = hashlib.blake2b(called.encode(), digest_size=8).hexdigest()
             self.cache._ended(self._tokens, padding, said)
             if self.sharded:  # all layers have been cleared behind the step's tokens
                 self.cache._written = max(self._rows.after)
@@ -676,8 +694,8 @@ class Step:
             )
         return CAUSAL & mask
 
-    def _check(self, layer: int, qkv: QKV, factors: tuple[float | None, ...], strategy: str) -> int:
-        """The number of q's heads. Raises InputError for what does not fit the step."""
+    def _check_turn(self, layer: int) -> None:
+        """Raises InputError where the layer may not attend now."""
         cache, where = self.cache, _ATTEND
         if self._done:
             raise InputError(f"{where}: this step has been committed; begin another: cache.step(n)")
@@ -687,14 +705,51 @@ class Step:
             raise InputError(
                 f"{where}: layer must be a number from 0 to {cache.num_layers - 1}, got {layer!r}"
             )
-        if layer in self._attended:
+        if layer not in self._waiting:
             raise InputError(
                 f"{where}: layer {layer} has attended in this step; expected each layer once; give "
                 "every layer its own number"
             )
+
+    def _checked(
+        self,
+        qkv: QKV,
+        sinks: torch.Tensor | None,
+        mask: Mask | None,
+        scale: float | None,
+        softcap: float | None,
+        strategy: str,
+    ) -> _Call:
+        """The call, which was checked now or for an earlier layer. Raises InputError."""
+        options = (mask, scale, softcap, strategy)
+        # The types come first: values of other types than those that passed are not compared.
+        said = (
+            *map(type, options), *options, torch.is_grad_enabled(), *map(_look, (*qkv, sinks)),
+        )  # fmt: skip
+        for call in self._calls:
+            if call.said == said:
+                return call
+        structure = CAUSAL if mask is None else self._structure(mask)
+        num_heads = self._check(qkv, (scale, softcap), strategy)
+        check_scores(_ATTEND, qkv.q, structure, scale, softcap, None, sinks)
+        decode = None
+        if not self.sharded:
+            scores = ScoreOptions(softcap=softcap is not None, sinks=sinks is not None)
+            decode = self._plan_decode(num_heads, scores), self._what_is_seen(structure)
+        call = _Call(
+            said=said, words=repr((num_heads, *options, sinks is None)),
+            structure=structure, terms=ScoreTerms(softcap), decode=decode,
+        )  # fmt: skip
+        self._calls.append(call)
+        return call
+
+    def _check(self, qkv: QKV, factors: tuple[float | None, ...], strategy: str) -> int:
+        """The number of q's heads. Raises InputError for what does not fit the step."""
+        cache, where = self.cache, _ATTEND
         check_name(strategy)
         check_factors(where, *factors)
-        heads = qkv.q.shape[2] if isinstance(qkv.q, torch.Tensor) and qkv.q.ndim == 4 else 0
+        q_shape = _shape(qkv.q)
+        heads = q_shape[2] if len(q_shape) == 4 else 0
         rows = (cache.batch, self.num_tokens)
         expected = QKV(
             (*rows, heads, cache.head_dim),  # type: ignore[arg-type]  # shapes, by the same names
@@ -704,17 +759,15 @@ class Step:
         device = cache.setup.runtime.device
         for name, x, shape in zip("qkv", qkv, expected, strict=True):
             if (
-                not isinstance(x, torch.Tensor)
-                or x.shape != shape
+                _shape(x) != shape
                 or x.dtype != cache.dtype
                 or x.device != device
                 or x.layout != torch.strided
             ):
-                got = (
-                    f"{x.dtype} of shape {tuple(x.shape)} on {x.device} ({x.layout})"
-                    if isinstance(x, torch.Tensor)
-                    else type(x).__name__
-                )
+                got = type(x).__name__
+                if isinstance(x, torch.Tensor):
+                    its_shape = "a nested shape" if x.is_nested else f"shape {_shape(x)}"
+                    got = f"{x.dtype} of {its_shape} on {x.device} ({x.layout})"
                 raise InputError(
                     f"{where}: {name} must be a dense {cache.dtype} tensor on {device} of shape "
                     f"{shape} ([batch, this rank's tokens of the step, heads, head_dim]), got {got}"
@@ -828,26 +881,6 @@ class Step:
             )
         return plan
 
-    def _decode(
-        self,
-        layer: _Layer,
-        q: torch.Tensor,
-        num_heads: int,
-        structure: Mask,
-        scale: float | None,
-        terms: ScoreTerms,
-    ) -> torch.Tensor:
-        key = (structure, num_heads, terms.softcap is None, terms.sinks is None)
-        found = self._decodes.get(key)
-        if found is None:
-            scores = ScoreOptions(softcap=terms.softcap is not None, sinks=terms.sinks is not None)
-            plan = self._plan_decode(num_heads, scores)
-            found = self._decodes[key] = plan, self._what_is_seen(structure)
-        plan, seen = found
-        return run_decode(
-            self.cache.setup, _CONTRACT, plan, QKV(q, *layer), seen, scale=scale, terms=terms
-        )
-
     def _plan_decode(self, num_heads: int, scores: ScoreOptions) -> DecodePlan:
         cache = self.cache
         q_shape = (cache.batch, self.num_tokens, num_heads, cache.head_dim)
@@ -868,6 +901,18 @@ class Step:
     def _on_device(self, x: np.ndarray[Any, Any]) -> torch.Tensor:
         found = torch.from_numpy(x).to(self.cache.setup.runtime.device)
         return found.expand(self.cache.batch, -1)
+
+
+def _shape(x: object) -> tuple[int, ...]:
+    """A tensor's shape; () of what is no tensor, or a nested one."""
+    return tuple(x.shape) if isinstance(x, torch.Tensor) and not x.is_nested else ()
+
+
+def _look(x: object) -> object:
+    """All that a check looks at of an argument that should be a tensor."""
+    if not isinstance(x, torch.Tensor) or x.is_nested:
+        return type(x)
+    return x.shape, x.dtype, x.device, x.layout, x.requires_grad
 
 
 def is_count(number: object, least: int) -> bool:

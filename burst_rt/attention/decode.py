@@ -13,9 +13,9 @@ import torch
 
 from burst_rt.attention.execute.decode import DecodeRun
 from burst_rt.attention.planner import RankPlan
-from burst_rt.attention.run import autocast_off, check_not_captured
+from burst_rt.attention.run import check_not_captured
 from burst_rt.attention.setup import Setup
-from burst_rt.drivers import Progress, is_out_of_memory
+from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import DeviceError, InputError
 from burst_rt.kernels import QKV, ScoreTerms, Work, pick_decode, sum_dtype
 from burst_rt.kernels.decode import Seen
@@ -64,7 +64,7 @@ def run_decode(
     scale: float | None,
     terms: ScoreTerms,
 ) -> torch.Tensor:
-    """Attention of a few queries to the keys of all ranks, under `grad_off()`. Collective.
+    """Attention of a few queries to the keys of all ranks, under `plain_math`. Collective.
 
     The ranks must have agreed on the call before: nothing is compared here. Blocks until this
     rank's part is done, or issued; no rank may stay away for longer than the runtime's timeout_s.
@@ -79,31 +79,28 @@ def run_decode(
     runs out, PeerLost and Stalled.
     """
     runtime = setup.runtime
-    with autocast_off(qkv.q.device.type):
-        check_not_captured(runtime.device)
-        progress = Progress()
-        try:
-            run = DecodeRun(
-                plan, runtime.machine, qkv, seen,
-                scale=1.0 / math.sqrt(plan.program.head_dim) if scale is None else scale,
-                terms=terms if terms.sinks is None else terms.bound(qkv.q.dtype, 1),
-                poison=setup.poison,
-            )  # fmt: skip
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            message = f"{contract.call}: out of memory on {runtime.device}; {plan.explain()}"
-            failed = DeviceError(message, rank=runtime.rank)
-            failed.__cause__ = error
-            runtime.fail(failed)
-        _, free = runtime.perform(
-            contract, plan.schedule, run.operations, run.memory,
-            progress=progress, subject=plan, takes=plan.explain,
-            agreed=True, one_of_several=True,
+    check_not_captured(runtime.device)
+    try:
+        run = DecodeRun(
+            plan, runtime.machine, qkv, seen,
+            scale=1.0 / math.sqrt(plan.program.head_dim) if scale is None else scale,
+            terms=terms if terms.sinks is None else terms.bound(qkv.q.dtype, 1),
+            poison=setup.poison,
         )  # fmt: skip
-        runtime.machine.give_back(plan, run.slots, free)
-        run.forget()
-        return run.out
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = f"{contract.call}: out of memory on {runtime.device}; {plan.explain()}"
+        failed = DeviceError(message, rank=runtime.rank)
+        failed.__cause__ = error
+        runtime.fail(failed)
+    _, free = runtime.perform(
+        contract, plan.schedule, run.operations, run.memory,
+        subject=plan, takes=plan.explain, agreed=True, one_of_several=True,
+    )  # fmt: skip
+    runtime.machine.give_back(plan, run.slots, free)
+    run.forget()
+    return run.out
 
 
 def plan_decode(

@@ -107,7 +107,7 @@ class RankPlan:
     def graph(self) -> Graph:
         return self.schedule.graph
 
-    @property
+    @cached_property
     def kernel(self) -> Kernel:
         return self.picked.kernel
 

@@ -22,7 +22,7 @@ __all__ = [
     "Forward",
     "autocast_off",
     "check_not_captured",
-    "grad_off",
+    "plain_math",
     "run_backward",
     "run_forward",
 ]
@@ -130,9 +130,16 @@ def autocast_off(device_type: str) -> AbstractContextManager[object]:
     return torch.autocast(device_type, enabled=False)
 
 
-def grad_off() -> AbstractContextManager[object]:
-    """Inside, autograd is off."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+def plain_math(device_type: str) -> AbstractContextManager[object]:
+    """Inside, autograd is off, and so is autocast."""
+    on = torch.is_grad_enabled() or torch.is_autocast_enabled(device_type)
+    return _plain_math(device_type) if on else _NOTHING
+
+
+@contextmanager
+def _plain_math(device_type: str) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        yield
 
 
 @contextmanager

@@ -84,7 +84,6 @@ class BaseDriver:
         # Tasks that have ended: (task, issued, started, ended). Spans are made only when asked for.
         self._ended: deque[tuple[Task, float, float, float]] = deque()
         self._trace: Trace | None = None
-        self._others = [rank for rank in range(graph.world_size) if rank != graph.rank]
         self._control: Task | None = None
         # By handle of a message under way: its task and its peer.
         self._about: dict[int, tuple[Task, int]] = {}
@@ -122,18 +121,15 @@ class BaseDriver:
         backoff: Backoff | None = None
         transfers = False
         while True:
-            events = self._poll()
-            if not events and self._work():
-                events = self._poll()
+            events = self._poll() or self._work()
             if events:
                 if backoff and transfers:
                     self.wait_s += backoff.elapsed_s()
                 return events
             backoff, transfers = backoff or Backoff(), bool(self._num_open)
-            failure = None if backoff.hot else self._overdue(backoff)
+            failure = self._overdue(backoff) if backoff.pause() else None
             if failure:
                 return [failure]
-            backoff.pause()
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
         """Begins a task; see `Driver.issue`. Does not block."""
@@ -145,7 +141,8 @@ class BaseDriver:
         Kernels call `progress` between their parts. It also tells the other ranks that this rank is
         alive.
         """
-        self._landed.extend(self._moved())
+        if self._about:
+            self._landed += self._moved()
         if self._control is not None:
             self._opening.test()
         self._say_alive(time.perf_counter())
@@ -182,9 +179,12 @@ class BaseDriver:
         if self._transport is not None and not self.refused:
             self._transport.cancel()
 
-    def _work(self) -> bool:
-        """Does work of the driver's own; False where there is none. Blocks while a task runs."""
-        return False
+    def _work(self) -> list[Event]:
+        """Does work of the driver's own, and returns what has happened. Blocks while a task runs.
+
+        Returns an empty list where there is no work.
+        """
+        return []
 
     def _open(self, task: Task) -> None:
         """Starts a control task."""
@@ -194,9 +194,7 @@ class BaseDriver:
     def _say_alive(self, now_s: float) -> None:
         if now_s - self._last_beat_s > self._options.stall_s / 4:
             self._last_beat_s = now_s
-            # All ranks are told, and not the neighbours only: a rank may wait for a neighbour that
-            # waits for this rank.
-            self._watch.say_alive(self._others, -1 if self._running is None else self._running.id)
+            self._watch.say_alive(-1 if self._running is None else self._running.id)
 
     def _exchange(self, task: Task) -> None:
         assert self._transport is not None
@@ -245,9 +243,9 @@ class BaseDriver:
         return _failed(task, DeviceError(why, rank=rank))
 
     def _poll(self) -> list[Event]:
-        events = self._landed
-        self._landed = []
-        events.extend(self._moved())
+        events, self._landed = self._landed, []
+        if self._about:
+            events += self._moved()
         if self._control is not None and self._opening.test():
             task, self._control = self._control, None
             self._finish(task, self._issued_s[task.id])
@@ -257,8 +255,10 @@ class BaseDriver:
         return events
 
     def _moved(self) -> list[Event]:
+        """The exchanges that have ended since it was asked last. There are messages under way."""
+        assert self._transport is not None
         events: list[Event] = []
-        for done in self._transport.poll() if self._transport is not None and self._about else ():
+        for done in self._transport.poll():
             task, _ = self._about.pop(done.handle)
             self._num_open[task.id] -= 1
             if not self._num_open[task.id]:

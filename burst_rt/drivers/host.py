@@ -14,7 +14,7 @@ import torch
 
 from burst_rt.drivers.base import BaseDriver, DriverOptions
 from burst_rt.errors import BurstError
-from burst_rt.scheduler import Graph, Task, TaskDone
+from burst_rt.scheduler import Event, Graph, Task, TaskDone
 from burst_rt.transport import Transport
 
 __all__ = ["HostDriver", "flat_bytes", "raw_bytes"]
@@ -59,9 +59,9 @@ class HostDriver(BaseDriver):
         else:
             self._queue.append(task)
 
-    def _work(self) -> bool:
+    def _work(self) -> list[Event]:
         if not self._queue:
-            return False
+            return []
         task = self._queue.pop(0)
         self._running = task
         started_s = time.perf_counter()
@@ -76,4 +76,4 @@ class HostDriver(BaseDriver):
         self._running = None
         self.compute_s += ended_s - started_s
         self._landed.append(failure or TaskDone(task.id))
-        return True
+        return self._poll()

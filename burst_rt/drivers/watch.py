@@ -34,18 +34,17 @@ class Backoff:
         self.started_s = time.perf_counter()
         self._sleep_s = _FIRST_SLEEP_S
 
-    @property
-    def hot(self) -> bool:
-        """Whether the wait is in its first 1 ms, when notices and deadlines need no look yet."""
-        return time.perf_counter() - self.started_s < _HOT_S
+    def pause(self) -> bool:
+        """Pauses: yields the core in the first 1 ms of the wait, and sleeps up to 0.5 ms later.
 
-    def pause(self) -> None:
-        """Pauses: yields the core while hot, and sleeps up to 0.5 ms later."""
-        if self.hot:
+        Returns whether it slept. Only then need notices and deadlines be looked at.
+        """
+        if time.perf_counter() - self.started_s < _HOT_S:
             os.sched_yield()
-        else:
-            time.sleep(self._sleep_s)
-            self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
+            return False
+        time.sleep(self._sleep_s)
+        self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
+        return True
 
     def elapsed_s(self) -> float:
         """Seconds since the wait began."""
@@ -146,9 +145,13 @@ class Watch:
         for peer in self.left:
             raise self._lost(peer)
 
-    def say_alive(self, peers: Iterable[int], task: int) -> None:
-        """Tells peers that this rank is computing the task with this number. Does not wait."""
-        for peer in peers:
+    def say_alive(self, task: int) -> None:
+        """Tells every other rank that this rank is computing the task with this number.
+
+        Does not wait. All are told, and not the neighbours only: a rank may wait for a neighbour
+        that waits for this rank.
+        """
+        for peer in self._others():
             self.control.notify(peer, NoticeKind.ALIVE, task)
 
     def say_left(self, code: int, error: str = "") -> None:
@@ -220,7 +223,7 @@ class Watch:
         """
         backoff = Backoff()
         while not pending.test():
-            if not backoff.hot:
+            if backoff.pause():
                 self.look()
                 if number is not None:
                     self.say_entered(number, backoff.elapsed_s(), timeout_s, bringing)
@@ -240,7 +243,6 @@ class Watch:
                     peer=missing.only,
                     elapsed_s=backoff.elapsed_s(),
                 )
-            backoff.pause()
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.control.size) if peer != self.control.rank]
@@ -276,10 +278,10 @@ class SharedWatch(Watch):
         with self._lock:
             super().look()
 
-    def say_alive(self, peers: Iterable[int], task: int) -> None:
+    def say_alive(self, task: int) -> None:
         """See `Watch.say_alive`."""
         with self._lock:
-            super().say_alive(peers, task)
+            super().say_alive(task)
 
     def say_left(self, code: int, error: str = "") -> None:
         """See `Watch.say_left`."""

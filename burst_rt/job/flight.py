@@ -21,11 +21,13 @@ from burst_rt.job.reports import job_folder
 
 __all__ = ["Flight", "FlightRecord", "own_flight", "read_flight"]
 
-# The number of the call (0: in no call), the length of the call's text and of the task's text. The
-# two texts follow.
-_HEAD = struct.Struct("<qHH")
+# The number of the call (0: in no call). The texts of the call and of the task follow, each with a
+# byte 0 behind it.
+_NUMBER = struct.Struct("<q")
 _TEXT_BYTES = 250
-_SIZE = _HEAD.size + 2 * _TEXT_BYTES
+_CALL_AT = _NUMBER.size
+_TASK_AT = _CALL_AT + _TEXT_BYTES + 1
+_SIZE = _TASK_AT + _TEXT_BYTES + 1
 
 
 class Flight(NamedTuple):
@@ -53,24 +55,21 @@ class FlightRecord:
             # writing to the holes would kill the process.
             os.posix_fallocate(file.fileno(), 0, _SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
-        self._number = 0
-        self._call = b""
 
     def enter(self, number: int, call: str) -> None:
         """Writes that the rank enters a call."""
-        self._number, self._call = number, call.encode()[:_TEXT_BYTES]
-        self.task("")
+        self._map[_TASK_AT] = 0
+        text = call.encode()[:_TEXT_BYTES] + b"\0"
+        self._map[: _CALL_AT + len(text)] = _NUMBER.pack(number) + text
 
     def task(self, name: str) -> None:
         """Writes that the rank does this task of its call, or waits for the task."""
-        call, task = self._call, name.encode()[:_TEXT_BYTES]
-        self._map[: _HEAD.size + len(call) + len(task)] = (
-            _HEAD.pack(self._number, len(call), len(task)) + call + task
-        )
+        text = name.encode()[:_TEXT_BYTES] + b"\0"
+        self._map[_TASK_AT : _TASK_AT + len(text)] = text
 
     def leave(self) -> None:
         """Writes that the rank is in no call."""
-        _HEAD.pack_into(self._map, 0, 0, 0, 0)
+        _NUMBER.pack_into(self._map, 0, 0)
 
 
 @cache
@@ -91,14 +90,10 @@ def read_flight(folder: Path, rank: int) -> Flight | None:
         return None
     if len(written) < _SIZE:
         return None
-    number, call, task = _HEAD.unpack_from(written)
-    texts = written[_HEAD.size :]
+    (number,) = _NUMBER.unpack_from(written)
+    call, task = (written[at:].partition(b"\0")[0] for at in (_CALL_AT, _TASK_AT))
     return (
-        Flight(
-            number,
-            texts[:call].decode(errors="replace"),
-            texts[call : call + task].decode(errors="replace"),
-        )
+        Flight(number, call.decode(errors="replace"), task.decode(errors="replace"))
         if number
         else None
     )

@@ -34,7 +34,7 @@ class Contract:
 
     words: Mapping[str, str]
 
-    @property
+    @cached_property
     def call(self) -> str:
         """The call's name, for errors and the flight record."""
         return self.words["call"]

@@ -42,7 +42,7 @@ from burst_rt.runtime.agreement import Agreed, Agreement, Contract
 from burst_rt.runtime.machine import Machine
 from burst_rt.runtime.observer import Observer
 from burst_rt.runtime.process import process
-from burst_rt.scheduler import Engine, Graph, Schedule, run
+from burst_rt.scheduler import Graph, Schedule, run
 from burst_rt.transport import ControlGroup, LocalTransport, Memory, Pending
 
 __all__ = ["Runtime", "Stats"]
@@ -178,7 +178,7 @@ class Runtime:
         operations: Mapping[type, Callable[..., None]],
         memory: Mapping[int, Memory],
         *,
-        progress: Progress,
+        progress: Progress | None = None,
         subject: object = None,
         takes: Callable[[], str] | None = None,
         agreed: bool = False,
@@ -194,7 +194,7 @@ class Runtime:
         contract: the call in words, which the ranks compare.
         operations: the function for each type of operation, called with the operation.
         memory: the bytes of each part that a message names.
-        progress: the function that long operations call.
+        progress: the function that long operations call, where there are any.
         subject: what the schedule was made from, for the observer.
         takes: says how much memory the call takes, for the error when memory runs out.
         agreed: whether the ranks have agreed on the call by `agree`. If so, the schedule need not
@@ -224,14 +224,16 @@ class Runtime:
                 flight=self.flight, one_of_several=one_of_several,
             )  # fmt: skip
             with _InCall(self, contract.call):
-                driver = progress.driver = self.machine.driver(schedule, options)
+                driver = self.machine.driver(schedule, options)
+                if progress is not None:
+                    progress.driver = driver
                 observer, watched = self.observer, None
                 if observer is not None:
                     observer.began(self._number, driver)
                 if self._watchdog is not None and isinstance(driver, CudaDriver):
                     watched = self._watchdog.begin(self._number, contract.call, driver)
                 try:
-                    run(Engine(schedule), driver)
+                    run(schedule, driver)
                 except BaseException as error:
                     if driver.refused and isinstance(error, ContractMismatch):
                         assert isinstance(opening, Agreement)  # nothing else refuses a call

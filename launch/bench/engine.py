@@ -17,7 +17,6 @@ from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     Cost,
-    Engine,
     Event,
     Graph,
     GraphBuilder,
@@ -89,7 +88,7 @@ def main(out: Path | None) -> None:
         "build": lambda: _ring_graph(_NUM_TASKS),
         "schedule (policy included)": lambda: Schedule.of(graph),
         "check one rank": lambda: check_graph(graph),
-        "engine and loop, no-op driver": lambda: run(Engine(schedule), _NoOpDriver()),
+        "engine and loop, no-op driver": lambda: run(schedule, _NoOpDriver()),
     }
     rows: list[dict[str, Cell]] = [
         {"step": name, "us a task": _median_s(fn) / _NUM_TASKS * 1e6} for name, fn in steps.items()

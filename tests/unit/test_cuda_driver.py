@@ -21,7 +21,6 @@ from burst_rt.scheduler import (
     DEVICE_LANES,
     NCCL_LANES,
     NETWORK,
-    Engine,
     Graph,
     GraphBuilder,
     Lane,
@@ -115,7 +114,7 @@ def drive(
         stall_s=20.0,
     )
     driver = CudaDriver(schedule, device, FakeMessages(device), wire or FakeWire(device), options)
-    run(Engine(schedule), driver)
+    run(schedule, driver)
     return driver
 
 

@@ -23,7 +23,7 @@ from burst_rt.errors import (
     Stalled,
 )
 from burst_rt.planning.operations import Delta
-from burst_rt.scheduler import Engine, Graph, GraphBuilder, Op, Schedule, Trace, check_world, run
+from burst_rt.scheduler import Graph, GraphBuilder, Op, Schedule, Trace, check_world, run
 from burst_rt.transport import LocalTransport, LocalWorld, NoticeKind
 
 # Longer than anything here takes on the slowest machine; a wait that reaches it has failed.
@@ -102,7 +102,7 @@ class _Rank:
             self.driver.progress()
 
     def run(self) -> Trace:
-        run(Engine(Schedule.of(self.graph), validate=True), self.driver)
+        run(Schedule.of(self.graph), self.driver, validate=True)
         return self.driver.trace
 
 
@@ -536,8 +536,8 @@ def test_a_watch_knows_who_left_and_who_lives() -> None:
     world = LocalWorld(3)
     watch, others = Watch(world.control(0)), [Watch(world.control(rank)) for rank in (1, 2)]
     watch.require_all()
-    others[0].say_alive([0], 5)
-    others[0].say_alive([0], 6)
+    others[0].say_alive(5)
+    others[0].say_alive(6)
     others[1].say_left(70, "ValueError: no more")
     watch.look()
     assert [(peer, task) for peer, (_, task) in watch.alive.items()] == [(1, 6)]

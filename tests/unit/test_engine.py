@@ -67,8 +67,12 @@ def _independent(num_tasks: int, *lanes: Lane) -> Graph:
     return g.build()
 
 
+def _schedule(graph: Graph) -> Schedule:
+    return Schedule.of(graph, program_order)
+
+
 def _engine(graph: Graph) -> Engine:
-    return Engine(Schedule.of(graph, program_order), validate=True)
+    return Engine(_schedule(graph), validate=True)
 
 
 def _issued(instructions: Iterable[Instruction]) -> list[int]:
@@ -334,11 +338,11 @@ def test_what_was_done_before_a_failure_stays_done() -> None:
 
 class _ScriptedDriver:
     """Ends tasks at once, in the order they were issued; `script` overrides what is reported of a
-    task.
+    task. The first `silent` waits return nothing.
     """
 
-    def __init__(self, script: dict[int, Event]) -> None:
-        self.script = script
+    def __init__(self, script: dict[int, Event], silent: int = 0) -> None:
+        self.script, self.silent = script, silent
         self.issued: list[tuple[int, tuple[int, ...]]] = []
         self.aborted: list[errors.BurstError] = []
         self._events: list[Event] = []
@@ -348,6 +352,9 @@ class _ScriptedDriver:
         self._events.append(self.script.get(task.id, TaskDone(task.id)))
 
     def wait(self) -> Sequence[Event]:
+        if self.silent:
+            self.silent -= 1
+            return []
         events, self._events = self._events, []
         assert events, "the loop waits although nothing is under way"
         return events
@@ -359,7 +366,7 @@ class _ScriptedDriver:
 def test_the_loop_runs_a_graph_to_its_end() -> None:
     driver = _ScriptedDriver({})
     checked: Driver = driver
-    run(_engine(_chain(_STREAM, _COPY, _FREE)), checked)
+    run(_schedule(_chain(_STREAM, _COPY, _FREE)), checked, validate=True)
     assert driver.issued == [(0, ()), (1, (0,)), (2, ())]
     assert driver.aborted == []
 
@@ -367,10 +374,40 @@ def test_the_loop_runs_a_graph_to_its_end() -> None:
 def test_the_loop_aborts_the_driver_and_raises_what_a_task_raised() -> None:
     driver = _ScriptedDriver({1: TaskFailed(1, _BAD)})
     with pytest.raises(errors.DeviceError) as caught:
-        run(_engine(_chain(_FREE, _FREE, _FREE)), driver)
+        run(_schedule(_independent(3, COMPUTE)), driver, validate=True)
     assert caught.value is _BAD
     assert driver.aborted == [_BAD]
     assert driver.issued == [(0, ()), (1, ())]
+
+
+def test_a_schedule_is_a_line_where_each_task_waits_for_the_end_of_the_one_before() -> None:
+    for line in (_chain(_FREE, COMPUTE, _FREE), _chain(_STREAM, _FREE, _OTHER_DEVICE)):
+        assert _schedule(line).line == [_done(0), _done(1), _done(2)]
+    assert _schedule(_independent(1, _FREE)).line == [_done(0)]
+    assert _schedule(_chain(_FREE, _STREAM, _COPY)).line is None  # the copy waits on the device
+    assert _schedule(_independent(2, COMPUTE)).line is None  # either might come first
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_on_a_line_an_engine_hears_of_all_but_the_end_of_the_issued_task(at: int) -> None:
+    line = _schedule(_chain(_FREE, COMPUTE, _FREE))
+    for event, error, aborts in (
+        (TaskFailed(at, _BAD), "it burnt", True),
+        (PeerGone(3, "its process died"), "rank 3 was lost: its process died", True),
+        (TaskDone((at + 1) % 3), f"impossible transition 'done': task {(at + 1) % 3} ", False),
+        (TaskDone(7), "names no task of this graph", False),
+    ):
+        driver = _ScriptedDriver({at: event})
+        with pytest.raises(errors.BurstError, match=error) as caught:
+            run(line, driver)
+        assert driver.issued == [(task, ()) for task in range(at + 1)]
+        assert driver.aborted == [caught.value] * aborts
+
+
+def test_on_a_line_a_driver_may_report_nothing_for_a_while() -> None:
+    driver = _ScriptedDriver({}, silent=2)
+    run(_schedule(_chain(_FREE, COMPUTE, _FREE)), driver)
+    assert driver.issued == [(0, ()), (1, ()), (2, ())]
 
 
 # Validation: an engine whose bookkeeping was tampered with is found out at the next step.

@@ -78,7 +78,7 @@ class SlotRun:
         self._machine = machine
         self._device = machine.device
         self.slots = machine.take(plan, self._slots)
-        self.storage, self.memory = dict(self.slots.storage), dict(self.slots.memory)
+        self.storage, self.memory = self.slots.storage, self.slots.memory
         if poison:
             for slot in self.storage.values():
                 slot.fill_(255)  # all ones is NaN in every floating type
@@ -149,6 +149,8 @@ class Run(SlotRun):
         self.wide = sum_dtype(plan.key.dtype)
         self.tensors: dict[int, torch.Tensor] = {}
         super().__init__(plan, binding.machine, poison=binding.poison)
+        # The blocks of this call are added, and the slots outlive it.
+        self.storage, self.memory = dict(self.storage), dict(self.memory)
 
     def place(self, plan: Plan) -> tuple[Ring, int]:
         """The ring, and this rank's number in it."""
