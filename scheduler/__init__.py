@@ -37,6 +37,7 @@ from burst_rt.scheduler.loop import Driver, run
 from burst_rt.scheduler.policy import Policy, critical_path, program_order
 from burst_rt.scheduler.trace import Idle, Span, Trace, Wait, exposed, overlap, waits
 from burst_rt.scheduler.verify import (
+    Transfer,
     check_graph,
     check_messages,
     check_share,
@@ -77,6 +78,7 @@ __all__ = [
     "TaskFailed",
     "TaskState",
     "Trace",
+    "Transfer",
     "Wait",
     "check_graph",
     "check_messages",

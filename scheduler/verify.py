@@ -1,9 +1,9 @@
 """The verifier: proves, before anything runs, that the graphs of all ranks fit together.
 
 `check_graph` checks the graph of one rank, `check_world` the graphs of all ranks. `check_share` is
-one rank's share of `check_world`: it looks at the rank's own graph and at those of its peers. A
-wrong graph is a defect of the code that built it, so all raise `InternalError`; it names the rank,
-the tasks and what is wrong. What is proved:
+one rank's share of `check_world`: it looks at the rank's own graph, and takes a statement of its
+messages in place of the other ranks' graphs. A wrong graph is a defect of the code that built it,
+so all raise `InternalError`; it names the rank, the tasks and what is wrong. What is proved:
 
 * Edges run forward in program order, and a path orders every two conflicting accesses to one part:
   nothing is overwritten while it is read or in flight.
@@ -19,15 +19,32 @@ the tasks and what is wrong. What is proved:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 from burst_rt.errors import InternalError
 from burst_rt.scheduler.graph import Graph, Message, Task, overlap
 
 __all__ = [
-    "Endpoint", "check_graph", "check_messages", "check_share", "check_world", "match_messages",
+    "Endpoint", "Transfer", "check_graph", "check_messages", "check_share", "check_world",
+    "match_messages",
 ]  # fmt: skip
+
+
+class Transfer(NamedTuple):
+    """A message, as both of its ranks must have it."""
+
+    source: int
+    receiver: int
+    tag: int
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.size_bytes} bytes from rank {self.source} to rank {self.receiver} with tag "
+            f"{self.tag}"
+        )
 
 
 class Endpoint(NamedTuple):
@@ -73,51 +90,46 @@ def check_world(graphs: Sequence[Graph]) -> None:
     _play(graphs)
 
 
-def check_share(
-    own: Graph, graph_of: Callable[[int], Graph], *, most_peers: int | None = None
-) -> None:
-    """Checks a rank's own graph, and its messages with its peers. Raises InternalError.
+def check_share(own: Graph, stated: Iterable[Transfer]) -> None:
+    """Checks a rank's own graph, and its messages against a statement. Raises InternalError.
 
-    If the share of every rank holds, `check_world` holds. Every message has two ends, and the ranks
-    of both look at it. The messages of an exchange must have one tag, and the tags of a graph's
-    exchanges must ascend in program order. Then there is no deadlock. Suppose some exchanges never
-    end, and take those of the lowest tag. A task waits only for tasks before it in program order,
-    whatever its lane. Exchanges before such an exchange have lower tags, so they end, and computes
-    before it end too. So each of them is posted. The other side of each of its messages has the
-    same tag. It has ended or is one of them, so it is posted too. Then the exchange ends.
+    stated: all messages that this rank sends or receives; those between two ranks in their order.
 
-    graph_of: gives a peer's graph. most_peers: of more peers than so many, only the messages with
-        those of the nearest numbers are looked at, and the others are not proved.
+    If the share of every rank holds, and each message is stated to both of its ranks, `check_world`
+    holds. The messages of an exchange must have one tag, and the tags of a graph's exchanges must
+    ascend in program order. Then there is no deadlock. Suppose some exchanges never end, and take
+    those of the lowest tag. A task waits only for tasks before it in program order, whatever its
+    lane. Exchanges before such an exchange have lower tags, so they end, and computes before it end
+    too. So each of them is posted. The other side of each of its messages has the same tag. It has
+    ended or is one of them, so it is posted too. Then the exchange ends.
     """
     check_graph(own)
-    last, peers = None, set[int]()
+    last = None
+    found: dict[tuple[int, ...], list[tuple[Transfer, int]]] = defaultdict(list)
     for task in own.tasks:
         if not task.is_exchange:
             continue
-        messages = (*task.sends, *task.recvs)
-        tags = {m.tag for m in messages}
+        tags = {m.tag for m in (*task.sends, *task.recvs)}
         if len(tags) != 1 or (last is not None and min(tags) <= last):
             raise InternalError(
                 f"rank {own.rank}: {_say(own, task.id)} uses tags {sorted(tags)} after tag {last}; "
                 "give each exchange one tag, higher than those of the exchanges before it"
             )
         (last,) = tags
-        peers.update(m.peer for m in messages)
-    world = own.world_size
-    nearest = sorted(peers, key=lambda peer: (_distance(own.rank, peer, world), peer))
-    for peer in nearest[:most_peers]:
-        graph = graph_of(peer)
-        if (graph.rank, graph.world_size) != (peer, world):
-            raise InternalError(
-                f"expected the graph of rank {peer} of {world}, got that of rank {graph.rank} of "
-                f"{graph.world_size}"
-            )
-        check_messages([own, graph])
-
-
-def _distance(a: int, b: int, world_size: int) -> int:
-    """How many steps two ranks are apart on a ring."""
-    return min((a - b) % world_size, (b - a) % world_size)
+        has = [Transfer(own.rank, m.peer, m.tag, m.size_bytes) for m in task.sends]
+        has += [Transfer(m.peer, own.rank, m.tag, m.size_bytes) for m in task.recvs]
+        for transfer in has:
+            found[transfer[:2]].append((transfer, task.id))
+    wanted: dict[tuple[int, ...], list[Transfer]] = defaultdict(list)
+    for transfer in stated:
+        wanted[transfer[:2]].append(transfer)
+    for ranks in dict.fromkeys((*found, *wanted)):
+        for here, wants in zip_longest(found[ranks], wanted[ranks]):
+            if here is None or here[0] != wants:
+                raise InternalError(
+                    f"rank {own.rank}: {_say(own, here[1]) if here else 'no task'} has "
+                    f"{here[0] if here else wants}; stated is {wants or 'no such message'}"
+                )
 
 
 def check_messages(graphs: Sequence[Graph]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from burst_rt import Causal, Full, Mask, Relation
 from burst_rt.planning.layouts import KINDS, make_layout
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Program, Ring, choose
 from burst_rt.planning.strategies.ring import travels_whole
-from burst_rt.scheduler import Graph, check_share
+from burst_rt.scheduler import Graph, Transfer, check_share
 
 __all__ = [
     "KIND_PAIRS",
@@ -25,6 +25,12 @@ __all__ = [
     "other_rings",
     "problem",
 ]
+
+
+class States(Protocol):
+    """What states the messages of a world."""
+
+    def messages(self, rank: int) -> Iterator[Transfer]: ...
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,28 @@ MASKS: dict[str, Mask] = {
 }
 
 
-def check_shares(graphs: Sequence[Graph]) -> None:
-    """What the ranks of a world check, each its share."""
-    for graph in graphs:
-        check_share(graph, lambda rank: graphs[rank])
+def check_shares(graphs: Sequence[Graph], program: States | None = None) -> None:
+    """What the ranks of a world check, each its share.
+
+    program: states the messages; None: what the sender's graph has is stated to both ranks.
+    """
+    sent = [
+        Transfer(graph.rank, m.peer, m.tag, m.size_bytes)
+        for graph in graphs
+        for task in graph.tasks
+        for m in task.sends
+    ]
+    if program is not None:
+        stated = [list(program.messages(graph.rank)) for graph in graphs]
+        # Each message is stated to both of its ranks, and to no other.
+        assert all(
+            sorted(each for each in stated[a] if b in each[:2])
+            == sorted(each for each in stated[b] if a in each[:2])
+            for a in range(len(graphs))
+            for b in range(a)
+        )
+        assert all(rank in each[:2] for rank, own in enumerate(stated) for each in own)
+    else:
+        stated = [[each for each in sent if graph.rank in each[:2]] for graph in graphs]
+    for graph, own in zip(graphs, stated, strict=True):
+        check_share(graph, own)

@@ -8,16 +8,14 @@ ranks (`Program.way`), and a way that has been verified is not verified again. T
 (pieces of tiles, costs) are made from each new mask for this rank alone.
 
 Each rank verifies its share of the world (`check_share`): its own graph, built with the machine's
-lanes, and its messages against the graphs of its peers. Above 64 ranks, where a graph is long and
-may have a peer in every rank, it looks at the 8 nearest peers, and messages with others are not
-compared. Where the machine lowers the graphs
-(staged), the rank also verifies its own lowered graph.
+lanes, and its messages against those that the program states (`Program.messages`). Where the
+machine lowers the graphs (staged), the rank also verifies its own lowered graph.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -38,7 +36,16 @@ from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program, choose
 from burst_rt.planning.suited import fastest_layout
-from burst_rt.scheduler import HOST_LANES, Graph, Lane, Part, Schedule, check_graph, check_share
+from burst_rt.scheduler import (
+    HOST_LANES,
+    Graph,
+    Lane,
+    Part,
+    Schedule,
+    Transfer,
+    check_graph,
+    check_share,
+)  # fmt: skip
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["Graphs", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
@@ -46,9 +53,6 @@ __all__ = ["Graphs", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
 # Both directions of how many calls are kept with what their graphs were made from, for tables of
 # the other direction; it grows with the square of the world.
 _DETAILED = 2 * 2
-# In larger worlds than this, a rank looks at no more than so many of its peers' graphs. The time to
-# build a graph grows with the world, and so may the number of peers.
-_ALL_PEERS_UP_TO, _PEERS_ABOVE = 64, 8
 # How many ways are known as verified.
 _KNOWN_WAYS = 4096
 
@@ -72,8 +76,8 @@ class Graphs(Protocol):
     def way(self) -> Hashable:
         """What goes where."""
 
-    def graph(self, rank: int, lanes: tuple[Lane, ...], *, tables: bool) -> Graph:
-        """The graph of one rank."""
+    def messages(self, rank: int) -> Iterator[Transfer]:
+        """All messages that a rank sends or receives."""
 
 
 class MemoryNeed(NamedTuple):
@@ -291,11 +295,7 @@ class Planner:
         # By its hash: the ways of large worlds are large.
         way = hash((program.way, own.world_size))
         if not self._verified.get(way):
-            check_share(
-                own,
-                lambda rank: program.graph(rank, self._lanes, tables=False),
-                most_peers=None if own.world_size <= _ALL_PEERS_UP_TO else _PEERS_ABOVE,
-            )
+            check_share(own, program.messages(self._rank))
             if lowered is not own:
                 check_graph(lowered)
             self._verified.put(way, True)

@@ -17,9 +17,12 @@ round 2 brings 4.
 
 from __future__ import annotations
 
-from burst_rt.scheduler import Buffer, GraphBuilder
+from collections.abc import Iterator
+from itertools import pairwise
 
-__all__ = ["bruck_gather", "bruck_parts"]
+from burst_rt.scheduler import Buffer, GraphBuilder, Transfer
+
+__all__ = ["bruck_gather", "bruck_messages", "bruck_parts"]
 
 
 def bruck_parts(world_size: int) -> tuple[int, ...]:
@@ -49,3 +52,16 @@ def bruck_gather(g: GraphBuilder, blocks: Buffer, block_bytes: int, *, tag: int 
             left, offset = left - min(left, held), offset + size
         g.exchange(f"{blocks.name} round {i}", sends=sends, recvs=recvs, tag=tag + i, hop=i)
     return tag + len(counts) - 1
+
+
+def bruck_messages(rank: int, world_size: int, block_bytes: int) -> Iterator[Transfer]:
+    """The messages of a gather that a rank sends or receives; the tags begin at 0."""
+    counts = bruck_parts(world_size)
+    for i, num_blocks in enumerate(counts[1:]):
+        before, after = (rank - (1 << i)) % world_size, (rank + (1 << i)) % world_size
+        # A rank holds its parts in turn, up to the blocks that are missing.
+        held = [min(num_blocks, sum(counts[:n])) for n in range(i + 2)]
+        for source, receiver in ((rank, before), (after, rank)):
+            for start, stop in pairwise(held):
+                if start < stop:
+                    yield Transfer(source, receiver, i, (stop - start) * block_bytes)

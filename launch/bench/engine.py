@@ -1,4 +1,4 @@
-"""What the scheduler itself costs: building, scheduling, checking and running graphs.
+"""What the scheduler itself costs: building, scheduling, checking, running and planning graphs.
 
 The graphs run on a driver that does nothing.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
+import torch
+
+from burst_rt.attention.planner import PlanKey, Planner
 from burst_rt.errors import BurstError
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks import Causal
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     Cost,
     Event,
@@ -25,7 +28,6 @@ from burst_rt.scheduler import (
     Task,
     TaskDone,
     check_graph,
-    check_world,
     run,
 )
 
@@ -33,6 +35,7 @@ __all__ = ["main"]
 
 _NUM_TASKS = 10_000
 _REPEATS = 7
+_TOKENS = 4096  # of a rank
 
 
 class _NoOpDriver:
@@ -95,36 +98,34 @@ def main(out: Path | None) -> None:
     ]
     publish(f"scheduler, a graph of {_NUM_TASKS:,} tasks", rows, out, f"medians of {_REPEATS}")
     publish(
-        "plans",
-        [_plan_row(world, forward) for world in (2, 8, 32) for forward in (True, False)],
+        "a new way: both directions of a causal call, planned and verified on one rank",
+        [_way_row(world) for world in (2, 8, 64)],
         out,
-        "all ranks built and verified",
+        f"ms, medians of {_REPEATS}; {_TOKENS:,} tokens a rank, zigzag",
     )
 
 
-def _plan_row(world: int, forward: bool) -> dict[str, Cell]:
-    layout = make_layout("zigzag", 8192 * world, world)
-    problem = Problem(
-        q_layout=layout,
-        kv_layout=layout,
-        mask=Causal(),
-        batch=1,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        input_bytes=2,
-        sum_bytes=4,
-        needs_grad=(True, True, True),
-    )
+def _way_row(world: int) -> dict[str, Cell]:
+    """How long a rank plans a call of a way never seen before, by strategy."""
+    row: dict[str, Cell] = {"ranks": world}
+    lengths = count(world * _TOKENS, 2 * world)  # each is a way of its own
+    for strategy in ("burst", "direct", "all-to-all"):
 
-    def plan() -> None:
-        ring = choose(problem, "ring-kv", forward=forward).program
-        check_world([ring.graph(rank) for rank in range(world)])
+        def plan(strategy: str = strategy) -> None:
+            layout = make_layout("zigzag", next(lengths), world)
+            problem = Problem(
+                q_layout=layout, kv_layout=layout, mask=Causal(), batch=1, num_heads=64,
+                num_kv_heads=64, head_dim=128, input_bytes=2, sum_bytes=4,
+                needs_grad=(True, True, True),
+            )  # fmt: skip
+            planner = Planner(world // 2)
+            for forward in (True, False):
+                planner.plan(
+                    PlanKey(
+                        forward=forward, problem=problem, strategy=strategy, kernel="auto",
+                        dtype=torch.bfloat16, device=torch.device("cpu"),
+                    )
+                )  # fmt: skip
 
-    num_tasks = len(choose(problem, "ring-kv", forward=forward).program.graph(0).tasks)
-    return {
-        "ranks": world,
-        "direction": "forward" if forward else "backward",
-        "tasks a rank": num_tasks,
-        "ms": _median_s(plan) * 1e3,
-    }
+        row[strategy] = _median_s(plan) * 1e3
+    return row

@@ -765,7 +765,7 @@ def test_graphs_of_a_chunk_are_rehearsed(strategy: str) -> None:
     program = choose(problem, strategy, forward=True).program
     graphs = [program.graph(rank) for rank in range(4)]
     check_world(graphs)
-    check_shares(graphs)
+    check_shares(graphs, program)
     expected = of_program_order(graphs)
     for seed in range(20):
         faults = Faults(seed=seed)

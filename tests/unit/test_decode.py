@@ -103,7 +103,7 @@ def test_graphs_fit_and_send_what_they_say(world: int, lanes: tuple[Lane, ...]) 
     decoding = program(world)
     graphs = graphs_of(decoding, lanes)
     check_world(graphs)
-    check_shares(graphs)
+    check_shares(graphs, decoding)
     rounds = (world - 1).bit_length()  # ceil(log2 W)
     assert decoding.num_rounds == rounds
     sent = [[m for task in graph.tasks for m in task.sends] for graph in graphs]

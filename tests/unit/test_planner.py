@@ -4,7 +4,7 @@ run takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import QKV, Results
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.strategies import Ring
-from burst_rt.scheduler import Graph, check_share
+from burst_rt.scheduler import Graph, Transfer, check_share
 
 
 def _key(
@@ -71,9 +71,9 @@ def test_a_way_is_verified_once(
     """Fresh documents make fresh tables; a graph is only verified where rows go another way."""
     verified: list[int] = []
 
-    def count(own: Graph, graph_of: Callable[[int], Graph], **options: Any) -> None:
+    def count(own: Graph, stated: Iterable[Transfer]) -> None:
         verified.append(own.rank)
-        check_share(own, graph_of, **options)
+        check_share(own, stated)
 
     monkeypatch.setattr(planner_module, "check_share", count)
     planner = Planner(1)
@@ -121,7 +121,7 @@ def test_graphs_that_do_not_fit_together_are_not_run(
         return build(replace(ring, problem=other), rank)
 
     monkeypatch.setattr(Ring, "graph", off_by_one)
-    with pytest.raises(InternalError, match=r"sends .* bytes|expects"):
+    with pytest.raises(InternalError, match=r"rank 1: .* has .* bytes .* stated is"):
         Planner(1).plan(_key(world_size, seq_len=4 * world_size))
 
 

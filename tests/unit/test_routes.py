@@ -38,7 +38,7 @@ def test_graphs_fit_and_send_what_they_say(
     for ring in other_rings(p):
         graphs = graphs_of(ring)
         check_world(graphs)
-        check_shares(graphs)
+        check_shares(graphs, ring)
         assert sum(map(bytes_of, graphs)) == ring.wire_bytes()
 
 
@@ -141,7 +141,7 @@ def test_all_to_all_fits_and_sends_what_it_says(
             program = choose(p, f"hybrid:{size}", forward=forward).program
             graphs = graphs_of(program)
             check_world(graphs)
-            check_shares(graphs)
+            check_shares(graphs, program)
             assert sum(map(bytes_of, graphs)) == program.wire_bytes()
             # Of other masks, and between strided and consecutive tokens, the cells of a tile are
             # counted from above.
@@ -186,7 +186,7 @@ def test_bytes_of_the_naive_ring_are_those_of_its_text(world_size: int) -> None:
         program = choose(p, "ring-naive", forward=forward).program
         graphs = graphs_of(program)
         check_world(graphs)
-        check_shares(graphs)
+        check_shares(graphs, program)
         assert {bytes_of(graph) for graph in graphs} == {(world_size - 1) * a_hop}
         assert program.wire_bytes() == world_size * (world_size - 1) * a_hop
 

@@ -138,7 +138,7 @@ def test_only_what_somebody_further_on_needs_is_sent(
                     expected += bool(summed) * ml_bytes * sum(map(len, block))
         graphs = graphs_of(ring)
         check_world(graphs)
-        check_shares(graphs)
+        check_shares(graphs, ring)
         assert sum(map(bytes_of, graphs)) == ring.wire_bytes() == expected
 
 

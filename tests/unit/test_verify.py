@@ -21,6 +21,7 @@ from burst_rt.scheduler import (
     Message,
     Op,
     Task,
+    Transfer,
     check_graph,
     check_messages,
     check_share,
@@ -120,17 +121,6 @@ def _pairs(network: Lane, orders: Sequence[Sequence[int]]) -> list[Graph]:
             g.exchange(f"swap with {peer}", sends=[(out, peer)], recvs=[(slot, peer)], tag=0)
         graphs.append(g.build())
     return graphs
-
-
-def _all_swap(rank: int, world_size: int) -> Graph:
-    """Every rank swaps a part with every other in one exchange."""
-    g = _builder(rank, world_size, _FREE)
-    out = g.buffer("out", size_bytes=_BYTES, initialised=True)
-    peers = [peer for peer in range(world_size) if peer != rank]
-    slots = [g.buffer(f"from {peer}", size_bytes=_BYTES) for peer in peers]
-    sends, recvs = [(out, peer) for peer in peers], list(zip(slots, peers, strict=True))
-    g.exchange("all", sends=sends, recvs=recvs, tag=0)
-    return g.build()
 
 
 def _ask_and_answer(*, both_wait: bool) -> list[Graph]:
@@ -545,30 +535,43 @@ def test_a_share_wants_one_tag_an_exchange_and_tags_that_ascend() -> None:
         check_shares(graphs)
 
 
-def test_a_share_takes_the_graphs_of_peers_alone() -> None:
-    graphs = _ring(6)
-    asked: list[int] = []
-
-    def graph_of(rank: int) -> Graph:
-        asked.append(rank)
-        return graphs[rank]
-
-    check_share(graphs[3], graph_of)
-    assert asked == [2, 4]
-    everyone = [_all_swap(rank, 6) for rank in range(6)]
-    check_shares(everyone)
-    asked.clear()
-    graphs = everyone
-    check_share(graphs[5], graph_of, most_peers=3)
-    assert asked == [0, 4, 1]
+def _share(rank: int, change: Callable[[list[Transfer]], object]) -> None:
+    """Checks a rank's share of a ring of 3, after a change of what is stated."""
+    graphs = _ring(3)
+    sent = [
+        Transfer(graph.rank, m.peer, m.tag, m.size_bytes)
+        for graph in graphs
+        for task in graph.tasks
+        for m in task.sends
+    ]
+    stated = [each for each in sent if rank in each[:2]]
+    change(stated)
+    check_share(graphs[rank], stated)
 
 
-@pytest.mark.parametrize("given", [_ring(3)[1], _ring(4)[0]])
-def test_a_share_wants_the_graph_of_the_peer_itself(given: Graph) -> None:
-    with pytest.raises(
-        InternalError, match=r"expected the graph of rank \d of 3, got that of rank"
-    ):
-        check_share(_ring(3)[1], lambda rank: given)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda stated: stated.pop(), r"task 2 'hop 1' has 8 bytes from .* stated is no such"),
+        (lambda stated: stated.append(Transfer(1, 2, 9, 5)), r"no task has 5 bytes .* with tag 9"),
+        (lambda stated: stated.append(Transfer(2, 1, 0, 5)), r"no task has 5 bytes from rank 2 to"),
+        (
+            lambda stated: stated.insert(0, stated.pop(0)._replace(size_bytes=5)),
+            r"'hop 0' has 8 bytes from rank 0 to rank 1 with tag 0; stated is 5 bytes from rank 0",
+        ),
+        (
+            lambda stated: stated.insert(0, stated.pop(0)._replace(tag=7)),
+            r"'hop 0' has .* with tag 0; stated is .* with tag 7",
+        ),
+        (lambda stated: stated.reverse(), r"'hop 0' has .* with tag 0; stated is .* with tag 1"),
+    ],
+)
+def test_a_share_has_exactly_the_messages_that_are_stated(
+    change: Callable[[list[Transfer]], object], message: str
+) -> None:
+    _share(1, lambda stated: None)
+    with pytest.raises(InternalError, match=rf"rank 1: .*{message}"):
+        _share(1, change)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

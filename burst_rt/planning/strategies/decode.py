@@ -10,13 +10,13 @@ here for costs only, and may be rounded up.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from burst_rt.planning.bruck import bruck_gather, bruck_parts
+from burst_rt.planning.bruck import bruck_gather, bruck_messages, bruck_parts
 from burst_rt.planning.roles import Role
-from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane
+from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane, Transfer
 
 __all__ = ["Attend", "Decode", "Merge"]
 
@@ -74,12 +74,10 @@ class Decode:
         """Bytes that all ranks together send."""
         return self.world_size * (self.world_size - 1) * self.block_bytes
 
-    def graph(
-        self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
-    ) -> Graph:
-        """The graph of one rank; see `Program.graph`. There are no tables.
+    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
+        """The graph of one rank; see `Program.graph`.
 
-        Nor is there an agreement: the ranks agree once a step, before the first layer's decode.
+        There is no agreement: the ranks agree once a step, before the first layer's decode.
         """
         world, out_bytes = self.world_size, self.rows * self.v_head_dim * self.input_bytes
         g = GraphBuilder(rank, world, lanes)
@@ -93,6 +91,10 @@ class Decode:
         merging = Cost(0, world * self.block_bytes + out_bytes)
         g.compute("merge", Merge(), reads=[blocks], writes=[out], cost=merging)
         return g.build()
+
+    def messages(self, rank: int) -> Iterator[Transfer]:
+        """See `Program.messages`."""
+        return bruck_messages(rank, self.world_size, self.block_bytes)
 
     def _cost(self) -> Cost:
         """Of attending to a rank's share of the keys, each of which is read once."""

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
+from burst_rt.errors import InternalError
 from burst_rt.planning.layouts import Block, blocks_of
 from burst_rt.planning.masks import Piece, Rule
 from burst_rt.planning.needs import Needed, Rows, united
@@ -91,7 +92,7 @@ class Hops:
 
     def forget(self) -> None:
         """See `Program.forget`."""
-        for name in ("needed", "needed_at", "bundles", "legs", "_summed"):
+        for name in ("needed", "needed_at", "holders", "bundles", "legs", "_summed"):
             vars(self).pop(name, None)
         self.problem.forget()
 
@@ -152,13 +153,26 @@ class Hops:
         return needs.queries if self.queries_travel else needs.keys
 
     @cached_property
+    def holders(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """By hop, block and owner: the rank that has the block then. Raises InternalError."""
+        ranks, blocks = range(self.problem.world_size), range(self.num_blocks)
+        found = tuple(
+            tuple(
+                tuple(self.route.holder(owner, hop, block) for owner in ranks) for block in blocks
+            )
+            for hop in ranks
+        )
+        if any(len(set(at)) < len(ranks) for each in found for at in each):
+            raise InternalError(f"{self.route} has two blocks at one rank")
+        return found
+
+    @cached_property
     def needed_at(self) -> Needed:
         """By owner, block and hop: the rows of the block that its holder then computes with."""
-        hops, holder = range(self.problem.world_size), self.route.holder
 
         def of(owner: int, block: int) -> tuple[Rows, ...]:
             needed = self.needed[owner][block]
-            return tuple(needed[holder(owner, hop, block)] for hop in hops)
+            return tuple(needed[at[block][owner]] for at in self.holders)
 
         return self._by_block(of)
 
@@ -184,8 +198,8 @@ class Hops:
         def of(owner: int, block: int) -> tuple[Rows, ...]:
             rows = [(), *self.needed_at[owner][block][1:]]
             for to, hop in onward:
-                if rows[to]:
-                    rows[hop] = united((*rows[hop], *rows[to]))
+                if rows[to] and rows[to] != rows[hop]:
+                    rows[hop] = united((*rows[hop], *rows[to])) if rows[hop] else rows[to]
             return tuple(rows)
 
         return self._by_block(of)

@@ -40,7 +40,7 @@ from burst_rt.planning.strategies.ring import (
     dsinks,
     forward_ring,
 )
-from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
+from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part, Transfer
 
 __all__ = ["Hybrid", "Keep", "Pack", "Unpack", "backward_hybrid", "forward_hybrid"]
 
@@ -106,11 +106,32 @@ class Hybrid:
         sizes = tuple((role, self.token_bytes(role)) for role in roles)
         return self.ring.way, self.group_size, lengths, sizes, self.problem.sink_bytes
 
-    def graph(
-        self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
-    ) -> Graph:
+    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """See `Program.graph`."""
-        return _HybridBuilder(self, rank, lanes, tables=tables).build()
+        return _HybridBuilder(self, rank, lanes).build()
+
+    def messages(self, rank: int) -> Iterator[Transfer]:
+        """See `Program.messages`."""
+        yield from self._spread(rank, 0, gather=True)
+        group, number = divmod(rank, self.group_size)
+        for each in self.ring.messages(group, 1):
+            source, receiver = (at * self.group_size + number for at in each[:2])
+            yield each._replace(source=source, receiver=receiver)
+        yield from self._spread(rank, 1 + self.ring.num_tags, gather=False)
+
+    def _spread(self, rank: int, tag: int, *, gather: bool) -> Iterator[Transfer]:
+        """The messages between a rank and the other members of its group.
+
+        gather: whether each member gives the others their heads of its own tokens; else they give
+        them back.
+        """
+        first = rank - rank % self.group_size
+        for role in self.gathered if gather else self.returned:
+            for peer in range(first, first + self.group_size):
+                for source, receiver in ((rank, peer), (peer, rank)) if peer != rank else ():
+                    length = self.shard_len(role, source if gather else receiver)
+                    if length:
+                        yield Transfer(source, receiver, tag, length * self.token_bytes(role))
 
     def __str__(self) -> str:
         size = self.group_size
@@ -217,13 +238,13 @@ class _HybridBuilder:
     Buffer "x > 2" goes to member 2 of the group, buffer "x < 2" comes from member 2.
     """
 
-    def __init__(self, hybrid: Hybrid, rank: int, lanes: tuple[Lane, ...], *, tables: bool) -> None:
+    def __init__(self, hybrid: Hybrid, rank: int, lanes: tuple[Lane, ...]) -> None:
         self.hybrid, self.rank = hybrid, rank
         size = hybrid.group_size
         self.group, self.number = divmod(rank, size)
         self.g = GraphBuilder(rank, hybrid.problem.world_size, lanes)
         peers = [group * size + self.number for group in range(hybrid.ring_size)]
-        self.inner = RingBuilder(hybrid.ring, self.group, self.g, peers, tables=tables)
+        self.inner = RingBuilder(hybrid.ring, self.group, self.g, peers)
         self.local = {
             role: self.g.buffer(f"local {role}", initialised=True)
             for role in (*hybrid.gathered, *hybrid.returned)

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple, Protocol
 
 from burst_rt.planning.problem import Problem, TileShape
-from burst_rt.scheduler import HOST_LANES, Graph, Lane, Op
+from burst_rt.scheduler import HOST_LANES, Graph, Lane, Op, Transfer
 
 __all__ = ["AGREE", "Footprint", "Program"]
 
@@ -57,13 +57,17 @@ class Program(Protocol):
         The mask is in it only by the rows that ranks need of each other.
         """
 
-    def graph(
-        self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
-    ) -> Graph:
+    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """The graph of one rank.
 
         The lanes are the lanes of the rank's machine: HOST_LANES, DEVICE_LANES or NCCL_LANES.
-        tables: whether tiles get their pieces and costs; verifying a graph takes none.
+        """
+
+    def messages(self, rank: int) -> Iterator[Transfer]:
+        """All messages that a rank sends or receives; those between two ranks in their order.
+
+        It is told from what happens to each block, and not from a rank's tasks, as graphs are
+        built: graphs are verified against it.
         """
 
     def wire_bytes(self) -> int:

@@ -27,7 +27,7 @@ data in the tasks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
@@ -49,7 +49,7 @@ from burst_rt.planning.roles import GRADIENTS, Role
 from burst_rt.planning.strategies.hops import Hops, num_blocks, num_tokens
 from burst_rt.planning.strategies.program import AGREE, Footprint
 from burst_rt.planning.strategies.routes import OneRing, Route
-from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
+from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part, Transfer
 
 __all__ = ["Ring", "RingBuilder", "backward_ring", "dsinks", "forward_ring", "travels_whole"]
 
@@ -78,17 +78,44 @@ class Ring(Hops):
     home: tuple[Role, ...]  # the tensors that stay
     home_sums: tuple[Role, ...]  # the sums at home that a tile adds to
 
-    def graph(
-        self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
-    ) -> Graph:
+    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """See `Program.graph`."""
         g = GraphBuilder(rank, self.problem.world_size, lanes)
-        builder = RingBuilder(self, rank, g, tables=tables)
+        builder = RingBuilder(self, rank, g)
         builder.agree()
         if not self.forward:
             builder.deltas()
         builder.go_round()
         return builder.g.build()
+
+    def messages(self, rank: int, tag: int = 0) -> Iterator[Transfer]:
+        """See `Program.messages`. tag: the first one, of `num_tags`."""
+        world, tags = self.problem.world_size, count(tag)
+        for hop, holders in enumerate(self.holders):
+            for source, target in self.route.passes(hop):
+                tag = next(tags)
+                for block in range(self.num_blocks):
+                    here, there = self.holders[source][block], self.holders[target][block]
+                    for owner in {here.index(rank), there.index(rank)}:
+                        rows = self.bundles[owner][block][target]
+                        for each in self.stretches(self.bundle, owner, block, rows):
+                            yield Transfer(here[owner], there[owner], tag, each.size_bytes)
+            for block, here in enumerate(holders) if hop else ():
+                tag = next(tags)
+                onward = self.holders[(hop + 1) % world][block]
+                for owner in {rank, here.index(rank), onward.index(rank)}:
+                    leg = self.legs[owner][block].get(hop)
+                    to = owner if leg and leg.home else onward[owner]
+                    if leg and rank in (here[owner], to):
+                        rows = self.sum_rows(owner, block, hop)
+                        for each in self.stretches(self.sums, owner, block, rows):
+                            yield Transfer(here[owner], to, tag, each.size_bytes)
+
+    @property
+    def num_tags(self) -> int:
+        """How many tags the messages of all ranks have."""
+        hops = range(self.problem.world_size)
+        return sum(len(self.route.passes(hop)) for hop in hops) + self.num_blocks * (len(hops) - 1)
 
     @property
     def ring_size(self) -> int:
@@ -206,7 +233,7 @@ class RingBuilder:
     of one graph share the buffers of the same name.
 
     rank: this rank's number in the ring. ranks: the numbers of the ring's ranks in the world of the
-    graph; None: the same numbers. tables: as `Program.graph` takes it.
+    graph; None: the same numbers.
     """
 
     def __init__(
@@ -215,8 +242,6 @@ class RingBuilder:
         rank: int,
         g: GraphBuilder,
         ranks: Sequence[int] | None = None,
-        *,
-        tables: bool = True,
     ) -> None:
         problem = ring.problem
         self.ring, self.rank, self.world, self.route = ring, rank, problem.world_size, ring.route
@@ -245,7 +270,7 @@ class RingBuilder:
         self.came_home: list[tuple[int, int]] = []
         # (hop, block) -> pieces, for every tile that may see something, in order.
         self.tiles = {
-            (hop, block): ring.pieces(owner, block, rank) if tables else ()
+            (hop, block): ring.pieces(owner, block, rank)
             for hop in range(self.world)
             for block in self.blocks
             if ring.needed[owner := self._owner(hop, block)][block][rank]

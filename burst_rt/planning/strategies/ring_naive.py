@@ -26,7 +26,7 @@ from burst_rt.planning.strategies.hops import num_blocks
 from burst_rt.planning.strategies.program import Footprint
 from burst_rt.planning.strategies.ring import Ring, RingBuilder, forward_ring
 from burst_rt.planning.strategies.routes import OneRing
-from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane
+from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane, Transfer
 
 __all__ = [
     "Blank", "Probabilities", "Products", "RingNaive", "ScoreGradients", "Scores", "Softmax",
@@ -104,12 +104,10 @@ class RingNaive:
         """See `Program.way`."""
         return self.forward, tuple(ring.way for ring in self.rounds)
 
-    def graph(
-        self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
-    ) -> Graph:
+    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """See `Program.graph`."""
         g = GraphBuilder(rank, self.problem.world_size, lanes)
-        first, *rest = (RingBuilder(ring, rank, g, tables=tables) for ring in self.rounds)
+        first, *rest = (RingBuilder(ring, rank, g) for ring in self.rounds)
         first.agree()
         scores = first.home_sums[Role.SCORES]
         if not self.forward:
@@ -133,6 +131,13 @@ class RingNaive:
             cost = Cost(0, 3 * self.problem.q_layout.shard_len(rank) * self.problem.out_sum_bytes)
             g.compute("finish", Finish(), accumulates=[rest[0].home_sums[Role.STATE]], cost=cost)
         return g.build()
+
+    def messages(self, rank: int) -> Iterator[Transfer]:
+        """See `Program.messages`."""
+        tag = 0
+        for ring in self.rounds:
+            yield from ring.messages(rank, tag)
+            tag += ring.num_tags
 
     def forget(self) -> None:
         """See `Program.forget`."""
