@@ -79,7 +79,6 @@ class _Call:
     longer than a small task.
     """
 
-    said: tuple[object, ...]  # all that a check looks at, but for the layer
     words: str  # what all ranks must have said
     structure: Mask  # what queries see of the cache
     terms: ScoreTerms  # but for sinks, which are each layer's own
@@ -499,7 +498,7 @@ class Step:
         self._seen: dict[Mask, Seen] = {}
         self._views: list[_Views] = []
         self._views_of: object = None  # the list of layers that these are views of
-        self._calls: list[_Call] = []
+        self._calls: dict[object, _Call] = {}  # by all that a check looks at, but for the layer
         self._called: list[tuple[int, _Call]] = []  # by layer, for the next step
         self._done = False
         self._waiting = set(range(cache.num_layers))  # layers that have not attended
@@ -722,13 +721,15 @@ class Step:
     ) -> _Call:
         """The call, which was checked now or for an earlier layer. Raises InputError."""
         options = (mask, scale, softcap, strategy)
-        # The types come first: values of other types than those that passed are not compared.
         said = (
-            *map(type, options), *options, torch.is_grad_enabled(), *map(_look, (*qkv, sinks)),
+            *options, *map(type, options), torch.is_grad_enabled(), *map(_look, (*qkv, sinks)),
         )  # fmt: skip
-        for call in self._calls:
-            if call.said == said:
-                return call
+        try:
+            call = self._calls.get(said)
+        except TypeError:  # what has no hash has not passed
+            call = None
+        if call is not None:
+            return call
         structure = CAUSAL if mask is None else self._structure(mask)
         num_heads = self._check(qkv, (scale, softcap), strategy)
         check_scores(_ATTEND, qkv.q, structure, scale, softcap, None, sinks)
@@ -736,11 +737,10 @@ class Step:
         if not self.sharded:
             scores = ScoreOptions(softcap=softcap is not None, sinks=sinks is not None)
             decode = self._plan_decode(num_heads, scores), self._what_is_seen(structure)
-        call = _Call(
-            said=said, words=repr((num_heads, *options, sinks is None)),
-            structure=structure, terms=ScoreTerms(softcap), decode=decode,
+        call = self._calls[said] = _Call(
+            words=repr((num_heads, *options, sinks is None)), structure=structure,
+            terms=ScoreTerms(softcap), decode=decode,
         )  # fmt: skip
-        self._calls.append(call)
         return call
 
     def _check(self, qkv: QKV, factors: tuple[float | None, ...], strategy: str) -> int:

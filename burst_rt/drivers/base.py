@@ -119,7 +119,7 @@ class BaseDriver:
         A deadline that passes is returned as a TaskFailed, and not raised.
         """
         backoff: Backoff | None = None
-        transfers = False
+        transfers = slept = False
         while True:
             events = self._poll() or self._work()
             if events:
@@ -127,9 +127,10 @@ class BaseDriver:
                     self.wait_s += backoff.elapsed_s()
                 return events
             backoff, transfers = backoff or Backoff(), bool(self._num_open)
-            failure = self._overdue(backoff) if backoff.pause() else None
+            failure = self._overdue(backoff) if slept else None
             if failure:
                 return [failure]
+            slept = backoff.pause()
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
         """Begins a task; see `Driver.issue`. Does not block."""

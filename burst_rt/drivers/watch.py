@@ -37,7 +37,8 @@ class Backoff:
     def pause(self) -> bool:
         """Pauses: yields the core in the first 1 ms of the wait, and sleeps up to 0.5 ms later.
 
-        Returns whether it slept. Only then need notices and deadlines be looked at.
+        Returns whether it slept. Only then need notices and deadlines be looked at, and only after
+        another poll: a sleep may take longer than it should, and what is awaited comes meanwhile.
         """
         if time.perf_counter() - self.started_s < _HOT_S:
             os.sched_yield()
@@ -221,9 +222,9 @@ class Watch:
         opens; None where `pending` opens no call. bringing: the error that this rank brings to it,
         in words.
         """
-        backoff = Backoff()
+        backoff, slept = Backoff(), False
         while not pending.test():
-            if backoff.pause():
+            if slept:
                 self.look()
                 if number is not None:
                     self.say_entered(number, backoff.elapsed_s(), timeout_s, bringing)
@@ -243,6 +244,7 @@ class Watch:
                     peer=missing.only,
                     elapsed_s=backoff.elapsed_s(),
                 )
+            slept = backoff.pause()
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.control.size) if peer != self.control.rank]

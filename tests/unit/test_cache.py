@@ -28,7 +28,7 @@ from burst_rt.errors import (
     PeerLost,
 )
 from burst_rt.planning.cached import Cached, Dealt, Rows
-from burst_rt.planning.masks import spans_of
+from burst_rt.planning.masks import Positions, Spans, spans_of
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule, check_world
@@ -461,6 +461,68 @@ def test_room_is_made_between_two_layers() -> None:
         3, lambda ctx: (decoded(ctx, grown=False), decoded(ctx, grown=True))
     ):
         assert all(map(torch.equal, plain, grown))
+
+
+@dataclass(frozen=True)
+class _Own(Mask):
+    """A mask whose comparison with another one raises."""
+
+    width: torch.Tensor
+
+    def spans(self, at: Positions) -> Spans:
+        return SlidingWindow(int(self.width[0])).spans(at)
+
+
+def _drawn(step: Step, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """q, k and v of a step, the same on every rank that has as many tokens."""
+    made = torch.Generator().manual_seed(step.num_tokens)
+    rows = (step.cache.batch, step.num_tokens)
+    return tuple(torch.randn(*rows, n, 8, generator=made).to(dtype) for n in (2, 1, 1))
+
+
+def test_layers_may_have_masks_that_cannot_be_compared() -> None:
+    def decoded(ctx: Context) -> bool:
+        cache = _cache(ctx)
+        step = cache.step(30)
+        for layer in range(2):
+            step.attend(layer, *_drawn(step))
+        step.commit()
+        found = []
+        for masks in ([_Own(torch.tensor([5, 0])) for _ in range(2)], [SlidingWindow(5)] * 2):
+            step = cache.step(1)
+            found.append([step.attend(n, *_drawn(step), mask=mask) for n, mask in enumerate(masks)])
+            cache.truncate(cache.lengths)
+        return all(map(torch.equal, *found))
+
+    assert run_local(2, decoded) == [True, True]
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_of_any_strides_give_the_same(tokens: int, dtype: torch.dtype) -> None:
+    def decoded(ctx: Context) -> list[bool]:
+        cache = _cache(ctx, num_layers=1, dtype=dtype)
+        step = cache.step(30)
+        step.attend(0, *_drawn(step, dtype))
+        step.commit()
+        q, k, v = _drawn(cache.step(tokens), dtype)
+        same = []
+        for strided in (
+            q,
+            q[:1].expand_as(q),
+            q[:, :, :1].expand_as(q),
+            q[..., :1].expand_as(q),
+            q.mT.contiguous().mT,
+            q.repeat_interleave(2, 3)[..., ::2],
+        ):
+            found = []
+            for each in (strided, strided.contiguous()):
+                found.append(cache.step(tokens).attend(0, each, k, v))
+                cache.truncate(cache.lengths)
+            same.append(torch.equal(*found))
+        return same
+
+    assert run_local(2, decoded) == [[True] * 6] * 2
 
 
 def test_memory_that_is_not_there_is_refused_and_the_cache_stays() -> None:

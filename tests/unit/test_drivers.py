@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from burst_rt.drivers import DriverOptions, HostDriver, Watch
+from burst_rt.drivers import watch as watch_module
 from burst_rt.errors import (
     BurstError,
     ContractMismatch,
@@ -197,6 +199,31 @@ def test_times_add_up() -> None:
     assert sender.driver.wait_s < 0.5
     assert 0.25 <= receiver.driver.wait_s < _LONG_S
     assert receiver.driver.compute_s < 0.5
+
+
+def _oversleep(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
+    """The first sleep of a wait takes half a second; at its beginning something happens."""
+    naps = iter([meanwhile])
+
+    def sleep(_: float) -> None:
+        for happens in naps:
+            happens()
+            time.sleep(0.5)
+
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=sleep)
+    monkeypatch.setattr(watch_module, "time", clock)
+
+
+def test_what_came_while_a_wait_overslept_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = LocalWorld(2)
+    receiver, sender = _Rank(world, _receiver(), stall_s=0.1), _Rank(world, _sender())
+    _oversleep(monkeypatch, sender.run)
+    receiver.run()
+    groups = [world.control(rank) for rank in range(2)]
+    pending = groups[0].allgather(b"0")
+    _oversleep(monkeypatch, lambda: groups[1].allgather(b"1"))
+    Watch(groups[0]).wait_for(pending, 0.1, "unshard")
+    assert pending.result() == [b"0", b"1"]
 
 
 def test_waiting_burns_no_core() -> None:

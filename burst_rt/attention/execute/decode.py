@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from burst_rt.attention.execute.ring import SlotRun
+from burst_rt.attention.execute.ring import SlotRun, dense
 from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.planning.strategies.decode import Attend, Merge
@@ -56,7 +56,10 @@ class DecodeRun(SlotRun):
             self._program.num_queries,
             self._program.v_head_dim,
         )
-        dtype = qkv.q.dtype
+        q = dense(qkv.q)
+        if q is not qkv.q:
+            self._qkv = qkv._replace(q=q)
+        dtype = q.dtype
         self._blocks = self._views(dtype)
         self.out = self.fresh(batch, q_len, heads, channels, dtype=dtype)
         self.operations |= {Attend: self._attend, Merge: self._merge}
