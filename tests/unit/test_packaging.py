@@ -265,7 +265,8 @@ _PURE = {
         "burst_rt.errors", f"{_CORE}.engine", f"{_CORE}.graph", "collections.abc", "typing",
     },
     f"{_CORE}.verify": {
-        "burst_rt.errors", f"{_CORE}.graph", "collections", "collections.abc", "itertools", "typing",
+        "burst_rt.errors", f"{_CORE}.graph",
+        "collections", "collections.abc", "itertools", "typing",
     },
     f"{_CORE}.trace": {
         "burst_rt.errors", f"{_CORE}.graph", f"{_CORE}.verify",
