@@ -90,26 +90,34 @@ class Ring(Hops):
 
     def messages(self, rank: int, tag: int = 0) -> Iterator[Transfer]:
         """See `Program.messages`. tag: the first one, of `num_tags`."""
-        world, tags = self.problem.world_size, count(tag)
-        for hop, holders in enumerate(self.holders):
+        tags = count(tag)
+        for hop in range(self.problem.world_size):
             for source, target in self.route.passes(hop):
-                tag = next(tags)
+                yield from self._bundle_messages(rank, source, target, next(tags))
+            if hop:
                 for block in range(self.num_blocks):
-                    here, there = self.holders[source][block], self.holders[target][block]
-                    for owner in {here.index(rank), there.index(rank)}:
-                        rows = self.bundles[owner][block][target]
-                        for each in self.stretches(self.bundle, owner, block, rows):
-                            yield Transfer(here[owner], there[owner], tag, each.size_bytes)
-            for block, here in enumerate(holders) if hop else ():
-                tag = next(tags)
-                onward = self.holders[(hop + 1) % world][block]
-                for owner in {rank, here.index(rank), onward.index(rank)}:
-                    leg = self.legs[owner][block].get(hop)
-                    to = owner if leg and leg.home else onward[owner]
-                    if leg and rank in (here[owner], to):
-                        rows = self.sum_rows(owner, block, hop)
-                        for each in self.stretches(self.sums, owner, block, rows):
-                            yield Transfer(here[owner], to, tag, each.size_bytes)
+                    yield from self._sum_messages(rank, hop, block, next(tags))
+
+    def _bundle_messages(self, rank: int, source: int, target: int, tag: int) -> Iterator[Transfer]:
+        """Of the bundles that a rank has at hop `source`, or gets for hop `target`."""
+        for block in range(self.num_blocks):
+            here, there = self.holders[source][block], self.holders[target][block]
+            for owner in {here.index(rank), there.index(rank)}:
+                rows = self.bundles[owner][block][target]
+                for each in self.stretches(self.bundle, owner, block, rows):
+                    yield Transfer(here[owner], there[owner], tag, each.size_bytes)
+
+    def _sum_messages(self, rank: int, hop: int, block: int, tag: int) -> Iterator[Transfer]:
+        """Of the sums of blocks with this number that a rank sends or gets after a hop."""
+        here = self.holders[hop][block]
+        onward = self.holders[(hop + 1) % len(self.holders)][block]
+        for owner in {rank, here.index(rank), onward.index(rank)}:
+            leg = self.legs[owner][block].get(hop)
+            to = owner if leg and leg.home else onward[owner]
+            if leg and rank in (here[owner], to):
+                rows = self.sum_rows(owner, block, hop)
+                for each in self.stretches(self.sums, owner, block, rows):
+                    yield Transfer(here[owner], to, tag, each.size_bytes)
 
     @property
     def num_tags(self) -> int:
