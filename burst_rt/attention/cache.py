@@ -498,7 +498,7 @@ class Step:
         self._seen: dict[Mask, Seen] = {}
         self._views: list[_Views] = []
         self._views_of: object = None  # the list of layers that these are views of
-        self._calls: dict[object, _Call] = {}  # by all that a check looks at, but for the layer
+        self._known: dict[object, _Call] = {}  # by all that a check looks at, but for the layer
         self._called: list[tuple[int, _Call]] = []  # by layer, for the next step
         self._done = False
         self._waiting = set(range(cache.num_layers))  # layers that have not attended
@@ -725,7 +725,7 @@ class Step:
             *options, *map(type, options), torch.is_grad_enabled(), *map(_look, (*qkv, sinks)),
         )  # fmt: skip
         try:
-            call = self._calls.get(said)
+            call = self._known.get(said)
         except TypeError:  # what has no hash has not passed
             call = None
         if call is not None:
@@ -737,7 +737,7 @@ class Step:
         if not self.sharded:
             scores = ScoreOptions(softcap=softcap is not None, sinks=sinks is not None)
             decode = self._plan_decode(num_heads, scores), self._what_is_seen(structure)
-        call = self._calls[said] = _Call(
+        call = self._known[said] = _Call(
             words=repr((num_heads, *options, sinks is None)), structure=structure,
             terms=ScoreTerms(softcap), decode=decode,
         )  # fmt: skip

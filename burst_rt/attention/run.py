@@ -138,7 +138,7 @@ def plain_math(device_type: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def _plain_math(device_type: str) -> Iterator[None]:
-    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+    with torch.no_grad(), autocast_off(device_type):
         yield
 
 

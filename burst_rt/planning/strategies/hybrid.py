@@ -112,14 +112,14 @@ class Hybrid:
 
     def messages(self, rank: int) -> Iterator[Transfer]:
         """See `Program.messages`."""
-        yield from self._spread(rank, 0, gather=True)
+        yield from self._spread_messages(rank, 0, gather=True)
         group, number = divmod(rank, self.group_size)
         for each in self.ring.messages(group, 1):
             source, receiver = (at * self.group_size + number for at in each[:2])
             yield each._replace(source=source, receiver=receiver)
-        yield from self._spread(rank, 1 + self.ring.num_tags, gather=False)
+        yield from self._spread_messages(rank, 1 + self.ring.num_tags, gather=False)
 
-    def _spread(self, rank: int, tag: int, *, gather: bool) -> Iterator[Transfer]:
+    def _spread_messages(self, rank: int, tag: int, *, gather: bool) -> Iterator[Transfer]:
         """The messages between a rank and the other members of its group.
 
         gather: whether each member gives the others their heads of its own tokens; else they give
