@@ -139,8 +139,10 @@ class _Side:
         """Of each row of some parts: its part, counted among these, and its position."""
         start, step, length = (x[parts] for x in (self.part_start, self.part_step, self.part_len))
         part = np.repeat(np.arange(len(length)), length)
-        first = np.cumsum(length) - length
-        return part, start[part] + step[part] * (np.arange(len(part)) - first[part])
+        place = np.arange(len(part))
+        place *= np.repeat(step, length)
+        place += np.repeat(start - step * (np.cumsum(length) - length), length)
+        return part, place
 
     def of_runs(self, parts: _Flags) -> _Flags:
         """`[n, parts]` to `[n, runs]`: whether any part of a run is marked."""

@@ -30,9 +30,9 @@ MOST_VECTORS = 4
 # What a block may be.
 _WHOLE, _CUT = np.int8(1), np.int8(2)
 # A row that covers a block counts so many times as one that touches it: a block of 64 columns is
-# touched by far fewer spans. Sums are whole numbers, and exact in float64.
+# touched by far fewer spans.
 _COVERED = 1 << 24
-# Cells of the table of blocks that are counted at once: counts are 64-bit.
+# So many blocks of the table are counted at once.
 _SOME_BLOCKS = 1 << 22
 
 
@@ -162,30 +162,27 @@ def work_list(
     blocks = _blocks(spans, block_rows, block_columns)
     if by_columns:
         blocks = np.ascontiguousarray(blocks.transpose(0, 2, 1))
-    seen = blocks > 0
-    masked = bool((blocks == _CUT).any() if whole else seen.any())
+    masked = bool(((blocks == _CUT) if whole else blocks).any())
     if masked and (joined or not whole):
-        blocks = np.where(seen, np.int8(_CUT), np.int8(0))
+        blocks = np.minimum(blocks, 1) * _CUT
     batch, num_lines, _ = blocks.shape
-    work = seen.sum(-1)
-    flat = blocks.reshape(batch * num_lines, -1)
-    found = [_runs(flat == kind) for kind in (_WHOLE, _CUT)]
-    # The runs of each kind of each line: [2, batch, lines].
-    counts = np.stack([np.bincount(line, minlength=len(flat)) for line, _ in found])
-    counts = counts.reshape(2, batch, num_lines)
-    order = np.argsort(-work, axis=-1, kind="stable")
+    line, bounds, kind = _runs(blocks.reshape(batch * num_lines, -1))
+    work = np.bincount(line, bounds[:, 1] - bounds[:, 0], batch * num_lines)
+    order = np.argsort(-work.reshape(batch, num_lines), axis=-1, kind="stable")
     # Runs stand in the order of lines, the whole ones of a line before the cut ones.
-    lines, cuts = np.concatenate([x for x, _ in found]), len(found[0][0])
-    is_cut = np.arange(len(lines)) >= cuts
-    rank = np.empty_like(order)
-    np.put_along_axis(rank, order, np.arange(num_lines)[None, :], axis=-1)
-    rank += num_lines * np.arange(batch)[:, None]
-    runs = np.concatenate([x for _, x in found])[np.lexsort((is_cut, rank.reshape(-1)[lines]))]
-    whole, cut = np.take_along_axis(counts, order[None], axis=-1)
-    ends = np.cumsum(whole + cut).reshape(batch, num_lines)
-    index = np.stack([order, ends - cut - whole, ends - cut, ends], axis=-1)
+    in_order = (order + num_lines * np.arange(batch)[:, None]).reshape(-1)
+    rank = np.empty_like(in_order)
+    rank[in_order] = np.arange(len(in_order))
+    runs = bounds[np.lexsort((kind, rank[line]))]
+    num_whole, num_runs = (
+        np.bincount(lines, minlength=len(rank))[in_order] for lines in (line[kind == _WHOLE], line)
+    )
+    ends = np.cumsum(num_runs)
+    index = np.stack([order.reshape(-1), ends - num_runs, ends - num_runs + num_whole, ends], -1)
     runs = np.concatenate([runs, np.zeros((1, 2), np.int64)])
-    return WorkList(index.astype(np.int32), runs.astype(np.int32), masked)
+    return WorkList(
+        index.reshape(batch, num_lines, 4).astype(np.int32), runs.astype(np.int32), masked
+    )
 
 
 def _blocks(
@@ -194,26 +191,21 @@ def _blocks(
     """0, _WHOLE or _CUT for each block: int8 `[batch or 1, blocks of rows, blocks of columns]`."""
     batch, _, _, num_rows = spans.bounds.shape
     across, down = -(-spans.num_columns // block_columns), -(-num_rows // block_rows)
-    in_line = np.full((down, 1), block_rows)
-    in_line[-1:] += num_rows - down * block_rows
     found = np.empty((batch, down, across), np.int8)
     for row, first, last in _parts(batch, down, across):
-        starts, stops = spans.bounds[row, :, :, first * block_rows : last * block_rows]
-        starts_in, stops_in = starts // block_columns, stops // block_columns
-        starts_past, stops_past = -(-starts // block_columns), -(-stops // block_columns)
-        # One table has both counts, each cell how many rows touch it and how many cover it.
-        touch, cover = (
-            _steps(*bounds, block_rows, across)
-            for bounds in ((starts_in, stops_past), (starts_past, stops_in))
-        )
-        steps = np.bincount(
-            np.concatenate([touch[0], cover[0]]),
-            np.concatenate([touch[1], cover[1] * _COVERED]),
-            minlength=(last - first) * (across + 1),
-        )
-        counts = np.cumsum(steps.reshape(-1, across + 1), axis=1)[:, :-1]
-        found[row, first:last] = (counts > 0) * _CUT
-        found[row, first:last][counts >= in_line[first:last] * _COVERED] = _WHOLE
+        bounds = spans.bounds[row, :, :, first * block_rows : last * block_rows]
+        # The lines one after the other; the last place of each is behind its blocks.
+        width, places = across + 1, (last - first) * (across + 1)
+        place, change = _steps(bounds, block_rows, block_columns, width)
+        in_order = np.argsort(place, kind="stable")
+        place, count = place[in_order], np.cumsum(change[in_order])
+        # The count from a place on, up to the next, is that after all changes there.
+        final = np.diff(place, append=-1) != 0
+        place, count = place[final], count[final]
+        in_line = np.minimum(num_rows - (first + place // width) * block_rows, block_rows)
+        kind = np.where(count >= in_line * _COVERED, _WHOLE, (count > 0) * _CUT)
+        table = np.repeat(np.append(np.int8(0), kind), np.diff(place, prepend=0, append=places))
+        found[row, first:last] = table.reshape(-1, width)[:, :across]
     return found
 
 
@@ -225,30 +217,52 @@ def _parts(batch: int, down: int, across: int) -> Iterator[tuple[int, int, int]]
             yield row, first, min(first + some, down)
 
 
-def _steps(first: Integers, last: Integers, block_rows: int, across: int) -> tuple[Any, Any]:
-    """Where the count of intervals [first, last) that hold a block changes along a line of blocks.
+def _steps(bounds: Integers, block_rows: int, block_columns: int, width: int) -> tuple[Any, Any]:
+    """Where a line's count of spans that touch, or cover, a block changes.
 
-    first, last: `[width, rows]`. Returns places in a flat table `[lines, across + 1]`, and by how
-    much. Empty intervals, and those with last < first, hold none.
+    bounds: `[2, spans, rows]`, starts and stops. Returns places in a flat table `[lines, width]`,
+    and by how much the count changes there. A span that covers a block counts _COVERED times, and
+    once for touching it.
     """
+    # Twice the block that a bound stands in, and 1 more unless the block begins there.
+    at = bounds // block_columns
+    inside = bounds != at * block_columns
+    at *= 2
+    at += inside
     # Rows that follow each other are mostly alike, and are one step.
-    fresh = np.ones(first.shape, bool)
-    fresh[:, 1:] = (first[:, 1:] != first[:, :-1]) | (last[:, 1:] != last[:, :-1])
+    fresh = np.ones(bounds.shape[1:], bool)
+    fresh[:, 1:] = (at[..., 1:] != at[..., :-1]).any(0)
     fresh[:, ::block_rows] = True
-    at = np.flatnonzero(fresh)
-    alike = np.diff(at, append=fresh.size)
-    filled = np.flatnonzero(first.reshape(-1)[at] < last.reshape(-1)[at])
-    at, alike = at[filled], alike[filled]
-    begin = at % first.shape[1] // block_rows * (across + 1)
-    places = [begin + bound.reshape(-1)[at] for bound in (first, last)]
-    return np.concatenate(places), np.concatenate([alike, -alike])
+    where = np.flatnonzero(fresh)
+    alike = np.diff(where, append=fresh.size)
+    line = where % fresh.shape[1] // block_rows * width
+    start, stop = at.reshape(2, -1)[:, where]
+    places, changes = [], []
+    # A span covers the blocks that lie in it, and touches those at its ends too.
+    for first, last, times in (
+        (start // 2, (stop + 1) // 2, 1),
+        ((start + 1) // 2, stop // 2, _COVERED),
+    ):
+        filled = first < last
+        places += [(line + bound)[filled] for bound in (first, last)]
+        count = alike[filled] * times
+        changes += [count, -count]
+    return np.concatenate(places), np.concatenate(changes)
 
 
-def _runs(there: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[Any, Any]:
-    """Where each line of booleans is True: the runs' lines, and their bounds `[runs, 2]`."""
-    edges = np.zeros((there.shape[0], there.shape[1] + 1), bool)
-    edges[:, 1:] = there
-    edges[:, :-1] ^= there
-    # Starts and ends by turns. numpy takes far longer for the places of two dimensions.
-    line, place = np.divmod(np.flatnonzero(edges), edges.shape[1])
-    return line[::2], place.reshape(-1, 2)
+def _runs(blocks: np.ndarray[Any, np.dtype[np.int8]]) -> tuple[Any, Any, Any]:
+    """The runs of equal blocks of each line; 0 is no block.
+
+    blocks: `[lines, blocks]`. Returns of each run its line, its bounds `[runs, 2]`, and its block.
+    """
+    lines, width = blocks.shape
+    # Line after line, a 0 before the first block and one behind the last block of each.
+    flat = np.zeros(1 + lines * (width + 1), np.int8)
+    flat[1:].reshape(lines, width + 1)[:, :width] = blocks
+    places = np.flatnonzero(flat[1:] != flat[:-1])
+    kind = flat[1:][places]
+    there = np.flatnonzero(kind)
+    # What is not 0 has a next place: the 0 behind the line, at the latest.
+    line, first = np.divmod(places[there], width + 1)
+    ends = places[there + 1] - line * (width + 1)
+    return line, np.stack([first, ends], -1), kind[there]

@@ -80,10 +80,20 @@ class _LikeCausal(_Spans, First):
     """Not First's own spans: what is known of those does not hold for these."""
 
 
+class _Narrow(Causal):
+    """Not Causal's own spans."""
+
+    def spans(self, q: Positions) -> Spans:
+        return SlidingWindow(2).spans(q)
+
+
 @pytest.mark.parametrize(
     "mask",
     [
         _LikeCausal(3),
+        _Narrow() & Documents([15, 25]),
+        Causal() & Documents([[1] * 20 + [20], [3, 0, 36, 1]]),
+        BlockSparse([_ROWS, _ROWS], 7) & Documents([[9, 31], [22, 18]]) & SlidingWindow(6, 3),
         (First(3) | SlidingWindow(5)) & Causal() & _BLOCKS,
         Causal() & _BLOCKS & Documents([9, 20, 11]) | First(2),
         (Causal() | _BLOCKS) & (SlidingWindow(9, 9) | First(1)) & Documents([15, 25]),
@@ -91,7 +101,7 @@ class _LikeCausal(_Spans, First):
         BlockSparse([_ROWS, [row[::-1] for row in _ROWS]], 7) & Prefix((30, 3)),
         reduce(and_, (SlidingWindow(3 + n) | First(n) for n in range(1, 6)), Causal()),
     ],
-    ids=range(7),
+    ids=range(10),
 )
 @pytest.mark.parametrize("some", [10, 1 << 22])
 def test_masks_that_are_combined(mask: Mask, some: int, monkeypatch: pytest.MonkeyPatch) -> None:

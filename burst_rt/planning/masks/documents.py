@@ -50,6 +50,8 @@ class Documents(Mask):
     InputError for anything else.
     """
 
+    _steady = True
+
     def __init__(
         self,
         lengths: Any = None,
@@ -161,6 +163,13 @@ class Documents(Mask):
         """The keys of the query's document."""
         by_row = [_keys(row, document) for row, _, document in self._found(q)]
         return Spans(*(np.stack(bounds)[..., None] for bounds in zip(*by_row, strict=True)))
+
+    def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """See `Mask.changes`: where another document begins, in any batch row."""
+        changed = np.zeros(len(q), bool)
+        for _, _, document in self._found(q):
+            changed[1:] |= document[1:] != document[:-1]
+        return changed
 
     def relation(self, q: range, kv: range) -> Relation:
         """Compares the documents of the first and last positions."""

@@ -54,6 +54,13 @@ class Causal(Mask):
         """[0, i + 1)."""
         return one_span(BEGIN, q + 1, like=q)
 
+    def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
+        """See `Mask.seen_together`: what the last query of each group sees."""
+        if self.rule is not Rule.NOT_LATER:  # a subclass, which may have other spans
+            return super().seen_together(q, firsts, end)
+        stops = np.clip(np.maximum.reduceat(q, firsts) + 1, 0, end)
+        return one_span(0, stops, like=stops)
+
     def relation(self, q: range, kv: range) -> Relation:
         """Compares the first and last positions."""
         if kv[0] > q[-1]:
