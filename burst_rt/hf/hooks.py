@@ -236,7 +236,13 @@ def _prompted(kind: Any) -> Callable[..., Any]:
             return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **options)
         cache.prompt = "whole" if size is None else "chunk"
         cache.asked = getattr(self, _HOOKS).asked
+        mask, tokens = model_kwargs.get("attention_mask"), input_ids.shape[1]
+        # As transformers finds out whether these are all tokens, or the new ones alone.
+        told = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        new = tokens - cache.get_seq_length()
         try:
+            if size is not None and told == tokens and new > 0:
+                cache.check_text(input_ids, new)  # here, because no chunk has all of it
             return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **options)
         finally:
             cache.prompt = "none"

@@ -51,9 +51,11 @@ def _cache(model: Any, ctx: burst_rt.Context, **options: Any) -> burst_rt.hf.Cac
     return burst_rt.hf.Cache(model, ctx, **{"capacity": 40, "block": 4, **options})
 
 
-def _filled(model: Any, cache: Any, ctx: burst_rt.Context, ids: torch.Tensor) -> None:
+def _filled(
+    model: Any, cache: Any, ctx: burst_rt.Context, ids: torch.Tensor, **options: Any
+) -> None:
     _generate(model, cache)
-    _generate(model, cache, ids)
+    _generate(model, cache, ids, **options)
 
 
 def _closed(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
@@ -127,6 +129,12 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
     ),
     "another text after the first, longer": (
         lambda model, cache, ctx: _filled(model, cache, ctx, torch.cat([_IDS, _IDS], 1)),
+        r"begins with the 26 tokens .* got one with token 3 at 25 of row 0, where \d+ is cached",
+    ),
+    "another text after the first, in chunks": (
+        lambda model, cache, ctx: _filled(
+            model, cache, ctx, torch.cat([_IDS, _IDS], 1), prefill_chunk_size=8
+        ),
         r"begins with the 26 tokens .* got one with token 3 at 25 of row 0, where \d+ is cached",
     ),
     "another text after the first": (
