@@ -270,10 +270,10 @@ def _draw_backward(ctx: Context, tokens: int, strategy: str, full: bool, out: Pa
         print(f"wrote {out / 'ring.png'} and {out / 'timeline.png'}")
 
 
-if __name__ == "__main__":
-    command()
-
-
 def _owned(runs: Sequence[range]) -> str:
     """The first and last position of each block, a line each."""
     return "\n".join(f"{run[0]:,} - {run[-1]:,}" for run in runs if run)
+
+
+if __name__ == "__main__":
+    command()

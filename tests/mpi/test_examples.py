@@ -29,3 +29,12 @@ def test_the_command_says_what_was_sent(name: str) -> None:
     job = run_command(["run", "-n", "3", str(EXAMPLES / f"{name}.py")])
     assert job.exit_code == 0, job.text
     assert "bytes of k and v, sent [" in job.out, job.text
+
+
+def test_pictures_of_a_backward_over_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "pictures"
+    job = run_command(["draw", "-n", "2", "--tokens", "300", "--out", str(out)])
+    assert job.exit_code == 0, job.text
+    pictures = [out / "ring.png", out / "timeline.png"]
+    assert job.out.strip() == f"wrote {pictures[0]} and {pictures[1]}"
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)

@@ -97,6 +97,14 @@ def installed(
     return folder
 
 
+def test_nothing_stands_behind_a_programs_start() -> None:
+    """What is defined there is missing where the module is run as a program."""
+    for name, path in _MODULES.items():
+        body = ast.parse(path.read_text()).body
+        starts = [at for at, part in enumerate(body) if "'__main__'" in ast.unparse(part)[:40]]
+        assert starts in ([], [len(body) - 1]), name
+
+
 def test_an_installed_copy_is_complete_and_shadows_nothing(installed: Path, tmp_path: Path) -> None:
     source = """
 import burst_rt, burst_rt.launch, burst_rt.scheduler, burst_rt.transport
