@@ -11,11 +11,11 @@ the partial results come together (`attention/decode.py`).
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
@@ -61,6 +61,9 @@ class _Layer(NamedTuple):
 
 # Some of the new tokens: rows of the batch, and their tokens. None: all tokens of all rows.
 _Some: TypeAlias = tuple[slice, slice | list[int]] | None
+
+# Numbers of tokens as a user has them: one for all sequences, or one for each.
+_Counts: TypeAlias = int | np.integer[Any] | Sequence[int] | np.ndarray[Any, Any] | torch.Tensor
 
 
 class _Views(NamedTuple):
@@ -295,7 +298,7 @@ class KVCache:
             self._layers, self.capacity = before, capacity_before
             raise
 
-    def truncate(self, lengths: int | Sequence[int]) -> None:
+    def truncate(self, lengths: _Counts) -> None:
         """Forgets the last tokens: sequences keep `lengths` tokens. Local.
 
         lengths: one for all sequences, or one for each; every rank gives the same, which the ranks
@@ -354,9 +357,9 @@ class KVCache:
 
     def step(
         self,
-        tokens: int | Sequence[int],
+        tokens: _Counts,
         *,
-        padding: Sequence[int] | None = None,
+        padding: _Counts | None = None,
         sharded: bool | None = None,
         about: str = "",
     ) -> Step:
@@ -366,7 +369,8 @@ class KVCache:
         `Step.commit` ends it. A step that an error has interrupted leaves the cache as it was. One
         whose layers have all attended must be committed, or dropped: `truncate(cache.lengths)`.
 
-        tokens: new tokens of each sequence; one number for all, or one for each (0 is fine).
+        tokens: new tokens of each sequence; one number for all, or one for each (0 is fine). Here
+            and in `padding`, integers of Python, numpy or torch.
         padding: how many of each sequence's first tokens are padding at its left, which nobody
             sees. It may grow while a sequence is padding alone; None: as before, at first none.
         sharded: whether each rank has its own tokens only (prefill), or every rank has all of them
@@ -379,13 +383,16 @@ class KVCache:
         different things. Tokens themselves are compared by `about` alone.
         """
         new = self._of_rows(tokens)
-        error = self._refuses_step(new, tokens, padding, sharded, about)
+        pads: Any = _plain(padding)
+        if not isinstance(pads, int):
+            pads = self._of_rows(pads) or pads
+        error = self._refuses_step(new, tokens, pads, sharded, about)
         words = {
             "call": "KVCache.step",
             "cache": self._name,
             "lengths": self._few(self._lengths),
-            "tokens": str(tokens),
-            "padding": str(padding),
+            "tokens": self._few(new) if new and all(is_count(n, 0) for n in new) else str(tokens),
+            "padding": str(pads),
             "sharded": str(sharded),
             "about": about if isinstance(about, str) else repr(about),
             "layers of the last step": self._said,
@@ -394,11 +401,13 @@ class KVCache:
         self.setup.runtime.agree(words, error)
         self._reordered.clear()
         assert new is not None
-        pads = self._padding if padding is None else [int(p) for p in padding]
         if sharded is None:
             sharded = max(new) > DECODED_TOGETHER
         return Step(
-            self, Rows.of(self._lengths, new, pads, self.capacity), tuple(new), sharded=sharded
+            self,
+            Rows.of(self._lengths, new, pads or self._padding, self.capacity),
+            tuple(new),
+            sharded=sharded,
         )
 
     def _refuses_step(
@@ -458,11 +467,12 @@ class KVCache:
                 )
         return None
 
-    def _of_rows(self, numbers: int | Sequence[int]) -> list[int] | None:
+    def _of_rows(self, numbers: object) -> list[int] | None:
         """A number for each row; None where there are as many as no batch has."""
+        numbers = _plain(numbers)
         if isinstance(numbers, int):
             return [numbers] * self.batch
-        found = list(numbers) if isinstance(numbers, Sequence) else []
+        found = [_plain(number) for number in numbers] if isinstance(numbers, Sequence) else []
         return found if len(found) == self.batch else None
 
     def _few(self, numbers: Sequence[int]) -> str:
@@ -612,7 +622,8 @@ class Step:
         q: `[batch, num_tokens, heads, head_dim]`; k, v: the same with the cache's kv heads and, of
             v, its v_head_dim; all of the cache's dtype.
         mask: what queries see beside being causal, by positions in the sequence: SlidingWindow(w),
-            for example. It has spans, and tells no rows apart.
+            for example. It has spans, and tells no rows apart. Documents and BlockSparse must be
+            for `capacity` tokens.
         scale, softcap, sinks: as in `burst_attention`.
         strategy: of a prefill: "auto", "ring-kv" (keys travel), "ring-q" (queries travel), or
             another one of `burst_attention`.
@@ -674,9 +685,7 @@ class Step:
             self._done = True
             rows = len(self._rows)
             padding = self._rows.padding * (self.cache.batch if rows == 1 else 1)
-            called = repr([(layer, call.words) for layer, call in self._called])
-            said = hashlib.blake2b(called.encode(), digest_size=8).hexdigest()
-            self.cache._ended(self._tokens, padding, said)
+            self.cache._ended(self._tokens, padding, _in_words(self._called))
             if self.sharded:  # all layers have been cleared behind the step's tokens
                 self.cache._written = max(self._rows.after)
 
@@ -690,6 +699,13 @@ class Step:
             raise InputError(
                 f"{_ATTEND}: mask must have spans and be one for all sequences, got {mask!r}; "
                 "give left padding to KVCache.step, and use a cache for each document"
+            )
+        capacity = self.cache.capacity
+        misfit = mask.refuses(capacity, capacity, 1)
+        if misfit is not None:
+            raise InputError(
+                f"{_ATTEND}: mask must be for as many tokens as the cache has room for (capacity), "
+                f"or for any number, got one of another number: {misfit}"
             )
         return CAUSAL & mask
 
@@ -738,8 +754,9 @@ class Step:
             scores = ScoreOptions(softcap=softcap is not None, sinks=sinks is not None)
             decode = self._plan_decode(num_heads, scores), self._what_is_seen(structure)
         call = self._known[said] = _Call(
-            words=repr((num_heads, *options, sinks is None)), structure=structure,
-            terms=ScoreTerms(softcap), decode=decode,
+            words=f"{num_heads} heads, mask {mask!r}, scale {scale}, softcap {softcap}, "
+            f"strategy {strategy}, {'no ' * (sinks is None)}sinks",
+            structure=structure, terms=ScoreTerms(softcap), decode=decode,
         )  # fmt: skip
         return call
 
@@ -903,6 +920,18 @@ class Step:
         return found.expand(self.cache.batch, -1)
 
 
+def _in_words(called: list[tuple[int, _Call]]) -> str:
+    """The layers of a step in the order of their calls, and what each was called with."""
+    found = []
+    for words, group in groupby(called, lambda each: each[1].words):
+        layers = [layer for layer, _ in group]
+        first, last = layers[0], layers[-1]
+        in_order = len(layers) > 1 and layers == list(range(first, last + 1))
+        told = f"{first} to {last}" if in_order else ", ".join(map(str, layers))
+        found.append(f"layer{'s' * (len(layers) > 1)} {told}: {words}")
+    return "; ".join(found)
+
+
 def _shape(x: object) -> tuple[int, ...]:
     """A tensor's shape; () of what is no tensor, or a nested one."""
     return tuple(x.shape) if isinstance(x, torch.Tensor) and not x.is_nested else ()
@@ -913,6 +942,11 @@ def _look(x: object) -> object:
     if not isinstance(x, torch.Tensor) or x.is_nested:
         return type(x)
     return x.shape, x.dtype, x.device, x.layout, x.requires_grad
+
+
+def _plain(x: Any) -> Any:
+    """What numpy or torch has, as numbers and lists of Python; anything else as it is."""
+    return x.tolist() if isinstance(x, (np.ndarray, np.integer, torch.Tensor)) else x
 
 
 def is_count(number: object, least: int) -> bool:

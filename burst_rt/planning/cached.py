@@ -157,7 +157,7 @@ class Cached(Mask):
     @property
     def alike(self) -> Mask:
         """See `Mask.alike`: one row of rounded lengths, without padding."""
-        tokens, room = _rounded_up(max(self.rows.tokens)), self.rows.room
+        tokens, room = min(_rounded_up(max(self.rows.tokens)), self.rows.capacity), self.rows.room
         rows = Rows((max(0, room - tokens),), (tokens,), (0,), max(room, tokens))
         return Cached(self.structure, self.dealt, rows)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,18 @@ from spec import reference, relative_error, seen
 from tolerances import ERROR
 
 import burst_rt
-from burst_rt import Causal, Context, First, KVCache, Mask, SlidingWindow, Step, run_local
+from burst_rt import (
+    BlockSparse,
+    Causal,
+    Context,
+    Documents,
+    First,
+    KVCache,
+    Mask,
+    SlidingWindow,
+    Step,
+    run_local,
+)
 from burst_rt.errors import (
     BurstError,
     ConfigError,
@@ -150,6 +162,14 @@ _CASES = {
     ),
     "a short prompt is decoded": Case((((7,), None), (_ONE, None))),
     "a short prompt is spread": Case((((7,), True), (_ONE, True), (_ONE, None)), block=2),
+    "documents": Case(
+        (((60,), None), ((17,), None), (_ONE, None), ((2,), None)),
+        mask=Documents([30, 40, 10]) | SlidingWindow(3),
+    ),
+    "blocks": Case(
+        (((60,), None), ((17,), None), (_ONE, None), ((2,), None)),
+        mask=BlockSparse([[(i * j + i) % 3 == 0 for j in range(8)] for i in range(8)], 10),
+    ),
     "rows of one length": Case((((90, 90), None), (_TWO, None), (_TWO, None))),
     "left padding": Case(
         (((90, 90, 90), None), ((40, 40, 40), None), ((1, 1, 1), None)), padding=(0, 33, 89)
@@ -626,6 +646,15 @@ _WRONG: dict[str, tuple[str, Callable[[Context, KVCache], object]]] = {
     "gradients": ("inference_mode", lambda _, c: _attend(c, grad=True)),
     "scale": ("scale must be", lambda _, c: _attend(c, scale=-1.0)),
     "sinks": ("sinks must be", lambda _, c: _attend(c, sinks=torch.ones(3))),
+    "documents of fewer tokens": (
+        "for as many tokens as the cache has room for (capacity), or for any number, got one of "
+        "another number: Documents([31]) has 31 keys",
+        lambda _, c: _attend(c, mask=Documents([31])),
+    ),
+    "a table of fewer blocks": (
+        "of another number: BlockSparse(",
+        lambda _, c: _attend(c, mask=BlockSparse([[True]], 50)),
+    ),
     "a mask of rows": ("one for all sequences", lambda _, c: _attend(c, mask=_BY_ROW)),
     "no mask": ("SlidingWindow", lambda _, c: _attend(c, mask="causal")),
     "two steps": (
@@ -691,6 +720,32 @@ def test_wrong_arguments_are_refused_on_every_rank_and_change_nothing(name: str)
         assert lengths == (30, 30)
 
 
+def test_numbers_of_tokens_may_come_as_anything_that_holds_integers() -> None:
+    """Ranks may hold them differently, too."""
+    ways: list[Callable[[list[int]], Any]] = [list, tuple, np.array, torch.tensor, _of_numpy]
+
+    def run(ctx: Context) -> list[tuple[int, ...]]:
+        cache, found = _cache(ctx, num_layers=1, batch=2, capacity=100), []
+        for turn in range(len(ways)):
+            way = ways[(turn + ctx.rank) % len(ways)]
+            step = cache.step(way([3, 2]), padding=way([1, 0]))
+            step.attend(0, *_tensors(step))
+            step.commit()
+            found.append(cache.lengths)
+            cache.truncate(way([0, 0]))
+        cache.step((4, np.int64(4), torch.tensor(4))[ctx.rank])
+        for wrong in (np.array([1.0, 2.0]), torch.tensor([[1, 2]]), np.float64(3.0), "ab"):
+            with pytest.raises(InputError, match="tokens must be an integer"):
+                cache.step(wrong)  # type: ignore[arg-type]
+        return found
+
+    assert run_local(3, run) == [[(3, 2)] * len(ways)] * 3
+
+
+def _of_numpy(numbers: list[int]) -> list[Any]:
+    return [np.int64(number) for number in numbers]
+
+
 _DIFFER: dict[str, Callable[[Context, KVCache, KVCache], object]] = {
     "tokens": lambda ctx, a, b: a.step(1 + ctx.rank),
     "lengths": lambda ctx, a, b: _shorter(ctx, a),
@@ -719,9 +774,10 @@ def test_ranks_that_differ_are_refused_on_every_rank(name: str) -> None:
 
 def test_layers_that_were_called_otherwise_are_found_out_in_the_next_step() -> None:
     def differ(ctx: Context) -> str:
-        cache = _filled(ctx, num_layers=1)
+        cache = _filled(ctx, num_layers=4)
         step = cache.step(1)
-        step.attend(0, *_tensors(step), scale=0.5 + ctx.rank)
+        for layer in (0, 1, 3, 2):
+            step.attend(layer, *_tensors(step), scale=0.5 + ctx.rank * (layer == 3))
         step.commit()
         with pytest.raises(ContractMismatch):
             cache.step(1)
@@ -731,7 +787,12 @@ def test_layers_that_were_called_otherwise_are_found_out_in_the_next_step() -> N
         cache.step(1)  # goes on
         return str(error.value)
 
-    assert all("layers of the last step" in message for message in run_local(2, differ))
+    found = run_local(2, differ)
+    called = "2 heads, mask None, scale {}, softcap None, strategy auto, no sinks"
+    alike = called.format(0.5)
+    on_0 = f"layers of the last step: layers 0, 1, 3, 2: {alike} on rank 0"
+    on_1 = f"layers 0 to 1: {alike}; layer 3: {called.format(1.5)}; layer 2: {alike} on rank 1"
+    assert all(on_0 in message and on_1 in message for message in found), found[0]
 
 
 @pytest.mark.parametrize("name", ["truncate", "reorder", "all_reduce"])
@@ -815,6 +876,16 @@ def test_a_chunk_sees_by_the_numbers_of_its_columns(world: int) -> None:
                     for piece in mask.pieces(moved, kv):
                         inside[piece.rows, piece.columns] = True
                     assert not (part & ~inside).any()
+
+
+def test_the_chunk_that_forecasts_are_made_for_has_no_more_tokens_than_there_is_room() -> None:
+    """Its mask may be for no more."""
+    mask = Cached(Causal() & Documents([60, 40]), Dealt(16, 2), Rows((10,), (90,), (0,), 100)).alike
+    q_layout, kv_layout = mask.layouts or (None, None)
+    assert q_layout is not None
+    assert kv_layout is not None
+    shift = kv_layout.seq_len - q_layout.seq_len
+    assert spans_of(mask, range(shift, kv_layout.seq_len)).starts.shape[1] == q_layout.seq_len
 
 
 @pytest.mark.parametrize("strategy", ["ring-kv", "ring-q"])
