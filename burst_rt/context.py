@@ -127,7 +127,7 @@ class Context:
         return self.runtime.stats()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums a float32, float64 or int64 tensor over the ranks, in place.
+        """Sums a contiguous float32, float64 or int64 tensor over the ranks, in place.
 
         Collective; blocks at most `timeout_s` for each of its two rounds. Every rank gets the same
         bits. Raises InputError on every rank alike.

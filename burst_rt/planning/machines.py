@@ -135,6 +135,8 @@ def _value(kind: type[object], value: object, where: str, at: str) -> object:
     may_be_zero = at.endswith(("latency_s", "launch_s"))
     if value < 0 or (value == 0 and not may_be_zero):
         raise _wrong(where, at, "at least 0" if may_be_zero else "more than 0", value)
+    if at.endswith("efficiency") and value > 1:
+        raise _wrong(where, at, "at most 1, the share of a rate that is reached", value)
     return kind(value)  # type: ignore[call-arg]  # int or float
 
 

@@ -126,6 +126,10 @@ class Answer:
 
     def _sentences(self) -> Iterator[str]:
         best = self.best
+        if not self.found:
+            reasons = "; ".join(dict.fromkeys(self.refused.values()))
+            yield f"Take none: no strategy is possible on {_ranks(self.world_size)}: {reasons}."
+            return
         if best is None or best.time_s is None:
             fewest, strategy = self.fewest
             limit = self.hardware.device.memory_bytes / 1e9

@@ -94,11 +94,18 @@ def parse_model(text: str) -> Model:
                 f"--model: {name}: expected a whole number of at least 1, written out, got "
                 f"{value!r}"
             )
+        if name in given:
+            raise InputError(f"--model: {name}: expected it once, got it again as {value!r}")
         given[name] = int(value)
     missing = [name for name in _SIZES if name not in given and name not in _OPTIONAL]
     if missing:
         raise InputError(f"--model: {', '.join(missing)} missing in {text!r}; add it")
     heads = given["heads"]
+    if "head_dim" not in given and given["dim"] % heads:
+        raise InputError(
+            f"--model: head_dim: expected dim / heads to be a whole number, got {given['dim']} / "
+            f"{heads}; give head_dim"
+        )
     shape = LayerShape(
         given["dim"],
         heads,

@@ -131,6 +131,11 @@ def test_an_unknown_name_is_refused() -> None:
         ),
         (
             "efficiency = 0.75",
+            "efficiency = 3.0",
+            r"node.link.efficiency: expected at most 1, .* is reached, got 3\.0",
+        ),
+        (
+            "efficiency = 0.75",
             "efficiency = nan",
             "node.link.efficiency: expected a number, got nan",
         ),

@@ -112,6 +112,8 @@ def test_a_model_by_its_sizes() -> None:
     for wrong, said in {
         "gpt": r"expected one of \['llama-13b', 'llama-7b'\] or sizes .*,vocab=128256', got 'gpt'",
         "layers=32": "dim, heads, ffn missing in 'layers=32'",
+        "layers=2,layers=3,dim=8,heads=2,ffn=8": "layers: expected it once, got it again as '3'",
+        "layers=2,dim=4096,heads=33,ffn=8": "head_dim: expected dim / heads to be .* 4096 / 33",
         "layers=x,dim=1,heads=1,ffn=1": "layers: expected a whole number .*, got 'x'",
         "layers=0,dim=4,heads=1,ffn=1": "layers: expected .* at least 1, .* got '0'",
         "layers=1,dim=4,heads=1,ffn=1,vocab=128K": "vocab: expected a whole number .* got '128K'",
@@ -357,6 +359,17 @@ def test_where_none_fits_the_strategy_that_needs_fewest_ranks_is_named() -> None
     # Those that do not fit stand in the order of what they lack.
     memory = [row["memory_bytes"] for row in said["strategies"]]
     assert memory == sorted(memory)
+
+
+def test_where_no_strategy_is_possible_the_reason_is_named(tmp_path: Path) -> None:
+    machines = Path(__file__).parents[2] / "burst_rt" / "planning" / "machines"
+    shipped = (machines / "h100-sxm.toml").read_text()
+    one_node = tmp_path / "one-node.toml"
+    one_node.write_text(shipped[: shipped.index("[nics")])
+    said = _planned(f"--hardware {one_node} --seq 8K --world 16")
+    assert (said["take"], said["strategies"]) == (None, [])
+    assert said["why"].startswith("Take none: no strategy is possible on 16 ranks: ")
+    assert "the machine file has no [nics]" in said["why"]
 
 
 def test_above_64_ranks_whole_nodes_are_tried() -> None:
