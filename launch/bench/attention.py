@@ -87,9 +87,9 @@ class Bench:
         ctx: Context | None = None,
     ) -> Callable[[], object]:
         """A function that runs forward and backward over the ranks. Under a mask in the layout that
-        is even for it. ctx: a context of the same ranks with settings of its own.
+        "auto" takes for it. ctx: a context of the same ranks with settings of its own.
         """
-        kind = "balanced" if mask else "zigzag" if causal else "contiguous"
+        kind = "auto" if mask else "zigzag" if causal else "contiguous"
         layout = (ctx or self.ctx).layout(tokens, kind, mask=mask)
         q, k, v, dout = self.inputs(layout.shard_len, heads, head_dim, dtype)
         for x in (q, k, v):
@@ -175,7 +175,7 @@ class Bench:
         """Forward + backward under masks, and causal with a softcap, which torch's fused attention
         does not have: time for each cell that is seen, relative to causal's.
 
-        Layouts are balanced for the mask. Then once more, in turn with torch's fused attention in
+        Layouts are those that "auto" takes. Then once more, in turn with torch's fused attention in
         one process under the mask as a dense matrix: 4 GiB of float32 at 32,768 tokens.
         """
         rows: Rows = []
