@@ -101,6 +101,8 @@ def shard_batch(
     ContractMismatch on every rank where check finds that batches differ.
     """
     try:
+        if not isinstance(batch, Mapping):
+            _wrong("batch", "tensors by name", f"got {type(batch).__name__}")
         found = _cut(dict(batch), ctx, layout)
     except InputError as error:
         refuse(_NAME, error, ctx.runtime)
@@ -205,9 +207,9 @@ def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask
     if padding is None:
         ids = np.cumsum(np.diff(positions, prepend=positions[:, :1] - 1) != 1, axis=1)
     else:
-        shown = padding.cpu().numpy()
+        shown = padding.cpu().float().numpy()  # numpy has no bfloat16
         if not np.isin(shown, (0, 1)).all():
-            _wrong("attention_mask", "0 for padding and 1 elsewhere", f"got up to {shown.max()}")
+            _wrong("attention_mask", "0 for padding and 1 elsewhere", f"got up to {shown.max():g}")
         places = np.broadcast_to(positions, shown.shape)
         ids = np.stack([_documents(*row) for row in zip(shown != 0, places, strict=True)])
     return Documents(ids=ids) if ids.any() else Full()

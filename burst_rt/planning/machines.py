@@ -54,9 +54,10 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     if len(meant) == 1:
         return parse_hardware(shipped[meant[0]].read_text(encoding="utf-8"), f"{meant[0]}.toml")
     if not path.is_file():
+        found = "it is no file" if path.exists() else "there is no such file"
         raise InputError(
             f"hardware: expected one of {sorted(shipped)} or the path of a TOML file, got "
-            f"{str(name_or_path)!r}; there is no such file"
+            f"{str(name_or_path)!r}; {found}"
         )
     return parse_hardware(path.read_text(encoding="utf-8"), str(path))
 

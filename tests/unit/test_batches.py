@@ -81,7 +81,10 @@ def _ids(*rows: tuple[tuple[int, int], ...]) -> list[list[int]]:
 
 MASKS: dict[str, tuple[dict[str, Any], Mask]] = {
     "no mask": ({}, Full()),
-    "all tokens shown": ({"attention_mask": torch.ones(2, _TOKENS)}, Full()),
+    "all tokens shown": (
+        {"attention_mask": torch.ones(2, _TOKENS, dtype=torch.bfloat16)},
+        Full(),
+    ),
     "padding before": (
         {"attention_mask": _LEFT},
         Documents(ids=_ids(((-1, 5), (0, 18)), ((0, 23),))),
@@ -307,3 +310,8 @@ def test_the_mask_of_a_packed_batch_goes_with_a_models_own() -> None:
     ).transpose(1, 2)
     for found in burst_rt.run_local(3, run, timeout_s=60):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_without_names_is_refused() -> None:
+    with pytest.raises(InputError, match="batch: expected tensors by name; got Tensor"):
+        burst_rt.shard_batch(_IDS, burst_rt.init())  # type: ignore[arg-type]
