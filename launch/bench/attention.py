@@ -566,7 +566,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for part in parts:
             step(part)
             rows: Rows = getattr(bench, part)()
-            if first and rows:
+            if first and not rows:
+                print(f"{TITLES[part]}: nothing is as short as {options.max_tokens:,} tokens")
+            elif first:
                 title = f"{TITLES[part]}, {bench.ctx.world_size} ranks x 1 thread"
                 publish(title, rows, options.out, f"medians of {options.repeats}, interleaved")
                 if options.out and part in ("speed", "bf16"):
