@@ -32,6 +32,7 @@ from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Seen
 from burst_rt.planning.cached import Cached, Dealt, Rows, in_columns
 from burst_rt.planning.masks import Mask, Positions
+from burst_rt.planning.masks.positions import integer
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.planning.problem import ScoreOptions
 from burst_rt.planning.strategies import check_name
@@ -305,9 +306,7 @@ class KVCache:
         compare in the next step. Raises InputError, on every rank that waits for this one.
         """
         wanted = self._of_rows(lengths)
-        if wanted is None or any(
-            not is_count(to, 0) or to > at for to, at in zip(wanted, self._lengths, strict=True)
-        ):
+        if wanted is None or any(a > b for a, b in zip(wanted, self._lengths, strict=True)):
             self._refuse(
                 "truncate",
                 f"lengths must be one integer, or {self.batch}, of at least 0 and at most the "
@@ -315,7 +314,7 @@ class KVCache:
             )
         assert wanted is not None
         self._changes += 1
-        self._lengths = list(wanted)
+        self._lengths = wanted
         self._padding = [min(p, n) for p, n in zip(self._padding, wanted, strict=True)]
 
     def reset(self) -> None:
@@ -372,7 +371,8 @@ class KVCache:
         tokens: new tokens of each sequence; one number for all, or one for each (0 is fine). Here
             and in `padding`, integers of Python, numpy or torch.
         padding: how many of each sequence's first tokens are padding at its left, which nobody
-            sees. It may grow while a sequence is padding alone; None: as before, at first none.
+            sees; one number for all, or one for each. It may grow while a sequence is padding
+            alone; None: as before, at first none.
         sharded: whether each rank has its own tokens only (prefill), or every rank has all of them
             (decode, at most 16 a sequence). None: decode where there are at most 16.
         about: more that the ranks compare, such as a digest of the tokens.
@@ -383,16 +383,14 @@ class KVCache:
         different things. Tokens themselves are compared by `about` alone.
         """
         new = self._of_rows(tokens)
-        pads: Any = _plain(padding)
-        if not isinstance(pads, int):
-            pads = self._of_rows(pads) or pads
-        error = self._refuses_step(new, tokens, pads, sharded, about)
+        pads = self._padding if padding is None else self._of_rows(padding)
+        error = self._refuses_step(new, tokens, pads, padding, sharded, about)
         words = {
             "call": "KVCache.step",
             "cache": self._name,
             "lengths": self._few(self._lengths),
-            "tokens": self._few(new) if new and all(is_count(n, 0) for n in new) else str(tokens),
-            "padding": str(pads),
+            "tokens": str(tokens) if new is None else self._few(new),
+            "padding": str(padding) if pads is None else self._few(pads),
             "sharded": str(sharded),
             "about": about if isinstance(about, str) else repr(about),
             "layers of the last step": self._said,
@@ -401,11 +399,12 @@ class KVCache:
         self.setup.runtime.agree(words, error)
         self._reordered.clear()
         assert new is not None
+        assert pads is not None
         if sharded is None:
             sharded = max(new) > DECODED_TOGETHER
         return Step(
             self,
-            Rows.of(self._lengths, new, pads or self._padding, self.capacity),
+            Rows.of(self._lengths, new, pads, self.capacity),
             tuple(new),
             sharded=sharded,
         )
@@ -414,11 +413,15 @@ class KVCache:
         self,
         new: list[int] | None,
         tokens: object,
-        padding: Sequence[int] | None,
+        pads: list[int] | None,
+        padding: object,
         sharded: bool | None,
         about: str,
     ) -> InputError | None:
-        """Why there can be no such step, or None."""
+        """Why there can be no such step, or None.
+
+        new, pads: of each row; None where `tokens`, or `padding`, are no such numbers.
+        """
         where = "KVCache.step"
         if not (sharded is None or isinstance(sharded, bool)) or not isinstance(about, str):
             return InputError(
@@ -431,7 +434,7 @@ class KVCache:
                 "its tokens would be lost; call step.commit() at a step's end, or "
                 "cache.truncate(cache.lengths) to drop it"
             )
-        if new is None or not all(is_count(n, 0) for n in new) or max(new) < 1:
+        if new is None or max(new) < 1:
             return InputError(
                 f"{where}: tokens must be an integer of at least 1, or one of at least 0 for each "
                 f"of {self.batch} sequences, got {tokens!r}"
@@ -449,31 +452,29 @@ class KVCache:
                 f"{where}: sharded=False takes at most {DECODED_TOGETHER} new tokens a sequence, "
                 f"got {max(new)}; give more of them with sharded=True"
             )
-        if padding is not None:
-            rows = list(zip(self._lengths, self._padding, new, strict=True))
-            wrong = self._of_rows(padding) is None or isinstance(padding, int)
-            if wrong or not all(
-                is_count(p, 0) and p <= at + n for p, (at, _, n) in zip(padding, rows, strict=True)
-            ):
-                return InputError(
-                    f"{where}: padding must be a number for each of {self.batch} sequences, of at "
-                    f"most its tokens, got {padding!r}"
-                )
-            if any(p != old and old < at for p, (at, old, _) in zip(padding, rows, strict=True)):
-                return InputError(
-                    f"{where}: padding is for an empty cache, or for sequences of padding alone, "
-                    f"and this cache has {self._few(self._lengths)} tokens a sequence, "
-                    f"{self._few(self._padding)} of them padding; call reset first, or leave it out"
-                )
+        after = [at + n for at, n in zip(self._lengths, new, strict=True)]
+        if pads is None or any(p > to for p, to in zip(pads, after, strict=True)):
+            return InputError(
+                f"{where}: padding must be a number of at least 0 and at most the tokens of each "
+                f"of {self.batch} sequences, got {padding!r}"
+            )
+        rows = zip(pads, self._padding, self._lengths, strict=True)
+        if any(p != old and old < at for p, old, at in rows):
+            return InputError(
+                f"{where}: padding is for an empty cache, or for sequences of padding alone, "
+                f"and this cache has {self._few(self._lengths)} tokens a sequence, "
+                f"{self._few(self._padding)} of them padding; call reset first, or leave it out"
+            )
         return None
 
     def _of_rows(self, numbers: object) -> list[int] | None:
-        """A number for each row; None where there are as many as no batch has."""
-        numbers = _plain(numbers)
-        if isinstance(numbers, int):
-            return [numbers] * self.batch
-        found = [_plain(number) for number in numbers] if isinstance(numbers, Sequence) else []
-        return found if len(found) == self.batch else None
+        """A number of at least 0 for each row; None for anything else."""
+        several = isinstance(numbers, (Sequence, np.ndarray, torch.Tensor))
+        several = several and getattr(numbers, "ndim", 1) > 0
+        each: Any = numbers if several else [numbers] * self.batch
+        found = [integer(number, 0) for number in each]
+        rows = [number for number in found if number is not None]
+        return rows if len(rows) == len(found) == self.batch else None
 
     def _few(self, numbers: Sequence[int]) -> str:
         """Numbers of the rows in few words."""
@@ -942,11 +943,6 @@ def _look(x: object) -> object:
     if not isinstance(x, torch.Tensor) or x.is_nested:
         return type(x)
     return x.shape, x.dtype, x.device, x.layout, x.requires_grad
-
-
-def _plain(x: Any) -> Any:
-    """What numpy or torch has, as numbers and lists of Python; anything else as it is."""
-    return x.tolist() if isinstance(x, (np.ndarray, np.integer, torch.Tensor)) else x
 
 
 def is_count(number: object, least: int) -> bool:
