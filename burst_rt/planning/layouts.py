@@ -157,8 +157,14 @@ def _zigzag(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
 
     Causal work is then equal on all ranks.
     """
-    runs = _cut(range(seq_len), 2 * world_size)
-    return (runs[rank], runs[2 * world_size - 1 - rank])
+    lengths = list(map(len, _cut(range(seq_len), world_size)))
+    own, front = lengths[rank], sum(length // 2 for length in lengths[:rank])
+    behind = sum(lengths[:rank]) - front  # of the ranks before, from the back
+    half = own // 2
+    return (
+        range(front, front + half),
+        range(seq_len - behind - (own - half), seq_len - behind),
+    )
 
 
 def _striped(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
