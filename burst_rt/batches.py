@@ -259,8 +259,13 @@ def cross_entropy(
     which says how gradients come together.
 
     Collective; blocks as `mean_over_ranks` does. Returns a float32 scalar, NaN where no rank has a
-    label.
+    label. Raises InputError, on this rank alone, for labels of another shape.
     """
+    if labels.shape != logits.shape[:-1]:
+        raise InputError(
+            f"cross_entropy: labels: expected {tuple(logits.shape[:-1])}, one for each of the "
+            f"logits' tokens; got {tuple(labels.shape)}; cut both alike"
+        )
     losses = token_losses(logits, labels)
     return weighted_mean(losses, labels.flatten() != IGNORED_LABEL, group, "cross_entropy")
 

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import click
 
-from burst_rt.errors import BurstError
+from burst_rt.errors import BurstError, DeviceError
 
 __all__ = ["cli", "main"]
 
@@ -139,6 +139,10 @@ def main() -> None:
     except BurstError as error:
         print(f"burst-rt: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except MemoryError as error:
+        advice = "ask for fewer tokens or ranks"
+        print(f"burst-rt: this machine has too little memory: {error}; {advice}", file=sys.stderr)
+        sys.exit(DeviceError.exit_code)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from burst_rt.errors import BurstError
 from burst_rt.scheduler.engine import Abort, Engine, Event, Finish, Issue, Schedule
 from burst_rt.scheduler.graph import Task
 
@@ -25,7 +24,7 @@ class Driver(Protocol):
         past one of them it returns a failure.
         """
 
-    def abort(self, error: BurstError) -> None:
+    def abort(self) -> None:
         """Stops what is under way, as far as that is possible. Must neither raise nor block."""
 
 
@@ -34,9 +33,17 @@ def run(schedule: Schedule, driver: Driver, *, validate: bool = False) -> None:
 
     validate: see `Engine`.
 
-    Raises the error of the task that failed, or PeerLost or Stalled. By then the driver has been
-    told to abort, and nothing further is issued.
+    Raises the error of the task that failed, PeerLost or Stalled, or what the driver raises. By
+    then the driver has been told to abort, and nothing further is issued.
     """
+    try:
+        _run(schedule, driver, validate)
+    except BaseException:
+        driver.abort()
+        raise
+
+
+def _run(schedule: Schedule, driver: Driver, validate: bool) -> None:
     past = _run_line(schedule, driver)
     if past is None:
         return
@@ -51,7 +58,6 @@ def run(schedule: Schedule, driver: Driver, *, validate: bool = False) -> None:
             elif isinstance(instruction, Finish):
                 return
             elif isinstance(instruction, Abort):
-                driver.abort(instruction.error)
                 raise instruction.error
         instructions = engine.handle(driver.wait())
 

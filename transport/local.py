@@ -160,6 +160,7 @@ class LocalTransport:
         self.size = world.size
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.max_tag = None
         self._world = world
         self._next_handle = 0
         self._expected: dict[int, tuple[int, int, bool]] = {}

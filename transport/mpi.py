@@ -91,7 +91,7 @@ class MpiTransport:
         self._comm = comm
         self._piece_bytes = piece_bytes
         tag_ub = comm.Get_attr(MPI.TAG_UB)
-        self._max_tag = int(tag_ub) if tag_ub is not None else 32767
+        self.max_tag = int(tag_ub) if tag_ub is not None else 32767
         self._next_handle = 0
         # Two parallel lists: the requests, and for each request its handle, its peer, its size in
         # bytes, and whether it sends. A request keeps its buffer alive.
@@ -165,9 +165,9 @@ class MpiTransport:
             del _in_use[id(self)]
 
     def _start(self, outgoing: bool, buffer: Memory, peer: int, tag: int) -> int:
-        if tag > self._max_tag:
+        if tag > self.max_tag:
             raise ConfigError(
-                f"a plan uses message tag {tag}; this MPI allows tags up to {self._max_tag}; use "
+                f"a plan uses message tag {tag}; this MPI allows tags up to {self.max_tag}; use "
                 "an MPI with a larger MPI_TAG_UB"
             )
         handle = self._next_handle

@@ -59,6 +59,7 @@ class SocketTransport:
         self.size = size
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.max_tag = None
         self._next_handle = 0
         # By peer and tag, in the order of posting.
         self._sends: dict[tuple[int, int], deque[tuple[int, Memory]]] = defaultdict(deque)

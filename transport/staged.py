@@ -106,7 +106,8 @@ def staged(graph: Graph, chunk_bytes: int | None = None) -> Graph:
     if most > _TAG_ROOM:
         raise ConfigError(
             f"staged: the messages of one tag to one rank are cut into {most:,} chunks, at most "
-            f"{_TAG_ROOM:,} are possible; use larger chunks"
+            f"{_TAG_ROOM:,} are possible; use a layout of fewer runs, NCCL, or an MPI that takes "
+            "device memory (see `burst-rt doctor`)"
         )
     return _Staging(graph, chunk, largest).build()
 

@@ -27,7 +27,7 @@ from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.run import plain_math, run_forward
 from burst_rt.attention.setup import Setup
 from burst_rt.drivers import is_out_of_memory
-from burst_rt.errors import BurstError, DeviceError, InputError
+from burst_rt.errors import BurstError, ConfigError, DeviceError, InputError
 from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Seen
 from burst_rt.planning.cached import Cached, Dealt, Rows, in_columns
@@ -667,6 +667,7 @@ class Step:
 
     def explain(self, num_heads: int, mask: Mask | None = None, strategy: str = "auto") -> str:
         """How a layer of this step would attend, in words: what travels, bytes, memory. Local."""
+        check_name(strategy)
         structure = CAUSAL if mask is None else self._structure(mask)
         if self.sharded:
             return self._plan(num_heads, structure, ScoreTerms(), strategy).explain()
@@ -864,7 +865,7 @@ class Step:
         setup = self.cache.setup
         try:
             plan = self._plan(q.shape[2], structure, terms, strategy)
-        except InputError as error:
+        except (ConfigError, InputError) as error:
             setup.runtime.refuse(_ATTEND, error)
         columns = self._rows.columns(self._dealt, self._rank)
         self._clear(layer)

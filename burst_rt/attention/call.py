@@ -21,7 +21,7 @@ from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.setup import Setup
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.errors import InputError
-from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
+from burst_rt.kernels import DTYPES, QKV, ScoreTerms, deterministic, sum_dtype
 from burst_rt.planning.masks import Causal, Full, Mask
 from burst_rt.planning.problem import Problem, ScoreOptions
 from burst_rt.planning.strategies import check_name
@@ -153,10 +153,18 @@ class Call:
         """
         return self.setup.planner.plan(self._key(forward=True))
 
-    @cached_property
+    @property
     def backward_plan(self) -> Plan:
         """The plan of the backward; blocks and raises as `forward_plan` does."""
-        return self.setup.planner.plan(self._key(forward=False))
+        key = self._key(forward=False)
+        plan = self._backward_plans.get(key.deterministic)
+        if plan is None:
+            plan = self._backward_plans[key.deterministic] = self.setup.planner.plan(key)
+        return plan
+
+    @cached_property
+    def _backward_plans(self) -> dict[bool, Plan]:
+        return {}
 
     @cached_property
     def forward_contract(self) -> Contract:
@@ -178,6 +186,7 @@ class Call:
             dtype=self.dtype,
             device=setup.runtime.device,
             partials=setup.partials,
+            deterministic=not forward and deterministic(),
         )
 
     def _contract(self, name: str) -> Contract:

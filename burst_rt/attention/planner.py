@@ -67,6 +67,8 @@ class PlanKey(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     partials: str = "exact"
+    # Whether torch must give the same bits every time: some backward kernels do so only then.
+    deterministic: bool = False
 
 
 class Graphs(Protocol):

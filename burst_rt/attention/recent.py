@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TypeVar
 
 __all__ = ["Recent"]
@@ -16,10 +17,12 @@ class Recent(dict[_K, _V]):
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
+        self._lock = threading.Lock()
 
     def put(self, key: _K, value: _V) -> None:
         """Stores an entry, or makes one that is there the latest; the oldest ones go."""
-        self.pop(key, None)
-        self[key] = value
-        while len(self) > self.capacity:
-            self.pop(next(iter(self)), None)
+        with self._lock:
+            self.pop(key, None)
+            self[key] = value
+            while len(self) > self.capacity:
+                del self[next(iter(self))]

@@ -14,7 +14,7 @@ from burst_rt.attention.execute import Binding, run_types
 from burst_rt.attention.planner import Plan
 from burst_rt.attention.setup import Setup
 from burst_rt.drivers import Progress, is_out_of_memory
-from burst_rt.errors import DeviceError, InputError
+from burst_rt.errors import ConfigError, DeviceError, InputError
 from burst_rt.kernels import QKV, Gradients, Results, ScoreTerms
 from burst_rt.runtime.agreement import Contract
 
@@ -42,7 +42,7 @@ class Forward(Protocol):
 
     @property
     def forward_plan(self) -> Plan:
-        """Raises InputError where there is none."""
+        """Raises InputError and ConfigError where there is none."""
 
     @property
     def scale(self) -> float | None: ...
@@ -67,7 +67,7 @@ def run_forward(
             if setup.check_finite:
                 check_values(qkv, terms)
             plan = call.forward_plan
-        except InputError as error:
+        except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
         with _bound(call, contract, plan, qkv, terms) as binding:
             run = run_types(type(plan.choice.program)).forward(binding)
@@ -93,7 +93,7 @@ def run_backward(
         try:
             check_not_captured(runtime.device)
             plan = call.backward_plan
-        except InputError as error:
+        except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
         with _bound(call, contract, plan, qkv, terms, results) as binding:
             run = run_types(type(plan.choice.program)).backward(binding)

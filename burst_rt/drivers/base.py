@@ -21,7 +21,9 @@ from burst_rt.job.flight import FlightRecord
 from burst_rt.scheduler import Event, Graph, Message, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Memory, Transport
 
-__all__ = ["BaseDriver", "DriverOptions", "Opening", "Progress", "is_out_of_memory"]
+__all__ = [
+    "BaseDriver", "DriverOptions", "Opening", "Progress", "as_device_error", "is_out_of_memory",
+]  # fmt: skip
 
 
 # After so long a rank that waits for messages asks whether their senders are in a later call.
@@ -35,6 +37,13 @@ def is_out_of_memory(error: BaseException) -> bool:
         isinstance(error, RuntimeError)
         and "DefaultCPUAllocator: can't allocate memory" in str(error)
     )
+
+
+def as_device_error(error: BaseException, rank: int) -> BaseException:
+    """The error itself; a DeviceError in place of torch's error for a device that has failed."""
+    if not isinstance(error, torch.AcceleratorError):
+        return error
+    return DeviceError(f"rank {rank}: the device failed: {error}", rank=rank)
 
 
 class Opening(Protocol):
@@ -175,7 +184,7 @@ class BaseDriver:
             task = self._graph.tasks[still_open[0]]
         return task, self._issued_s.get(task.id, 0.0)
 
-    def abort(self, error: BurstError) -> None:
+    def abort(self) -> None:
         """Cancels the messages of a run that has failed; see `Driver.abort`."""
         if self._transport is not None and not self.refused:
             self._transport.cancel()

@@ -94,12 +94,12 @@ class CudaDriver(BaseDriver):
                 "computes on streams only"
             )
 
-    def abort(self, error: BurstError) -> None:
+    def abort(self) -> None:
         """Cancels all messages; see `Driver.abort`. Work that is on the streams already runs on.
 
         So the caller must keep the memory of the run.
         """
-        super().abort(error)
+        super().abort()
         if self._wire is not None and not self.refused:
             self._wire.cancel()
 

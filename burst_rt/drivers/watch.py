@@ -76,7 +76,7 @@ class Watch:
 
     def __init__(self, control: ControlGroup) -> None:
         self.control = control
-        # The first four dictionaries are replaced, and never changed: another thread may be
+        # The first five dictionaries are replaced, and never changed: another thread may be
         # reading them.
 
         # When a rank was noticed to have left, its exit code, and its error in words.
@@ -90,6 +90,7 @@ class Watch:
         # Ranks that cannot make their next call, like this rank, and whether they meant to make it
         # in this group. None while this rank can make its next call.
         self.refusing: dict[int, bool] | None = None
+        self._refusing = threading.Lock()  # to be held where `refusing` is replaced
         self._here = False  # whether this rank, when refusing, meant to make its call here
         self._asked = 0  # how often this rank has asked who waits for it
         self._asking: dict[int, int] = {}  # the last question of each rank that asked
@@ -115,7 +116,7 @@ class Watch:
                 self._curious.add(peer)
                 self._asking[peer] = notice.value
             elif self.refusing is not None and notice.value == self._asked:
-                self.refusing[peer] = notice.text == "here"
+                self._refuses_too(peer, here=notice.text == "here")
         if self.refusing is not None:
             for peer, question in self._asking.items():
                 self.control.notify(
@@ -170,14 +171,21 @@ class Watch:
         that cannot make a call either. Until `stop_refusing` this rank answers such questions when
         it looks. here: whether this rank meant to make the call in this group.
         """
-        self.refusing, self._here = {}, here
+        with self._refusing:
+            self.refusing, self._here = {}, here
         self._asked += 1
         for peer in self._others():
             self.control.notify(peer, NoticeKind.REFUSES, self._asked)
 
     def stop_refusing(self) -> None:
         """Ends what `say_refuses` began."""
-        self.refusing = None
+        with self._refusing:
+            self.refusing = None
+
+    def _refuses_too(self, peer: int, *, here: bool) -> None:
+        with self._refusing:
+            if self.refusing is not None:
+                self.refusing = self.refusing | {peer: here}
 
     def say_entered(self, number: int, waited_s: float, timeout_s: float, error: str = "") -> None:
         """Tells other ranks that this rank waits for them to enter call `number`. Does not wait.

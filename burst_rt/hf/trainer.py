@@ -124,7 +124,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
                 f"{_NAME}: context: expected contexts of one size that share all "
                 f"{self.accelerator.num_processes} processes of torch.distributed, got "
                 f"{self.context.world_size} ranks here and {list(sizes.values())} processes by "
-                "context; start the job by torchrun or burst-rt run, and call burst_rt.init() or "
+                "context; start the job by torchrun or burst-rt run, give "
+                "TrainingArguments(use_cpu=True) on CPUs, and call burst_rt.init() or "
                 "burst_rt.init(group=mesh['cp']) on every rank"
             )
         self._leaders = sorted(sizes)

@@ -26,6 +26,7 @@ from burst_rt.kernels.base import (
     Tile,
     Upstream,
     Work,
+    deterministic,
     sum_dtype,
 )
 from burst_rt.kernels.cpu import CpuKernel
@@ -37,7 +38,8 @@ from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
 __all__ = [
     "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "Picked", "Results",
-    "ScoreTerms", "State", "Tile", "Upstream", "Work", "pick", "pick_decode", "sum_dtype",
+    "ScoreTerms", "State", "Tile", "Upstream", "Work", "deterministic", "pick", "pick_decode",
+    "sum_dtype",
 ]  # fmt: skip
 
 KERNELS: dict[str, Kernel] = {

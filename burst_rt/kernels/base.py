@@ -24,7 +24,7 @@ from burst_rt.planning.problem import ScoreOptions, TileShape
 
 __all__ = [
     "DTYPES", "PARTIALS", "QKV", "Gradients", "Kernel", "Places", "Results", "ScoreTerms", "State",
-    "Tile", "Upstream", "Work", "fold", "some_of", "sum_dtype",
+    "Tile", "Upstream", "Work", "deterministic", "fold", "some_of", "sum_dtype", "too_old",
 ]  # fmt: skip
 
 
@@ -332,6 +332,24 @@ class Kernel(Protocol):
 
         The memory that a mask of the user's own takes is a guess.
         """
+
+
+def too_old(name: str, device: torch.device) -> str | None:
+    """Why a kernel cannot run on a GPU that is too old for it, or None."""
+    capability = torch.cuda.get_device_capability(device)
+    return (
+        None
+        if capability >= (8, 0)
+        else f"the {name} kernel takes GPUs of compute capability 8.0 or newer, got {capability}"
+    )
+
+
+def deterministic() -> bool:
+    """Whether torch.use_deterministic_algorithms(True) is in force, not as a warning only."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
 
 
 def fold(

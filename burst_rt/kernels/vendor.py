@@ -23,7 +23,19 @@ from typing import NamedTuple
 
 import torch
 
-from burst_rt.kernels.base import QKV, Gradients, Kernel, Results, State, Tile, Upstream, Work, fold
+from burst_rt.kernels.base import (
+    QKV,
+    Gradients,
+    Kernel,
+    Results,
+    State,
+    Tile,
+    Upstream,
+    Work,
+    deterministic,
+    fold,
+    too_old,
+)
 from burst_rt.planning.masks import Piece
 from burst_rt.planning.problem import TileShape
 
@@ -210,10 +222,7 @@ class FlashKernel(_VendorKernel):
 
     def repeatable(self, forward: bool) -> bool:
         """See `Kernel.repeatable`."""
-        return forward or (
-            torch.are_deterministic_algorithms_enabled()
-            and not torch.is_deterministic_algorithms_warn_only_enabled()
-        )
+        return forward or deterministic()
 
     def _missing(self, device: torch.device) -> str | None:
         if not torch.backends.cuda.is_flash_attention_available():
@@ -221,7 +230,7 @@ class FlashKernel(_VendorKernel):
                 "the flash kernel needs a torch that was built with FlashAttention; torch "
                 f"{torch.__version__} was built without it"
             )
-        return _too_old(self.name, device)
+        return too_old(self.name, device)
 
     def _call_forward(
         self, qkv: QKV, causal: bool, scale: float
@@ -267,7 +276,7 @@ class CudnnKernel(_VendorKernel):
                 f"the cudnn kernel needs cuDNN 9.0 or newer, and torch {torch.__version__} has "
                 f"{version or 'none'}"
             )
-        return _too_old(self.name, device)
+        return too_old(self.name, device)
 
     def _call_forward(
         self, qkv: QKV, causal: bool, scale: float
@@ -374,15 +383,6 @@ def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, to
     weight = torch.where(fits & (delta != 0), delta / size, 0.0)
     out = torch.where(fits, wide.mul_(weight), delta / (e.float() * dout.shape[3])).to(dout.dtype)
     return torch.where(fits, dout, e), out
-
-
-def _too_old(name: str, device: torch.device) -> str | None:
-    capability = torch.cuda.get_device_capability(device)
-    return (
-        None
-        if capability >= (8, 0)
-        else f"the {name} kernel takes GPUs of compute capability 8.0 or newer, got {capability}"
-    )
 
 
 def _bare(dtype: torch.dtype) -> str:

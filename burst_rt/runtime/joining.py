@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from burst_rt.drivers import Watch
-from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError
+from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError
 from burst_rt.job import launched
 from burst_rt.planning.machines import parse_hardware, to_toml
 from burst_rt.runtime.calibrated import find_hardware, fitted
@@ -51,6 +51,10 @@ _IN_WORDS: dict[RankKind, str] = {
     "threads": "threads of one process",
     "mpi": "processes of an MPI job",
     "group": "processes of a torch.distributed group",
+}
+# The errors that a rank brings to the others.
+_TOLD: dict[str, type[BurstError]] = {
+    kind.__name__: kind for kind in (ConfigError, DeviceError, InputError)
 }
 # From this version on NCCL takes several ranks on one GPU, in an experimental mode.
 _NCCL_MULTI_RANK = 23000
@@ -171,12 +175,15 @@ def _decide(
     except (ConfigError, InputError) as error:
         # The error is raised later: the other ranks are waiting, and must raise the same error.
         mine = {"error": error.message, "class": type(error).__name__}
+    except RuntimeError as error:  # torch's: the facts are the first to touch the device
+        why = f"init: {where} failed: {error}; look at the device (nvidia-smi)"
+        mine = {"error": why, "class": DeviceError.__name__}
     pending = control.allgather(json.dumps(mine).encode())
     Watch(control).wait_for(pending, within_s, "burst_rt.init")
     said = [json.loads(raw) for raw in pending.result()]
     for peer, word in enumerate(said):
         if "error" in word:
-            kind = InputError if word["class"] == "InputError" else ConfigError
+            kind = _TOLD[word["class"]]
             raise kind(
                 word["error"] if len(said) == 1 else f"rank {peer}: {word['error']}",
                 rank=control.rank,

@@ -95,8 +95,25 @@ class Machine:
         return ends
 
     def lower(self, graph: Graph) -> Graph:
-        """The graph that this machine runs, made from the graph that a strategy built."""
-        return staged(graph) if self.transport_name == "staged" else graph
+        """The graph that this machine runs, made from the graph that a strategy built.
+
+        Raises ConfigError for more messages than the transport can tell apart.
+        """
+        lowered = staged(graph) if self.transport_name == "staged" else graph
+        self.check_tags(lowered)
+        return lowered
+
+    def check_tags(self, graph: Graph) -> None:
+        """Raises ConfigError where the transport cannot take a message's tag."""
+        most = None if self.transport is None else self.transport.max_tag
+        if most is None:
+            return
+        largest = max((m.tag for t in graph.tasks for m in (*t.sends, *t.recvs)), default=0)
+        if largest > most:
+            raise ConfigError(
+                f"a graph has message tags up to {largest}; this MPI allows {most}; use another "
+                "MPI, or fewer ranks or parts"
+            )
 
     def memory(self, tensor: torch.Tensor) -> Memory:
         """The bytes of a contiguous tensor, in the form that this machine's transport takes."""

@@ -38,6 +38,7 @@ def make_pipeline(runtime: Runtime, build: Callable[[int], Graph]) -> Pipeline:
         check_world(graphs)
     except InternalError as error:  # here the graphs are the user's
         raise InputError(f"Context.pipeline: {error.message}") from None
+    runtime.machine.check_tags(graphs[runtime.rank])
     tasks = Contract({"tasks": repr([graph.tasks for graph in graphs])})
     fingerprint = format(tasks.digest, "x")
     return Pipeline(runtime, Schedule.of(graphs[runtime.rank]), fingerprint)
@@ -200,6 +201,12 @@ class Pipeline:
         if tensor.device != device and not on_host:
             return InputError(
                 f"{where} must be on {device}, the context's device, got {tensor.device}"
+            )
+        if tensor.device.type != "cpu" and not self.graph.has_ordered_lanes:
+            # There a task counts as ended once its kernels are launched.
+            return ConfigError(
+                f"{where} is on {tensor.device}, and the graph has the lanes of a host; pass "
+                "ctx.lanes to GraphBuilder"
             )
         size = part.size_bytes
         if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.nbytes != size:

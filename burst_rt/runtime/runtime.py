@@ -27,6 +27,7 @@ from burst_rt.drivers import (
     SharedWatch,
     Watch,
     Watchdog,
+    as_device_error,
 )
 from burst_rt.drivers.device import DeviceEvent
 from burst_rt.errors import (
@@ -234,7 +235,9 @@ class Runtime:
                     watched = self._watchdog.begin(self._number, contract.call, driver)
                 try:
                     run(schedule, driver)
-                except BaseException as error:
+                    free = self.machine.join(driver)
+                except BaseException as raised:
+                    error = as_device_error(raised, self.rank)
                     if driver.refused and isinstance(error, ContractMismatch):
                         assert isinstance(opening, Agreement)  # nothing else refuses a call
                         self._not_agreed(opening, driver)
@@ -245,11 +248,12 @@ class Runtime:
                         # The driver has ended all messages. This error is to be reported, and not
                         # what the watchdog would see next.
                         self._watchdog.stop()
+                    if error is not raised:
+                        raise error from raised
                     raise
                 finally:
                     if watched is not None:
                         watched.issuing = False
-            free = self.machine.join(driver)
             driver.forget()
             if observer is not None:
                 observer.ended(schedule, driver, subject)

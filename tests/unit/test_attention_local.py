@@ -7,11 +7,13 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from decodes import CASES, decode
 from spec import Attention, errors_of, reference, relative_error, single_process
 from tolerances import ERROR, RATIO
 from worlds import Case, attend, attend_over_threads
@@ -19,12 +21,14 @@ from worlds import Case, attend, attend_over_threads
 import burst_rt
 from burst_rt import Causal, Context, Full, Mask
 from burst_rt.attention.execute import run_types
+from burst_rt.drivers import BaseDriver
 from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import sum_dtype
 from burst_rt.planning.layouts import KINDS
 from burst_rt.planning.masks import Relation
-from burst_rt.planning.strategies import Hybrid, Program, Ring, RingNaive
+from burst_rt.planning.strategies import STRATEGIES, Hybrid, Program, Ring, RingNaive
 from burst_rt.runtime.machine import Slots
+from burst_rt.scheduler import Task
 
 _WORLDS = (1, 2, 3, 4, 5, 8)
 
@@ -460,6 +464,43 @@ def test_memory_is_poisoned_in_these_tests() -> None:
         )
 
     assert burst_rt.run_local(2, forward) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("way", [*STRATEGIES, "decode"])
+def test_a_task_changes_nothing_that_it_only_reads(
+    way: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that is declared as read may be under way to another rank."""
+    what_does, checked = BaseDriver._what_does, itertools.count()
+
+    def watched(driver: BaseDriver, task: Task) -> Callable[..., None]:
+        does, memory = what_does(driver, task), driver._options.memory
+        changed = {*task.writes, *task.accumulates}
+        read = [part for part in task.reads if part in memory and part not in changed]
+
+        def compare(op: object) -> None:
+            before = [bytes(memory[part]) for part in read]
+            does(op)
+            assert [bytes(memory[part]) for part in read] == before, task.name
+            next(checked)
+
+        return compare
+
+    monkeypatch.setattr(BaseDriver, "_what_does", watched)
+
+    def call(ctx: Context) -> None:
+        if way == "decode":
+            decode(ctx, case=CASES["a window"])
+            return
+        layout = ctx.layout(12 * world, "zigzag")
+        q, k, v = (torch.randn(1, 12, heads, 8, requires_grad=True) for heads in (12, 12, 12))
+        burst_rt.burst_attention(
+            q, k, v, layout=layout, causal=way != "ring-naive", strategy=way
+        ).sum().backward()
+
+    burst_rt.run_local(world, call)
+    assert next(checked) > 0
 
 
 @pytest.mark.parametrize("strategy", ["auto", "burst", "ring-kv", "ring-q"])

@@ -352,6 +352,9 @@ def test_a_layer_that_an_error_has_interrupted_attends_again() -> None:
         step = cache.step(40)
         with pytest.raises(InputError, match="hybrid"):
             step.attend(0, *_tensors(step), strategy="hybrid:3")
+        with pytest.raises(InputError, match="ring-kw"):
+            cache.step(1).explain(2, strategy="ring-kw")
+        step = cache.step(40)
         out = step.attend(0, *_tensors(step))
         return torch.equal(out, torch.ones(2, step.num_tokens, 2, 8))
 

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import click
@@ -16,7 +18,7 @@ from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
-from burst_rt.errors import ConfigError, InputError
+from burst_rt.errors import ConfigError, DeviceError, InputError
 from burst_rt.launch import draw
 from burst_rt.launch.main import cli
 from burst_rt.scheduler import Graph, GraphBuilder
@@ -74,6 +76,19 @@ def test_usage_errors_are_one_line(words: str, said: str) -> None:
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(said)
+
+
+def test_too_little_memory_is_one_line() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33)); "
+        "from burst_rt.launch.main import main; main()"
+    )
+    words = ["plan", "--hardware", "h100", "--world", "8", "--seq", "999999M"]
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == DeviceError.exit_code
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("burst-rt: this machine has too little memory: ")
 
 
 @pytest.mark.parametrize(

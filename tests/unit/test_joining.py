@@ -4,6 +4,7 @@ ranks.
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from burst_rt import Causal, Context
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
 from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.runtime.calibrated import fitted
+from burst_rt.runtime import joining
 from burst_rt.runtime.ends import LocalRank
 from burst_rt.runtime.joining import (
     Facts,
@@ -290,6 +292,54 @@ def test_memory_that_is_not_there_is_an_error_on_every_rank(
         assert "slots" in message
 
 
+def test_a_device_that_fails_while_ranks_join_is_an_error_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts, asked = joining._facts, itertools.count()
+
+    def failing(*args: Any) -> Facts:
+        if next(asked) == 1:
+            raise RuntimeError("CUDA error: device is busy")
+        return facts(*args)
+
+    monkeypatch.setattr(joining, "_facts", failing)
+
+    world = LocalWorld(3)
+
+    def join(rank: int) -> str:
+        with pytest.raises(DeviceError) as caught:
+            burst_rt.init(LocalRank(world, rank), timeout_s=20)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        messages = list(pool.map(join, range(3)))
+    assert len(set(messages)) == 1
+    assert re.match(
+        r"rank \d: init: cpu failed: CUDA error: device is busy; look at the device", messages[0]
+    )
+
+
+def test_a_device_that_fails_in_a_call_is_a_device_error() -> None:
+    def call(ctx: burst_rt.Context) -> str:
+        layout = ctx.layout(8)
+        x = torch.ones(1, layout.shard_len, 2, 16)
+        kernel = burst_rt.make_call(x, x, x, layout=layout).forward_plan.kernel
+
+        def failing(*_: object) -> None:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(kernel), "forward", failing)
+            with pytest.raises(DeviceError) as caught:
+                burst_rt.burst_attention(x, x, x, layout=layout)
+        with pytest.raises(BurstError, match="this context broke in an earlier call"):
+            burst_rt.burst_attention(x, x, x, layout=layout)
+        return str(caught.value)
+
+    (message,) = burst_rt.run_local(1, call)
+    assert message.startswith("rank 0: the device failed: CUDA error: an illegal memory access")
+
+
 def test_a_machine_file_is_fitted_to_the_job() -> None:
     """What was measured with two ranks must serve eight, and what says nothing of the way between
     hosts serves none that are on several.
@@ -413,7 +463,7 @@ def test_a_host_keeps_small_slots_only() -> None:
     assert pool.take(large, lambda: new) is new
 
 
-@pytest.mark.parametrize("strategy", ["burst", "hybrid"])
+@pytest.mark.parametrize("strategy", ["burst", "ring-q", "hybrid"])
 def test_slots_made_in_inference_mode_serve_training(strategy: str) -> None:
     def job(ctx: burst_rt.Context) -> bool:
         layout = ctx.layout(8)

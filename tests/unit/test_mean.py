@@ -34,3 +34,5 @@ def test_what_is_refused(values: Any, options: dict[str, Any], why: str) -> None
 def test_the_function_that_was_called_is_named() -> None:
     with pytest.raises(InputError, match=r"^cross_entropy: there is no process group"):
         burst_rt.cross_entropy(torch.ones(3, 5), torch.ones(3, dtype=torch.int64))
+    with pytest.raises(InputError, match=r"^cross_entropy: labels: expected \(3,\), .* got \(2,\)"):
+        burst_rt.cross_entropy(torch.ones(3, 5), torch.ones(2, dtype=torch.int64))

@@ -206,6 +206,35 @@ def test_device_memory_is_not_staged() -> None:
         )
 
 
+def test_device_memory_needs_the_lanes_of_a_device() -> None:
+    def call(ctx: Context) -> str:
+        pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
+        # "meta" stands for a GPU.
+        ctx.runtime.device = torch.device("meta")
+        buffers = {name: torch.zeros(16, device="meta") for name in ("here", "there")}
+        with pytest.raises(ConfigError) as caught:
+            pipeline.run(buffers=buffers, ops={"add": lambda name: None})
+        return str(caught.value)
+
+    for message in burst_rt.run_local(2, call):
+        assert "here[0] is on meta, and the graph has the lanes of a host" in message
+
+
+def test_tags_that_the_transport_cannot_take_are_refused_when_made() -> None:
+    def call(ctx: Context) -> bool:
+        assert ctx.runtime.machine.transport is not None
+        ctx.runtime.machine.transport.max_tag = 0
+        with pytest.raises(ConfigError, match=r"message tags up to \d+; this MPI allows 0"):
+            ctx.pipeline(lambda rank: build(rank, ctx.world_size))
+        layout = ctx.layout(8)
+        x = torch.ones(1, layout.shard_len, 2, 16)
+        with pytest.raises(ConfigError, match="this MPI allows 0"):
+            burst_rt.burst_attention(x, x, x, layout=layout, strategy="direct")
+        return True
+
+    assert burst_rt.run_local(3, call) == [True] * 3
+
+
 def test_another_graph_on_one_rank_is_refused_on_all() -> None:
     for error in burst_rt.run_local(3, lambda ctx: failure(ctx, odd=True)):
         assert type(error) is ContractMismatch

@@ -4,7 +4,9 @@ run takes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from burst_rt import Causal, Context, Documents, Full, Mask
 from burst_rt.attention import planner as planner_module
 from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun, run_types
 from burst_rt.attention.planner import Plan, PlanKey, Planner
+from burst_rt.attention.recent import Recent
 from burst_rt.drivers import Progress
 from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import QKV, Results
@@ -137,6 +140,37 @@ def test_what_no_kernel_can_do_is_refused_by_name() -> None:
             burst_rt.burst_attention(x, x, x, layout=ctx.layout(10))
 
     burst_rt.run_local(2, run, kernel="cuda")
+
+
+def test_a_backward_is_planned_anew_where_it_must_be_deterministic() -> None:
+    def call(ctx: Context) -> list[bool]:
+        x = torch.zeros(1, 8, 2, 16, requires_grad=True)
+        made = burst_rt.make_call(x, x, x, layout=ctx.layout(8))
+        plain = made.backward_plan
+        torch.use_deterministic_algorithms(True)
+        try:
+            asked = made.backward_plan
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return [plain is asked, plain is made.backward_plan, asked.key.deterministic]
+
+    assert burst_rt.run_local(1, call) == [[False, True, True]]
+
+
+def test_two_threads_may_keep_what_is_recent() -> None:
+    kept: Recent[int, int] = Recent(3)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [
+                pool.submit(lambda: [kept.put(i, i) for i in range(20_000)]) for _ in range(2)
+            ]
+            for job in jobs:
+                job.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(kept) == 3
 
 
 def _runs(

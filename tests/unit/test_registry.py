@@ -47,6 +47,7 @@ def a_chip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a chip")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(speed, "_known", {})
     for kernel in ("CudnnKernel", "FlashKernel"):
         monkeypatch.setattr(f"burst_rt.kernels.vendor.{kernel}._missing", lambda self, device: None)

@@ -133,5 +133,5 @@ def test_chunks_of_one_tag_are_counted_together() -> None:
 def test_too_many_chunks_are_refused() -> None:
     g = GraphBuilder(0, 2, DEVICE_LANES)
     g.exchange("x", sends=[(g.buffer("b", size_bytes=4097, initialised=True), 1)], tag=0)
-    with pytest.raises(ConfigError, match="use larger chunks"):
+    with pytest.raises(ConfigError, match="use a layout of fewer runs"):
         staged(g.build(), 1)

@@ -44,6 +44,7 @@ def test_importing_the_kernels_does_not_import_triton(tmp_path: Path) -> None:
 
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     cpu, cuda, kernel = torch.device("cpu"), torch.device("cuda", 1), KERNELS["triton"]
     for mask in (Causal(), Causal() & SlidingWindow(9)):
         assert kernel.refuses(Work(cuda, torch.bfloat16, 64, mask)) is None

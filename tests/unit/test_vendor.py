@@ -485,6 +485,7 @@ def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91900)
     for capability, refused in (((7, 5), True), ((9, 0), False)):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, c=capability: c)
+        assert (KERNELS["triton"].refuses(fine) is not None) is refused
         for name in ("cudnn", "flash"):
             assert (KERNELS[name].refuses(fine) is not None) is refused
             several = str(KERNELS[name].refuses(fine._replace(ring_size=2)))

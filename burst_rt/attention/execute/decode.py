@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from burst_rt.attention.execute.ring import SlotRun, dense
+from burst_rt.attention.execute.base import SlotRun, dense
 from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.planning.strategies.decode import Attend, Merge
@@ -118,7 +118,7 @@ class DecodeRun(SlotRun):
         else:
             also = sinks[:, None, None].expand_as(blocks.lse[:1])
             weights = torch.cat([blocks.lse, also]).softmax(0)[:world]
-        parts = blocks.out.mul_(weights)
+        parts = blocks.out * weights  # not in place: a block may still be under way to a rank
         if out.dtype == parts.dtype:
             torch.sum(parts, 0, out=out)
         else:  # with such an out, `torch.sum` would add in its type

@@ -28,6 +28,7 @@ from burst_rt.kernels.base import (
     Tile,
     Upstream,
     Work,
+    too_old,
 )
 from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
@@ -91,7 +92,7 @@ class TritonKernel(Kernel):
             if not _MIN_HEAD_DIM <= head_dim <= _MAX_HEAD_DIM:
                 limits = f"{_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}"
                 return f"the triton kernel takes a head_dim of {limits}, got {head_dim}"
-        return None
+        return too_old(self.name, work.device) if wanted == "cuda" else None
 
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether block sizes come from `burst-rt bench tune`."""
