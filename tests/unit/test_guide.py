@@ -51,7 +51,7 @@ def _run(page: str, world_size: int, program: str | None = None) -> list[dict[st
 
     def run(ctx: burst_rt.Context) -> dict[str, Any]:
         names: dict[str, Any] = {"__name__": page}
-        exec(compile(program, f"{page}.md", "exec"), names)
+        exec(compile(program, f"{page}.md", "exec", dont_inherit=True), names)
         return names
 
     return burst_rt.run_local(world_size, run, timeout_s=60)
