@@ -37,29 +37,25 @@ def run(schedule: Schedule, driver: Driver, *, validate: bool = False) -> None:
     then the driver has been told to abort, and nothing further is issued.
     """
     try:
-        _run(schedule, driver, validate)
+        past = _run_line(schedule, driver)
+        if past is None:
+            return
+        tasks, engine = schedule.graph.tasks, Engine(schedule, validate=validate)
+        instructions = engine.start()
+        for events in past:
+            instructions = engine.handle(events)
+        while True:
+            for instruction in instructions:
+                if isinstance(instruction, Issue):
+                    driver.issue(tasks[instruction.task], instruction.after)
+                elif isinstance(instruction, Finish):
+                    return
+                elif isinstance(instruction, Abort):
+                    raise instruction.error
+            instructions = engine.handle(driver.wait())
     except BaseException:
         driver.abort()
         raise
-
-
-def _run(schedule: Schedule, driver: Driver, validate: bool) -> None:
-    past = _run_line(schedule, driver)
-    if past is None:
-        return
-    tasks, engine = schedule.graph.tasks, Engine(schedule, validate=validate)
-    instructions = engine.start()
-    for events in past:
-        instructions = engine.handle(events)
-    while True:
-        for instruction in instructions:
-            if isinstance(instruction, Issue):
-                driver.issue(tasks[instruction.task], instruction.after)
-            elif isinstance(instruction, Finish):
-                return
-            elif isinstance(instruction, Abort):
-                raise instruction.error
-        instructions = engine.handle(driver.wait())
 
 
 def _run_line(schedule: Schedule, driver: Driver) -> list[Sequence[Event]] | None:

@@ -22,8 +22,8 @@ import burst_rt
 from burst_rt import Causal, Context
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
 from burst_rt.planning.machines import load_hardware, to_toml
-from burst_rt.runtime.calibrated import fitted
 from burst_rt.runtime import joining
+from burst_rt.runtime.calibrated import fitted
 from burst_rt.runtime.ends import LocalRank
 from burst_rt.runtime.joining import (
     Facts,

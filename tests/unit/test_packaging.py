@@ -269,9 +269,7 @@ _PURE = {
         "burst_rt.errors", f"{_CORE}.graph", f"{_CORE}.policy",
         "array", "collections.abc", "dataclasses", "enum", "heapq", "typing",
     },
-    f"{_CORE}.loop": {
-        "burst_rt.errors", f"{_CORE}.engine", f"{_CORE}.graph", "collections.abc", "typing",
-    },
+    f"{_CORE}.loop": {f"{_CORE}.engine", f"{_CORE}.graph", "collections.abc", "typing"},
     f"{_CORE}.verify": {
         "burst_rt.errors", f"{_CORE}.graph",
         "collections", "collections.abc", "itertools", "typing",

@@ -163,9 +163,7 @@ def test_two_threads_may_keep_what_is_recent() -> None:
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(2) as pool:
-            jobs = [
-                pool.submit(lambda: [kept.put(i, i) for i in range(20_000)]) for _ in range(2)
-            ]
+            jobs = [pool.submit(lambda: [kept.put(i, i) for i in range(20_000)]) for _ in range(2)]
             for job in jobs:
                 job.result()
     finally:

@@ -1,15 +1,14 @@
 """Running a plan on tensors: two classes for each kind of program, one for each direction.
 
 The module that runs a program has the name of the module in `planning/strategies` that makes it,
-and exports `RUNS`. `base.py` is what all of them share.
+and exports `RUNS`. What the runs of all programs share (`SlotRun`, `Binding`) stands in `ring.py`.
 """
 
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
-from burst_rt.attention.execute.base import Binding, RunTypes
-from burst_rt.attention.execute.ring import BackwardRun, ForwardRun
+from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, RunTypes
 from burst_rt.errors import InternalError
 from burst_rt.planning.strategies import Program
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from burst_rt.attention.execute.base import SlotRun, dense
+from burst_rt.attention.execute.ring import SlotRun, dense
 from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.planning.strategies.decode import Attend, Merge

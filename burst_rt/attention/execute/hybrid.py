@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from burst_rt.attention.execute.base import Binding, RunTypes, dense
-from burst_rt.attention.execute.ring import BackwardRun, ForwardRun, Run
+from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run, RunTypes, dense
 from burst_rt.attention.planner import Plan
 from burst_rt.kernels import Gradients, ScoreTerms
 from burst_rt.planning.operations import Delta

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from burst_rt.attention.execute.base import Binding, RunTypes
-from burst_rt.attention.execute.ring import BackwardRun, ForwardRun, Run
+from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run, RunTypes
 from burst_rt.attention.planner import Plan
 from burst_rt.kernels.naive import dense_scores, per_group, per_head
 from burst_rt.planning.operations import Finish, TileOperation
