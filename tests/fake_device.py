@@ -143,6 +143,7 @@ class FakeMessages:
     def __init__(self, device: FakeDevice) -> None:
         self.rank, self.size = 0, 3
         self.bytes_sent = self.bytes_received = 0
+        self.max_tag = None
         self._device = device
         self._open: list[int] = []
         self._num = 0

@@ -55,7 +55,10 @@ class Transport(Protocol):
     size: int
     bytes_sent: int
     bytes_received: int
-    max_tag: int | None  # the largest tag of a message; None: any
+
+    @property
+    def max_tag(self) -> int | None:
+        """The largest tag of a message; None: any."""
 
     def isend(self, buffer: Memory, peer: int, tag: int) -> int:
         """Starts sending all of `buffer` and returns a handle."""

@@ -220,10 +220,11 @@ def test_device_memory_needs_the_lanes_of_a_device() -> None:
         assert "here[0] is on meta, and the graph has the lanes of a host" in message
 
 
-def test_tags_that_the_transport_cannot_take_are_refused_when_made() -> None:
+def test_tags_that_the_transport_cannot_take_are_refused_when_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def call(ctx: Context) -> bool:
-        assert ctx.runtime.machine.transport is not None
-        ctx.runtime.machine.transport.max_tag = 0
+        monkeypatch.setattr(ctx.runtime.machine.transport, "max_tag", 0)
         with pytest.raises(ConfigError, match=r"message tags up to \d+; this MPI allows 0"):
             ctx.pipeline(lambda rank: build(rank, ctx.world_size))
         layout = ctx.layout(8)

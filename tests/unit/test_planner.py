@@ -159,12 +159,16 @@ def test_a_backward_is_planned_anew_where_it_must_be_deterministic() -> None:
 
 def test_two_threads_may_keep_what_is_recent() -> None:
     kept: Recent[int, int] = Recent(3)
+
+    def keep() -> None:
+        for i in range(20_000):
+            kept.put(i, i)
+
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(2) as pool:
-            jobs = [pool.submit(lambda: [kept.put(i, i) for i in range(20_000)]) for _ in range(2)]
-            for job in jobs:
+            for job in [pool.submit(keep) for _ in range(2)]:
                 job.result()
     finally:
         sys.setswitchinterval(before)
