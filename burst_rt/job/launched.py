@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "DEVICE_VARIABLE", "TRANSPORT_VARIABLE", "local_rank", "mpi_ranks", "num_local_ranks", "rank",
-    "ranks_here", "torchrun_ranks",
+    "ranks_here", "torchrun_ranks", "torchrun_wrong",
 ]  # fmt: skip
 
 # The environment variables that say what "auto" means in `burst_rt.init`.
@@ -63,6 +63,19 @@ def num_local_ranks() -> int | None:
 def torchrun_ranks() -> int:
     """How many processes RANK and WORLD_SIZE (torchrun's variables) tell of; 1 without them."""
     return _number(("WORLD_SIZE",)) or 1 if os.environ.get("RANK", "").isdigit() else 1
+
+
+def torchrun_wrong() -> str | None:
+    """What is wrong with RANK and WORLD_SIZE where both are set, in words; None: nothing."""
+    own, size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if own is None or size is None:
+        return None
+    if own.isdigit() and size.isdigit() and int(own) < int(size):
+        return None
+    return (
+        f"expected RANK and WORLD_SIZE to be whole numbers, and RANK the smaller one; got {own!r} "
+        f"and {size!r}"
+    )
 
 
 def ranks_here() -> dict[int, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -90,6 +91,12 @@ def find_ends(comm: Comm | None, group: Group | None, join_s: float) -> Ends:
     if comm is None and launched.mpi_ranks() == 1 and not _mpi_has_ranks():
         if dist.is_available() and dist.is_initialized():
             return _of_group(dist.group.WORLD, join_s)
+        wrong = launched.torchrun_wrong()
+        if wrong is not None:
+            raise ConfigError(
+                f"init: {wrong}. Start the processes with torchrun, `burst-rt run` or mpirun. If "
+                "every process is meant to be a world of its own, unset RANK and WORLD_SIZE"
+            )
         if launched.torchrun_ranks() > 1:
             return _of_torchrun(join_s)
         if "mpi4py.MPI" not in sys.modules:
@@ -163,23 +170,42 @@ def _of_torchrun(join_s: float) -> Ends:
     """
     from torch.distributed.rendezvous import rendezvous
 
-    try:
-        found = rendezvous("env://", timeout=timedelta(seconds=join_s))
-        store, rank, size = next(found)
-    except dist.DistStoreError as error:
+    found: list[tuple[Store, int, int]] = []
+    failed: list[Exception] = []
+
+    def find() -> None:
+        try:
+            found.append(next(rendezvous("env://", timeout=timedelta(seconds=join_s))))
+        except Exception as error:  # noqa: BLE001  (raised below)
+            failed.append(error)
+
+    # torch may try again after its timeout, and so take more than twice as long.
+    since_s = time.monotonic()
+    finding = threading.Thread(target=find, name="burst_rt rendezvous", daemon=True)
+    finding.start()
+    finding.join(join_s)
+    if found:
+        return _of_store(*found[0], join_s)
+    error = failed[0] if failed else None
+    if (
+        error is None
+        or isinstance(error, dist.DistStoreError)
+        or (time.monotonic() - since_s >= join_s)
+    ):
         raise Stalled(
             f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waited {join_s:g} s in "
-            f"burst_rt.init for the store at MASTER_ADDR and MASTER_PORT (join_s): {error}",
+            "burst_rt.init for the store at MASTER_ADDR and MASTER_PORT (join_s): "
+            f"{error or 'nobody answers there'}",
             elapsed_s=join_s,
         ) from error
-    except (ValueError, dist.DistError) as error:
-        raise ConfigError(
-            "init: RANK and WORLD_SIZE say that this is process "
-            f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}, but the processes cannot find "
-            f"each other: {error}. Start them with torchrun, `burst-rt run` or mpirun. If every "
-            "process is meant to be a world of its own, unset RANK and WORLD_SIZE"
-        ) from error
-    return _of_store(store, rank, size, join_s)
+    if not isinstance(error, (ValueError, dist.DistError)):
+        raise error
+    raise ConfigError(
+        "init: RANK and WORLD_SIZE say that this is process "
+        f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}, but the processes cannot find "
+        f"each other: {error}. Start them with torchrun, `burst-rt run` or mpirun. If every "
+        "process is meant to be a world of its own, unset RANK and WORLD_SIZE"
+    ) from error
 
 
 def _of_store(store: Store, rank: int, size: int, join_s: float) -> Ends:

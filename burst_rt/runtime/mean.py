@@ -115,9 +115,15 @@ def average_gradients(
 
     Collective: one all-reduce for each dtype, of all its gradients, and one of a number a
     parameter. 16-bit gradients are summed in float32. Gradients that lie in memory one behind the
-    other, as views of one tensor, are not copied. Blocks as `mean_over_ranks` does.
+    other, as views of one tensor, are not copied. Blocks as `mean_over_ranks` does. Raises
+    InputError, on this rank alone, for a model or a tensor in place of several parameters.
     """
     ranks = _ranks_of(group, "average_gradients")
+    if isinstance(parameters, (torch.Tensor, torch.nn.Module)):
+        raise InputError(
+            "average_gradients: parameters must be several parameters, such as "
+            f"model.parameters(), got {type(parameters).__name__}; for one, give [parameter]"
+        )
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     if not wanted:
         return

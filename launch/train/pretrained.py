@@ -8,6 +8,7 @@ not depend on how ranks share the tokens, and a resumed run goes on bit for bit.
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,12 +26,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import burst_rt.hf
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.job import launched
 from burst_rt.launch.train.config import TrainConfig, require_model
 from burst_rt.launch.train.data import Encoding, Stream
 from burst_rt.launch.train.model import ShardedModel
 
 __all__ = ["ModelFolder", "ShardedPretrained", "open_folder", "save_pretrained"]
 
+_log = logging.getLogger("burst_rt.train")
 _R = TypeVar("_R")
 
 # What transformers raises for a folder that it cannot read.
@@ -81,9 +84,15 @@ class ModelFolder:
         if odd:
             raise ConfigError(
                 f"--model: the weights in {self.path} are not those of its config.json: "
-                f"{', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''} missing or of another "
-                "shape; save the model again with save_pretrained."
+                f"{_few(odd)} missing or of another shape; save the model again with "
+                "save_pretrained."
             )
+        unused = sorted(found["unexpected_keys"])
+        if unused and not launched.rank():
+            _log.warning(
+                "burst-rt: --model: %s has weights that are not in the model of its config.json, "
+                "and are left out: %s", self.path, _few(unused),
+            )  # fmt: skip
         loaded: torch.nn.Module = model.eval()
         return loaded
 
@@ -111,6 +120,10 @@ class ModelFolder:
 
     def _read(self, read: Callable[..., _R], **options: Any) -> _R:
         return _read(self.path, read, **options)
+
+
+def _few(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
 
 
 def open_folder(path: Path, seq_len: int) -> ModelFolder:

@@ -394,6 +394,15 @@ def test_a_folder_that_cannot_be_used_is_refused(
     assert "\n" not in str(raised.value)
 
 
+def test_weights_that_are_left_out_are_told(
+    llama: Path, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = _changed(llama, tmp_path / "folder", "config.json", _with(num_hidden_layers=1))
+    chosen = {"model": str(folder), "data": str(text), "seq_len": _SEQ_LEN}
+    burst_rt.run_local(1, lambda world: evaluate(world, None, chosen), timeout_s=60)
+    assert "are left out: model.layers.1." in caplog.text
+
+
 def test_ranks_that_see_other_files_are_refused(llama: Path, text: Path, tmp_path: Path) -> None:
     other = _changed(llama, tmp_path / "other", "config.json", _with(rms_norm_eps=1e-5))
     weights = tmp_path / "weights"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import burst_rt
-from burst_rt.errors import ConfigError, InputError
+from burst_rt.errors import ConfigError, InputError, Stalled
 from burst_rt.transport import LocalWorld
 
 
@@ -83,6 +85,39 @@ def test_processes_that_cannot_find_each_other_are_no_worlds_of_one(program: str
     assert "process 0 of 2, but the processes cannot find each other: " in said
     assert "MASTER_ADDR" in said
     assert "unset RANK and WORLD_SIZE" in said
+
+
+def test_nobody_waits_for_a_store_beyond_join_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(_LAUNCHERS):
+            monkeypatch.delenv(name)
+    with socket.socket() as closed:  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))
+        for name, value in {
+            "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(closed.getsockname()[1]),
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        since_s = time.monotonic()
+        with pytest.raises(Stalled, match=r"process 1 of 2 waited 3 s in burst_rt\.init for the"):
+            burst_rt.init(join_s=3)
+        assert time.monotonic() - since_s < 5
+
+
+@pytest.mark.parametrize(
+    ("own", "size"),
+    [("", "8"), ("x", "2"), ("-1", "2"), ("0", "abc"), ("0", "2.0"), ("0", "0"), ("2", "2")],
+)
+def test_half_set_variables_of_torchrun_are_no_world_of_one(
+    own: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in os.environ:
+        if name.startswith(_LAUNCHERS):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("RANK", own)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ConfigError, match=f"RANK the smaller one; got '{own}' and '{size}'"):
+        burst_rt.init()
 
 
 @pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "1"}])

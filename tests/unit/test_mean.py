@@ -31,6 +31,18 @@ def test_what_is_refused(values: Any, options: dict[str, Any], why: str) -> None
         burst_rt.mean_over_ranks(values, **options)
 
 
+@pytest.mark.parametrize("given", [torch.nn.Parameter(_X), torch.nn.Linear(2, 2)])
+def test_what_is_no_list_of_parameters_is_refused(given: Any) -> None:
+    with (
+        burst_rt.init() as ctx,
+        pytest.raises(
+            InputError,
+            match=r"^average_gradients: parameters must be several .* give \[parameter\]",
+        ),
+    ):
+        burst_rt.average_gradients(given, group=ctx)
+
+
 def test_the_function_that_was_called_is_named() -> None:
     with pytest.raises(InputError, match=r"^cross_entropy: there is no process group"):
         burst_rt.cross_entropy(torch.ones(3, 5), torch.ones(3, dtype=torch.int64))
