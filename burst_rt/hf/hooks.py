@@ -115,6 +115,13 @@ def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
             f"got (kv heads, head_dim, v_head_dim, dtype) of {sorted(map(str, found))}"
         )
     heads, head_dim, v_head_dim, dtype = found.pop()
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "kv_lora_rank", None) and heads != config.num_key_value_heads:
+        raise InputError(
+            f"{_NAME}: expected layers that keep keys and values as attention takes them, got "
+            f"{type(model).__name__}, which keeps them compressed (multi-head latent attention, "
+            f"kv_lora_rank {config.kv_lora_rank}); generate on one process"
+        )
     return {
         "num_layers": len(kept.layers), "num_kv_heads": heads, "head_dim": head_dim,
         "v_head_dim": v_head_dim, "dtype": dtype,

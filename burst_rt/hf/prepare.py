@@ -99,18 +99,23 @@ def _check_call(
 
 
 def _check_output(module: torch.nn.Module, part: Part, output: Any) -> None:
-    values = output.values() if isinstance(output, dict) else output
-    values = [output] if isinstance(output, torch.Tensor) else values
-    shapes = [tuple(x.shape) for x in values if isinstance(x, torch.Tensor) and x.ndim > 1]
+    given = [output] if isinstance(output, torch.Tensor) else output
+    values = given.items() if isinstance(given, dict) else enumerate(given)
     tokens = part.batch.layout.shard_len
-    if shapes and shapes[0][1] != tokens:
-        error = InputError(
-            f"hf.prepare: {type(module).__name__}: expected an output for each of this rank's "
-            f"{tokens} tokens, got one of shape {shapes[0]}: of a head that pools a sequence, or "
-            "by logits_to_keep, it would be of one rank's tokens alone; leave logits_to_keep out, "
-            "or give each sequence one rank"
-        )
-        refuse("hf.prepare", error, part.ctx.runtime)
+    meant = {tokens, part.encoder.layout.shard_len if part.encoder else tokens}
+    for name, x in values:
+        # Of hidden states, logits and the like; numbers beside them are integers.
+        if not isinstance(x, torch.Tensor) or x.ndim < 2 or not x.is_floating_point():
+            continue
+        if x.shape[1] not in meant:
+            error = InputError(
+                f"hf.prepare: {type(module).__name__}: expected an output for each of this rank's "
+                f"{tokens} tokens, got one of shape {tuple(x.shape)}, {name!r}: of a head that "
+                "pools a sequence, or by logits_to_keep, it would be of one rank's tokens alone; "
+                "leave logits_to_keep out, make the model without the head "
+                "(add_pooling_layer=False), or give each sequence one rank"
+            )
+            refuse("hf.prepare", error, part.ctx.runtime)
 
 
 @torch.no_grad()

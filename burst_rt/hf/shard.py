@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 import weakref
@@ -13,9 +14,9 @@ import torch
 
 from burst_rt.attention.call import FULL
 from burst_rt.attention.sharding import ContextLayout
-from burst_rt.batches import ShardedBatch, shard_batch
+from burst_rt.batches import KNOWN, ShardedBatch, shard_batch
 from burst_rt.context import Context
-from burst_rt.errors import InputError
+from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.masks import Documents, Mask
 from burst_rt.runtime.mean import RanksOrGroup
 from burst_rt.runtime.refusing import refuse
@@ -88,8 +89,9 @@ def shard(
     Every rank of the context gives the same batch, as for one process. The model was given to
     `prepare` before. Collective, and blocks as `Context.all_reduce` does; with check=False local.
 
-    batch: what `burst_rt.shard_batch` takes. What is no tensor, and tensors of no dimension
-        (num_items_in_batch), pass unchanged. For encoder-decoders: input_ids and attention_mask of
+    batch: what `burst_rt.shard_batch` takes. Other names pass unchanged where they are no tensor,
+        or tensors of no dimension; of these num_items_in_batch is a number above 0, the same on
+        every rank, and is compared. For encoder-decoders: input_ids and attention_mask of
         the encoder, decoder_input_ids, decoder_attention_mask, and labels, which are the
         decoder's and not shifted.
     layout: as in `burst_rt.shard_batch`; a layout object for models without an encoder only.
@@ -110,11 +112,18 @@ def shard(
             "burst_rt.hf.prepare(model, ctx) once, which says what ranks would get wrong"
         )
         refuse("hf.shard", error, ctx.runtime)
+    if not isinstance(batch, Mapping):
+        error = InputError(f"hf.shard: batch: expected tensors by name, got {type(batch).__name__}")
+        refuse("hf.shard", error, ctx.runtime)
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
     for name, x in batch.items():
         if name not in _OF_KERNELS:
-            (tensors if isinstance(x, torch.Tensor) and x.ndim else others)[name] = x
+            per_token = name.removeprefix(_DECODER) in KNOWN and x is not None
+            cut = per_token or (isinstance(x, torch.Tensor) and x.ndim > 0)
+            (tensors if cut else others)[name] = x
+    if "num_items_in_batch" in others:
+        _check_number(others["num_items_in_batch"], ctx, check)
     ranks = ctx if group is None else group
     if any(name.startswith(_DECODER) for name in tensors):
         return {**others, **_shard_both(tensors, ctx, layout, ranks, check)}
@@ -210,6 +219,31 @@ def part_of(labels: object) -> Part:
 def _tagged(found: dict[str, torch.Tensor], part: Part) -> dict[str, torch.Tensor]:
     ref = weakref.ref(part)
     return {name: _labels(x, ref) if "labels" in name else x for name, x in found.items()}
+
+
+def _check_number(number: Any, ctx: Context, check: bool) -> None:
+    """Raises InputError unless num_items_in_batch is above 0, and ContractMismatch, on every rank,
+    where ranks have others. Collective with check.
+    """
+    try:
+        value = float(number)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 < value < math.inf or isinstance(number, (str, bytes)):
+        error = InputError(
+            "hf.shard: num_items_in_batch: expected the number of labelled tokens of the step, "
+            f"above 0; got {number!r}"
+        )
+        refuse("hf.shard", error, ctx.runtime)
+    if check:
+        everyones = torch.zeros(ctx.world_size, dtype=torch.float64)
+        everyones[ctx.rank] = value
+        found = ctx.all_reduce(everyones).tolist()
+        if len(set(found)) > 1:  # as every rank sees
+            raise ContractMismatch(
+                "hf.shard: num_items_in_batch: expected the same on all ranks of a context, got "
+                f"{found} by rank; count the labelled tokens of the whole batch"
+            )
 
 
 def _named(part: ShardedBatch) -> dict[str, torch.Tensor]:

@@ -15,10 +15,11 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from small_models import make_batch, make_model
+from small_models import TOKENS, make_batch, make_model
 from torch.nn.functional import cross_entropy
 from transformers import masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
@@ -28,6 +29,7 @@ import burst_rt.hf
 from burst_rt import Causal, Chunked, Full, Mask, SlidingWindow
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.hf.masks import Handed, mask_of
+from burst_rt.hf.shard import set_prepared
 
 # Tests that catch what a call raises leave parts that nobody attended by.
 pytestmark = [
@@ -62,7 +64,6 @@ MASKS: dict[str, tuple[Callable[..., Any], Mask]] = {
 
 def _cells(mask: Mask, tokens: int) -> torch.Tensor:
     """Which key each query sees, by spans."""
-    import numpy as np
 
     spans = mask.bound(tokens, tokens).spans(np.arange(tokens))
     starts, stops = (torch.from_numpy(x.copy()) for x in (spans.starts, spans.stops))
@@ -291,6 +292,43 @@ def _call_encoder(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> ob
     return model(input_ids=part["input_ids"], burst_rt=part["burst_rt"])
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"position_ids": list(range(TOKENS))}, "position_ids: expected a tensor; got list"),
+        ({"attention_mask": [[1] * TOKENS] * 2}, "attention_mask: expected a tensor; got list"),
+        ({"position_ids": np.arange(TOKENS)}, "position_ids: expected a tensor; got ndarray"),
+        ({"cu_seq_lens_q": [0, TOKENS]}, "cu_seq_lens_q: expected a tensor; got list"),
+        ({"input_ids": torch.zeros(0, 8, dtype=torch.int64)}, "at least a row"),
+        ({"num_items_in_batch": -1}, "num_items_in_batch: expected .*, above 0; got -1"),
+        ({"num_items_in_batch": "7"}, "num_items_in_batch: expected .*, above 0; got '7'"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(changed: dict[str, Any], message: str) -> None:
+    def run(ctx: burst_rt.Context) -> None:
+        set_prepared(ctx)
+        batch = {"input_ids": torch.ones(2, TOKENS, dtype=torch.int64)}
+        with pytest.raises(InputError, match=message):
+            burst_rt.hf.shard({**batch, **changed}, ctx)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_a_batch_is_tensors_by_name_and_its_number_the_same() -> None:
+    def run(ctx: burst_rt.Context) -> None:
+        set_prepared(ctx)
+        batch = {"input_ids": torch.ones(2, TOKENS, dtype=torch.int64)}
+        with pytest.raises(InputError, match="batch: expected tensors by name, got list"):
+            burst_rt.hf.shard([batch], ctx)  # type: ignore[arg-type]
+        with pytest.raises(ContractMismatch, match=r"got \[10.0, 11.0\] by rank"):
+            burst_rt.hf.shard({**batch, "num_items_in_batch": 10 + ctx.rank}, ctx)
+        part = burst_rt.hf.shard({**batch, "num_items_in_batch": torch.tensor(7)}, ctx)
+        assert part["num_items_in_batch"] == 7
+        part["burst_rt"].excused = True
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a shard without the keyword": (
@@ -337,6 +375,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a head that pools": (
         _small("LlamaConfig", "LlamaForSequenceClassification"), _without_labels,
         r"LlamaForSequenceClassification: expected an output .* got one of shape \(2, 2\)",
+    ),
+    "a pooled output beside the tokens'": (
+        lambda: transformers.BertModel(_bert().config), _without_labels,
+        r"BertModel: expected an output .* got one of shape \(2, 32\), 'pooler_output'",
     ),
     "the last logits": (
         lambda: make_model("Llama"), _last_logits, r"got one of shape \(2, 1, 64\)",

@@ -290,6 +290,23 @@ def test_layers_that_keep_something_else_are_refused() -> None:
     burst_rt.run_local(1, run, timeout_s=60)
 
 
+def test_layers_that_keep_compressed_keys_are_refused() -> None:
+    config = _config(
+        "DeepseekV3Config", n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+        moe_intermediate_size=16, first_k_dense_replace=1,
+    )  # fmt: skip
+    config.num_key_value_heads = 4
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    model.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> None:
+        with pytest.raises(InputError, match="DeepseekV3ForCausalLM, which keeps them compressed"):
+            _cache(model, ctx)
+
+    burst_rt.run_local(1, run, timeout_s=60)
+
+
 def test_a_model_that_is_compared_first() -> None:
     torch.manual_seed(0)
     model = transformers.Qwen2ForCausalLM(_config("Qwen2Config")).eval()
