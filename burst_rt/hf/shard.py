@@ -120,8 +120,8 @@ def shard(
     for name, x in batch.items():
         if name not in _OF_KERNELS:
             per_token = name.removeprefix(_DECODER) in KNOWN and x is not None
-            cut = per_token or (isinstance(x, torch.Tensor) and x.ndim > 0)
-            (tensors if cut else others)[name] = x
+            spread = per_token or (isinstance(x, torch.Tensor) and x.ndim > 0)
+            (tensors if spread else others)[name] = x
     if "num_items_in_batch" in others:
         _check_number(others["num_items_in_batch"], ctx, check)
     ranks = ctx if group is None else group
