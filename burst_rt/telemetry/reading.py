@@ -73,7 +73,7 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
             groups[message.name] = message.ranks
         elif isinstance(message, PlanSummary):
             plans[rank, message.number] = message
-        elif isinstance(message, EndedCall | Agreed) and message.group in groups:
+        elif isinstance(message, EndedCall | Agreed) and rank in groups.get(message.group, ()):
             ran = message if isinstance(message, EndedCall) else None
             plan = _AGREEMENT if ran is None else plans.get((rank, ran.plan))
             if plan is None:

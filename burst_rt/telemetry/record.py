@@ -3,7 +3,8 @@ replayed, or made into a trace.
 
 The file begins with a line of magic; then come frames (`wire`): a `RecordHeader`, and `Recorded`
 entries. The file grows as the job runs, so a record whose writer was killed lacks only its last
-moment. A failure to write (a full disk) ends the record, never the job.
+moment. A failure to write (a full disk) ends the record, never the job. A record that is damaged
+is read up to the damage.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ __all__ = ["Record", "Recorder", "replay"]
 
 _MAGIC = b"burst_rt record\n"
 _CHUNK_BYTES = 1 << 20
+_LENGTH_BYTES = len(frame(b""))
+# What frames and messages raise that are not what was written.
+_DAMAGE = (ProtocolError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _log = logging.getLogger("burst_rt.telemetry.record")
 
@@ -87,27 +91,41 @@ class Recorder:
 
 class Record:
     """Reads a record: `header`, and, by iterating as often as one likes, its entries in order.
-    Raises InputError where the file is no record.
+    Raises InputError where the file is no record, or is damaged before its first entry. Damage
+    further on ends the entries, and is logged once.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._told = False
         self.header = self._read_header()
 
     def __iter__(self) -> Iterator[Recorded]:
         decoder = msgspec.msgpack.Decoder(Recorded)
-        payloads = self._payloads()
-        next(payloads, None)
-        for payload in payloads:
-            try:
-                yield decoder.decode(payload)
-            except msgspec.ValidationError:
-                continue  # a message of a newer version: the others are still worth reading
+        begins, num_read = len(_MAGIC), 0
+        try:
+            for number, payload in enumerate(self._payloads()):
+                if number > 0:  # the first is the header
+                    try:
+                        yield decoder.decode(payload)
+                        num_read += 1
+                    except msgspec.ValidationError:
+                        pass  # a message of a newer version: the others are still worth reading
+                begins += _LENGTH_BYTES + len(payload)
+        except _DAMAGE as error:
+            damage = f"{self.path} is damaged from byte {begins} on"
+            if num_read == 0:
+                raise InputError(
+                    f"{damage}, and nothing before that can be shown; use a copy that is whole"
+                ) from error
+            if not self._told:
+                self._told = True
+                _log.warning("%s; what comes after that is left out", damage)
 
     def _read_header(self) -> RecordHeader:
         try:
             header = msgspec.msgpack.decode(next(self._payloads(), b""), type=RecordHeader)
-        except (OSError, msgspec.DecodeError, ProtocolError) as error:
+        except (OSError, *_DAMAGE) as error:
             raise InputError(
                 f"{self.path} is not a record of a run: {error}. Make one with `burst-rt run "
                 "--record FILE`"
@@ -125,7 +143,10 @@ class Record:
                 raise ProtocolError("the file does not begin like a record")
             frames = Frames()
             while data := file.read(_CHUNK_BYTES):
-                yield from frames.feed(data)
+                try:
+                    yield from frames.feed(data)
+                except ProtocolError as error:
+                    raise ProtocolError("it is damaged") from error
 
 
 def replay(record: Record, until_s: float | None = None) -> JobModel:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from telemetry_feed import Times, arrive, beat, call, gpu_sample, offset_s, reco
 
 from burst_rt.errors import InputError
 from burst_rt.launch.trace import command
+from burst_rt.telemetry.chrome import write_trace
 from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     Agreed,
@@ -26,6 +29,7 @@ from burst_rt.telemetry.messages import (
 )
 from burst_rt.telemetry.record import Record, Recorder, replay
 from burst_rt.telemetry.summary import RecordSummary, summarise
+from burst_rt.telemetry.wire import frame
 
 
 def _messages() -> list[tuple[float, int, FromRank | Presence]]:
@@ -74,6 +78,57 @@ def test_a_record_cut_short_is_read_as_far_as_it_goes(path: Path) -> None:
     whole = list(Record(path))
     path.write_bytes(path.read_bytes()[:-10])
     assert list(Record(path)) == whole[:-1]
+
+
+_BYE = msgspec.msgpack.encode((1.0, 0, ("bye", 1.0, 1, "text")))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(bytes(4096), id="zeros"),
+        pytest.param(b"\xff" * 100, id="length"),
+        pytest.param(frame(_BYE.replace(b"text", b"te\xfft")), id="text"),
+    ],
+)
+def test_a_damaged_record_is_read_up_to_the_damage(
+    path: Path, tmp_path: Path, what: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, size = list(Record(path)), path.stat().st_size
+    shown = CliRunner().invoke(command, ["summary", str(path)]).output
+    path.write_bytes(path.read_bytes() + what)
+    assert list(Record(path)) == whole
+    assert replay(Record(path)).snapshot().ranks
+    caplog.clear()
+    assert CliRunner().invoke(command, ["summary", str(path)]).output == shown
+    done = CliRunner().invoke(command, [str(path), "-o", str(tmp_path / "trace.json")])
+    assert done.exit_code == 0, done.output
+    told = f"{path} is damaged from byte {size} on; what comes after that is left out"
+    assert caplog.messages == [told, told]  # once a command, though a trace reads it thrice
+
+
+def test_flipped_bytes_never_fail_otherwise_than_as_damage(path: Path, tmp_path: Path) -> None:
+    content, rng = path.read_bytes(), random.Random(0)
+    for _ in range(300):
+        damaged, at = bytearray(content), rng.randrange(len(content))
+        damaged[at] ^= rng.randrange(1, 256)
+        path.write_bytes(damaged)
+        with suppress(InputError):
+            replay(Record(path)).snapshot()
+            summarise(Record(path))
+            write_trace(Record(path), tmp_path / "trace.json")
+
+
+def test_a_record_damaged_from_its_start_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "start.record"
+    Recorder(path, 1e9, "0.1").close()
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes() + bytes(100))
+    with pytest.raises(InputError, match=rf"start.record is damaged from byte {size} on, and"):
+        list(Record(path))
+    path.write_bytes(b"burst_rt record\n\xff\xff\xff\xff")
+    with pytest.raises(InputError, match=r"start.record is not a record of a run: it is damaged"):
+        Record(path)
 
 
 def test_messages_are_arrays_whose_order_old_records_have() -> None:
