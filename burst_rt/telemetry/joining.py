@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Wish", "farewell", "follow", "report", "wish"]
 
 _SAMPLE_HZ = 5.0
+# What one report may hold. Viewers show 64 of a job's values.
+_MAX_VALUES = 256
+_MAX_NAME_BYTES = 256
 
 _log = logging.getLogger("burst_rt.telemetry")
 # The agents by rank: of this process (None), or of each rank that is a thread of it.
@@ -138,15 +141,39 @@ def report(step: int = 0, **values: float) -> None:
     number by its name. It is enough that one rank reports.
 
     Returns at once. Does nothing without telemetry, or before `init`, with which telemetry begins.
-    Raises InputError for a value that is no number.
+    Raises InputError for a value that is no number or too large for a float, a step that needs more
+    than 64 bits, a name that is not UTF-8 or longer than 256 bytes, and more than 256 values.
     """
     agent: Agent | None = getattr(_current, "agent", None) or _agents.get(None)
     if agent is None:
         return
+    from burst_rt.telemetry.jobs import readable
+
+    if len(values) > _MAX_VALUES:
+        raise InputError(
+            f"telemetry.report: expected at most {_MAX_VALUES} values, got {len(values):,}; report "
+            "fewer"
+        )
+    for name in values:
+        if readable(name) != name or len(name.encode()) > _MAX_NAME_BYTES:
+            raise InputError(
+                f"telemetry.report: expected names in UTF-8 of at most {_MAX_NAME_BYTES} bytes, "
+                f"got {name[:80]!a}; choose another name"
+            )
     try:
-        agent.report(int(step), {name: float(value) for name, value in values.items()})
+        number = int(step)
+        numbers = {name: float(value) for name, value in values.items()}
+    except OverflowError as error:
+        raise InputError(
+            f"telemetry.report: expected a finite step, and values that fit a float: {error}"
+        ) from error
     except (TypeError, ValueError) as error:
         raise InputError(f"telemetry.report: expected numbers, got {values}") from error
+    if not -(1 << 63) <= number < 1 << 63:
+        raise InputError(
+            f"telemetry.report: expected a step of 64 bits, got one of {number.bit_length()} bits"
+        )
+    agent.report(number, numbers)
 
 
 def _start(settings: Settings, wishes: Sequence[Wish]) -> bytes:

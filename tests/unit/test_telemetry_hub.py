@@ -4,6 +4,7 @@ on.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -152,6 +153,41 @@ def test_a_wrong_report_is_the_callers_mistake(
 
     with pytest.raises(InputError, match=r"expected numbers, got \{'loss': 'low'\}"):
         burst_rt.run_local(1, wrong)
+
+
+@pytest.mark.parametrize(
+    ("step", "values", "told"),
+    [
+        (1, {os.fsdecode(b"loss\xe9"): 1.0}, r"names in UTF-8 .* got 'loss\\udce9'"),
+        (1, {"x" * 257: 1.0}, "at most 256 bytes, got 'xxx"),
+        (2**64, {"loss": 1.0}, "a step of 64 bits, got one of 65 bits"),
+        (math.inf, {"loss": 1.0}, "a finite step"),
+        (math.nan, {"loss": 1.0}, "expected numbers"),
+        (1, {"loss": 10**5000}, "values that fit a float"),
+        (1, {f"x{i}": 0.0 for i in range(300)}, "at most 256 values, got 300"),
+    ],
+)
+def test_a_report_that_cannot_be_sent_leaves_telemetry_as_it_was(
+    hub: RunningHub,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    values: dict[str, float],
+    told: str,
+) -> None:
+    for name, value in hub.environment().items():
+        monkeypatch.setenv(name, value)
+
+    def wrong(ctx: burst_rt.Context) -> None:
+        with pytest.raises(InputError, match=told):
+            burst_rt.telemetry.report(step, **values)
+        burst_rt.telemetry.report(-(2**63), loss=math.inf)
+        burst_rt.telemetry.report(2**63 - 1, **{"é" * 128: 2.0}, loss=3.0)
+
+    burst_rt.run_local(1, wrong)
+    with Viewer(hub.address, hub.secret) as viewer:
+        shown = _wait_until(viewer, lambda s: any(r.status == "left" for r in s.ranks))
+        assert shown.progress.step == 2**63 - 1
+        assert shown.progress.values == {"é" * 128: 2.0, "loss": 3.0}
 
 
 def test_a_dropped_connection_is_noticed_within_100_ms(hub: RunningHub) -> None:
