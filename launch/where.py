@@ -72,7 +72,10 @@ def telemetry_options(command: _F) -> _F:
         metavar="FILE",
         expose_value=False,
         callback=_ask,
-        help="Record the telemetry in FILE; see `burst-rt trace`.",
+        help=(
+            "Record the telemetry in FILE; see `burst-rt trace`. A FILE that is there is kept as "
+            "FILE.1, then FILE.2."
+        ),
     )
     dashboard = click.option(
         "--dashboard",

@@ -44,6 +44,8 @@ def main() -> None:
     if options.record:
         try:
             hub.recorder = Recorder(Path(options.record), hub.model.began_at_s, __version__)
+            if hub.recorder.kept is not None:
+                hub.told.append(f"the record that was there is kept as {hub.recorder.kept}")
         except OSError as error:
             hub.told.append(f"no record: cannot write {options.record}: {error.strerror}")
             hub.model.record = ""

@@ -43,11 +43,14 @@ class _Packed(msgspec.Struct, array_like=True):
 class Recorder:
     """Writes a record. Raises OSError where the file cannot be made. A later failure is logged, and
     ends the record.
+
+    A file that is there already is renamed first, to `kept`: FILE.1, the next one FILE.2.
     """
 
     def __init__(self, path: Path, began_at_s: float, package: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
+        self.kept = _keep(path)
         # The path should be a regular file: a pipe or a device could make the hub wait.
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._encoder = msgspec.msgpack.Encoder()
@@ -87,6 +90,18 @@ class Recorder:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def _keep(path: Path) -> Path | None:
+    """Gives the file that is there a name of its own: with the next number. None where there is
+    none, or an empty one. A job that is started again must not lose what the attempt before it did.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    stem = f"{path.name}."
+    ends = [p.name[len(stem) :] for p in path.parent.iterdir() if p.name.startswith(stem)]
+    last = max((int(end) for end in ends if end.isascii() and end.isdigit()), default=0)
+    return path.rename(path.with_name(f"{stem}{last + 1}"))
 
 
 class Record:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -29,6 +30,7 @@ from burst_rt.telemetry.agent import Agent
 from burst_rt.telemetry.calls import CallLog, Totals
 from burst_rt.telemetry.following import Teller
 from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Severity
+from burst_rt.telemetry.record import Record
 from burst_rt.telemetry.starting import HUB_MODULE, RunningHub, scrubbed, start_hub
 from burst_rt.telemetry.viewer import Viewer
 from burst_rt.telemetry.views import Snapshot
@@ -521,6 +523,23 @@ def test_a_record_that_cannot_be_written_is_told_without_a_launcher() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "burst-rt: no record: cannot write /proc/none/x: No such file" in done.stderr
+
+
+def test_a_job_that_is_started_again_says_where_the_first_record_is(tmp_path: Path) -> None:
+    record, said = tmp_path / "job.record", []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", "import burst_rt; burst_rt.init().close()"],
+            env=dict(os.environ) | {"BURST_RT_RECORD": str(record)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stderr)
+    kept = f"burst-rt: the record that was there is kept as {record}.1\n"
+    assert [kept in text for text in said] == [False, True]
+    assert Record(tmp_path / "job.record.1").header.began_at_s < Record(record).header.began_at_s
 
 
 def test_a_hub_starts_without_mpi_variables() -> None:

@@ -178,6 +178,24 @@ def test_a_disk_that_is_full_ends_the_record_and_nothing_else(
     assert caplog.text.count("ends here") == 1
 
 
+def test_a_record_that_is_there_is_kept(path: Path) -> None:
+    assert sorted(path.parent.iterdir()) == [path]
+    (path.parent / "run.record.8x").touch()
+    (path.parent / "12").touch()
+    attempts = [path.read_bytes()]
+    for number in (1, 2, 3):
+        recorder = Recorder(path, 1e9 + number, "0.1")
+        assert recorder.kept == path.with_name(f"run.record.{number}")
+        recorder.close()
+        attempts.append(path.read_bytes())
+    kept = [path.with_name(f"run.record.{number}") for number in (1, 2, 3)]
+    assert [file.read_bytes() for file in (*kept, path)] == attempts
+    path.write_bytes(b"")  # nothing to lose, as mktemp makes it
+    recorder = Recorder(path, 1e9, "0.1")
+    recorder.close()
+    assert recorder.kept is None
+
+
 def test_a_trace_has_every_rank_on_one_clock_with_arrows(path: Path, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     done = CliRunner().invoke(command, [str(path), "-o", str(out)])
