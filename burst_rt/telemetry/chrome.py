@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from burst_rt.errors import InputError
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.telemetry.messages import Heartbeat, Hello, JobReport, Sample, Source
 from burst_rt.telemetry.reading import CallOfAll, calls_of
 from burst_rt.telemetry.record import Record, replay
@@ -40,19 +40,25 @@ _COUNTERS = (
 
 
 def write_trace(record: Record, path: Path) -> int:
-    """Writes the trace of a record, and returns its number of events. Raises OSError, and
-    InputError where `path` is the record itself.
+    """Writes the trace of a record, and returns its number of events. Raises ConfigError where
+    `path` cannot be written, and InputError where it is the record itself.
     """
     if path.exists() and path.samefile(record.path):
         raise InputError(f"{path} is the record itself; give the trace another name")
     num_events = 0
-    with path.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for event in _events(record):
-            file.write(",\n" if num_events else "\n")
-            json.dump(event, file, separators=(",", ":"))
-            num_events += 1
-        file.write("\n]}\n")
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+            for event in _events(record):
+                file.write(",\n" if num_events else "\n")
+                json.dump(event, file, separators=(",", ":"))
+                num_events += 1
+            file.write("\n]}\n")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the trace to {path}: {error.strerror}; name a file in a folder that is "
+            "there and has room"
+        ) from error
     return num_events
 
 

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from telemetry_feed import Times, arrive, beat, call, gpu_sample, offset_s, record_calls
 
-from burst_rt.errors import InputError
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.trace import command
 from burst_rt.telemetry.chrome import write_trace
 from burst_rt.telemetry.job_model import JobModel
@@ -230,6 +230,15 @@ def test_a_trace_has_every_rank_on_one_clock_with_arrows(path: Path, tmp_path: P
     assert names[0] == "rank 0 on host, cuda:0"
     assert "a GPU gpu:0" in names.values()
     assert any(e["ph"] == "i" and e["name"] == "lost" for e in events)
+
+
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [("/dev/full", "No space left on device"), ("/proc/none/x", "No such file or directory")],
+)
+def test_a_trace_that_cannot_be_written_is_told(path: Path, out: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot write the trace to {out}: {why}"):
+        write_trace(Record(path), Path(out))
 
 
 def test_slices_of_one_thread_never_overlap(path: Path, tmp_path: Path) -> None:
