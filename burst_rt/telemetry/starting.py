@@ -171,7 +171,8 @@ def start_hub(
     dashboard: str = "",
     metrics_port: str = "",
 ) -> RunningHub:
-    """Starts a hub and waits until it listens, at most 15 s. Raises ConfigError where it does not.
+    """Starts a hub and waits until it listens, at most 15 s. Raises ConfigError where it does not,
+    and at once where `metrics_port` is no port.
 
     one_host: all ranks are on this host, and the hub listens on a Unix socket; else it listens with
     TCP on all interfaces, behind the job's secret. record: a file to record to, "" for none. held:
@@ -179,6 +180,11 @@ def start_hub(
     error; a hub that is not held ends with its last rank. dashboard: "1" or [HOST:]PORT, "" for
     none. metrics_port: a port for `/metrics`, "" for none.
     """
+    if metrics_port and not _is_port(metrics_port):
+        raise ConfigError(
+            f"{METRICS_VARIABLE}: expected a port from 0 to 65535, 0 for any, got "
+            f"{metrics_port[:80]!r}; set another, or none"
+        )
     secret = secrets.token_urlsafe(24)
     command = [
         sys.executable,
@@ -213,6 +219,10 @@ def start_hub(
             f"{' '.join(command)}"
         )
     return RunningHub(address, secret, told, process)
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535
 
 
 def _read_line(process: subprocess.Popen[bytes]) -> str:

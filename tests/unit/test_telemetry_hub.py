@@ -503,6 +503,22 @@ def test_a_hub_that_cannot_start_is_no_failure(
     assert "no telemetry" in caplog.text
 
 
+@pytest.mark.parametrize("port", ["abc", "70000", "-1", "9" * 5000])
+def test_a_wrong_metrics_port_is_told_at_once(
+    port: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("BURST_RT_TELEMETRY", raising=False)
+    monkeypatch.setenv("BURST_RT_METRICS_PORT", port)
+    began_s = time.monotonic()
+    assert burst_rt.run_local(2, lambda ctx: ctx.runtime.observer) == [None, None]
+    assert time.monotonic() - began_s < _DEADLINE_S
+    (told,) = caplog.messages
+    assert told.startswith(
+        "no telemetry: BURST_RT_METRICS_PORT: expected a port from 0 to 65535, 0 for any, got "
+        f"{port[:80]!r}"
+    )
+
+
 def test_what_a_hub_cannot_do_is_told_to_whoever_started_it() -> None:
     running = start_hub(one_host=True, held=True, record="/proc/none/x", dashboard="8.8.8.8:1")
     try:
