@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["open_reader", "viewer_options"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _seconds(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    # No comparison of a range holds for NaN, so click lets it pass.
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("expected seconds, got nan")
+    return value
 
 
 def viewer_options(command: _F) -> _F:
@@ -34,6 +42,7 @@ def viewer_options(command: _F) -> _F:
     until = click.option(
         "--until",
         type=click.FloatRange(min=0),
+        callback=_seconds,
         metavar="S",
         help="Replay the first S seconds of the record. [default: all of it]",
     )

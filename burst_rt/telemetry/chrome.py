@@ -43,10 +43,10 @@ def write_trace(record: Record, path: Path) -> int:
     """Writes the trace of a record, and returns its number of events. Raises ConfigError where
     `path` cannot be written, and InputError where it is the record itself.
     """
-    if path.exists() and path.samefile(record.path):
-        raise InputError(f"{path} is the record itself; give the trace another name")
     num_events = 0
     try:
+        if path.exists() and path.samefile(record.path):
+            raise InputError(f"{path} is the record itself; give the trace another name")
         with path.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [')
             for event in _events(record):

@@ -12,10 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from click import Command
 from click.testing import CliRunner
 from telemetry_feed import Times, arrive, beat, call, gpu_sample, offset_s, record_calls
 
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.launch import dashboard, top
 from burst_rt.launch.trace import command
 from burst_rt.telemetry.chrome import write_trace
 from burst_rt.telemetry.job_model import JobModel
@@ -72,6 +74,14 @@ def test_a_replay_is_the_state_that_was(path: Path) -> None:
     assert replayed.timeline(0.0, 20.0) == live.timeline(0.0, 20.0)
     assert replay(Record(path), until_s=11.0).now_s == 11.0
     assert [s.call for s in replay(Record(path), until_s=11.0).timeline(0.0, 20.0).spans] == [7] * 6
+
+
+@pytest.mark.parametrize("shown", [top.command, dashboard.command])
+@pytest.mark.parametrize("until", ["nan", "-1", "soon"])
+def test_until_takes_seconds_alone(path: Path, shown: Command, until: str) -> None:
+    done = CliRunner().invoke(shown, ["--replay", str(path), "--until", until])
+    assert done.exit_code == 2
+    assert "Invalid value for '--until': " in done.output
 
 
 def test_a_record_cut_short_is_read_as_far_as_it_goes(path: Path) -> None:
