@@ -16,6 +16,7 @@ from importlib import resources
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -45,6 +46,7 @@ _MAX_STREAMS = 32
 _MAX_SPANS = 20_000
 _MAX_ROWS = 2_000
 _MAX_NAMES = 256
+_MAX_RANK_DIGITS = 9
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
@@ -143,7 +145,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
 
     async def timeline(request: Request) -> Response:
         until_s = _number(request, "until", math.inf)
-        ranks = [int(word) for word in _words(request, "rank") if word.isascii() and word.isdigit()]
+        ranks = _ranks(request)
         limit = _limit(request, 2000, _MAX_SPANS)
         snapshot, _ = await dashboard.present()
         view = await reader.timeline(
@@ -233,6 +235,21 @@ def _unavailable(request: Request, error: Exception) -> Response:
 
 def _words(request: Request, name: str) -> list[str]:
     return request.query_params.getlist(name)[:_MAX_NAMES]
+
+
+def _ranks(request: Request) -> list[int]:
+    """The ranks that are named; what is no number is left out. Raises HTTPException, 400, for a
+    number that no rank can have.
+    """
+    words = [word for word in _words(request, "rank") if word.isascii() and word.isdigit()]
+    for word in words:
+        if len(word) > _MAX_RANK_DIGITS:
+            raise HTTPException(
+                400,
+                f"rank: expected at most {_MAX_RANK_DIGITS} digits, got {len(word)}: "
+                f"{word[:20]}; name a rank of the job\n",
+            )
+    return [int(word) for word in words]
 
 
 def _number(request: Request, name: str, default: float) -> float:
