@@ -89,8 +89,9 @@ class History:
                 ring.widen(len(self.metrics))
         self._thin(at_s)
         row = np.full(len(self.metrics), np.nan, np.float32)
-        for name, value in values.items():
-            row[self._column[name]] = value
+        with np.errstate(over="ignore"):  # what float32 cannot hold is infinite
+            for name, value in values.items():
+                row[self._column[name]] = value
         self._full.add(at_s, row)
 
     def _thin(self, at_s: float) -> None:
