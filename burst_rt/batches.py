@@ -23,7 +23,7 @@ from burst_rt.planning.masks import Causal, Documents, Full, Mask
 from burst_rt.runtime.mean import RanksOrGroup, weighted_mean
 from burst_rt.runtime.refusing import refuse
 
-__all__ = ["IGNORED_LABEL", "KNOWN", "ShardedBatch", "cross_entropy", "shard_batch"]
+__all__ = ["BATCH_NAMES", "IGNORED_LABEL", "ShardedBatch", "cross_entropy", "shard_batch"]
 
 _NAME = "shard_batch"
 # A label that counts for nothing, as in torch's cross_entropy.
@@ -31,8 +31,8 @@ IGNORED_LABEL = -100
 # Of one number a token, `[batch, tokens]`.
 _PER_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "token_type_ids")
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")
-# Names of a batch's tensors.
-KNOWN = (*_PER_TOKEN, "position_ids", "inputs_embeds", *_PACKING)
+# All names that a batch's tensors may have.
+BATCH_NAMES = (*_PER_TOKEN, "position_ids", "inputs_embeds", *_PACKING)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,8 +163,8 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayo
 def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     """Rows and tokens. Raises InputError for what is not known or does not fit."""
     for name, x in batch.items():
-        if name not in KNOWN:
-            _wrong(f"{name!r} is not known", f"some of {', '.join(KNOWN)}", "leave it out")
+        if name not in BATCH_NAMES:
+            _wrong(f"{name!r} is not known", f"some of {', '.join(BATCH_NAMES)}", "leave it out")
         if not isinstance(x, torch.Tensor):
             _wrong(name, "a tensor", f"got {type(x).__name__}")
     first = batch.get("input_ids", batch.get("inputs_embeds"))

@@ -19,6 +19,7 @@ from burst_rt.dashboard.app import Dashboard, make_app, metrics_app
 from burst_rt.dashboard.guard import Guard
 from burst_rt.dashboard.reader import Reader
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.telemetry.starting import is_port
 
 __all__ = ["DEFAULT_PORT", "Served", "Where"]
 
@@ -50,7 +51,7 @@ class Where:
         host = host.removeprefix("[").removesuffix("]") if colon else cls.host
         if at in ("", "1"):
             return cls(metrics_port=metrics_port)
-        if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        if not host or not is_port(port):
             raise InputError(f"--dashboard-at: expected PORT or HOST:PORT, got {at!r}")
         return cls(host, int(port), metrics_port)
 

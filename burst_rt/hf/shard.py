@@ -14,7 +14,7 @@ import torch
 
 from burst_rt.attention.call import FULL
 from burst_rt.attention.sharding import ContextLayout
-from burst_rt.batches import KNOWN, ShardedBatch, shard_batch
+from burst_rt.batches import BATCH_NAMES, ShardedBatch, shard_batch
 from burst_rt.context import Context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.masks import Documents, Mask
@@ -119,7 +119,7 @@ def shard(
     others: dict[str, Any] = {}
     for name, x in batch.items():
         if name not in _OF_KERNELS:
-            per_token = name.removeprefix(_DECODER) in KNOWN and x is not None
+            per_token = name.removeprefix(_DECODER) in BATCH_NAMES and x is not None
             spread = per_token or (isinstance(x, torch.Tensor) and x.ndim > 0)
             (tensors if spread else others)[name] = x
     if "num_items_in_batch" in others:

@@ -46,6 +46,11 @@ __all__ = [
 # In a thread of `run_local`, `rank` is the LocalRank that the thread joins as.
 this_thread = threading.local()
 
+_TORCHRUN_ADVICE = (
+    "Start the processes with torchrun, `burst-rt run` or mpirun. If every process is meant to be "
+    "a world of its own, unset RANK and WORLD_SIZE"
+)
+
 
 @dataclass(frozen=True)
 class LocalRank:
@@ -93,10 +98,7 @@ def find_ends(comm: Comm | None, group: Group | None, join_s: float) -> Ends:
             return _of_group(dist.group.WORLD, join_s)
         wrong = launched.torchrun_wrong()
         if wrong is not None:
-            raise ConfigError(
-                f"init: {wrong}. Start the processes with torchrun, `burst-rt run` or mpirun. If "
-                "every process is meant to be a world of its own, unset RANK and WORLD_SIZE"
-            )
+            raise ConfigError(f"init: {wrong}. {_TORCHRUN_ADVICE}")
         if launched.torchrun_ranks() > 1:
             return _of_torchrun(join_s)
         if "mpi4py.MPI" not in sys.modules:
@@ -203,8 +205,7 @@ def _of_torchrun(join_s: float) -> Ends:
     raise ConfigError(
         "init: RANK and WORLD_SIZE say that this is process "
         f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}, but the processes cannot find "
-        f"each other: {error}. Start them with torchrun, `burst-rt run` or mpirun. If every "
-        "process is meant to be a world of its own, unset RANK and WORLD_SIZE"
+        f"each other: {error}. {_TORCHRUN_ADVICE}"
     ) from error
 
 

@@ -165,13 +165,15 @@ def report(step: int = 0, **values: float) -> None:
         numbers = {name: float(value) for name, value in values.items()}
     except OverflowError as error:
         raise InputError(
-            f"telemetry.report: expected a finite step, and values that fit a float: {error}"
+            f"telemetry.report: expected a finite step, and values that fit a float, got others "
+            f"({error}); report smaller numbers"
         ) from error
     except (TypeError, ValueError) as error:
         raise InputError(f"telemetry.report: expected numbers, got {values}") from error
     if not -(1 << 63) <= number < 1 << 63:
         raise InputError(
-            f"telemetry.report: expected a step of 64 bits, got one of {number.bit_length()} bits"
+            f"telemetry.report: expected a step of 64 bits, got one of {number.bit_length()} bits; "
+            "report a smaller step"
         )
     agent.report(number, numbers)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from burst_rt.telemetry.viewer import Viewer
     from burst_rt.telemetry.views import Lost
 
-__all__ = ["HUB_MODULE", "RunningHub", "scrubbed", "start_hub"]
+__all__ = ["HUB_MODULE", "RunningHub", "is_port", "scrubbed", "start_hub"]
 
 # The program of the hub's process. It stands above telemetry, where the dashboard is known, and is
 # started by its name.
@@ -180,7 +180,7 @@ def start_hub(
     error; a hub that is not held ends with its last rank. dashboard: "1" or [HOST:]PORT, "" for
     none. metrics_port: a port for `/metrics`, "" for none.
     """
-    if metrics_port and not _is_port(metrics_port):
+    if metrics_port and not is_port(metrics_port):
         raise ConfigError(
             f"{METRICS_VARIABLE}: expected a port from 0 to 65535, 0 for any, got "
             f"{metrics_port[:80]!r}; set another, or none"
@@ -221,7 +221,8 @@ def start_hub(
     return RunningHub(address, secret, told, process)
 
 
-def _is_port(text: str) -> bool:
+def is_port(text: str) -> bool:
+    """Whether a text is a port's number; 0 stands for any port."""
     return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535
 
 

@@ -278,30 +278,34 @@ def _config(kind: str, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def test_layers_that_keep_something_else_are_refused() -> None:
+def _lfm2() -> Any:
     config = _config("Lfm2Config", layer_types=["conv", "full_attention"], block_dim=32)
-    model = transformers.Lfm2ForCausalLM(config).eval()
-    model.set_attn_implementation("burst_rt")
-
-    def run(ctx: burst_rt.Context) -> None:
-        with pytest.raises(InputError, match="got layer 0 of Lfm2ForCausalLM, which does not"):
-            _cache(model, ctx)
-
-    burst_rt.run_local(1, run, timeout_s=60)
+    return transformers.Lfm2ForCausalLM(config)
 
 
-def test_layers_that_keep_compressed_keys_are_refused() -> None:
+def _deepseek() -> Any:
     config = _config(
         "DeepseekV3Config", n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
         kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
         moe_intermediate_size=16, first_k_dense_replace=1,
     )  # fmt: skip
     config.num_key_value_heads = 4
-    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_lfm2, "got layer 0 of Lfm2ForCausalLM, which does not"),
+        (_deepseek, "DeepseekV3ForCausalLM, which keeps them compressed"),
+    ],
+)
+def test_layers_that_keep_something_else_are_refused(make: Callable[[], Any], said: str) -> None:
+    model = make().eval()
     model.set_attn_implementation("burst_rt")
 
     def run(ctx: burst_rt.Context) -> None:
-        with pytest.raises(InputError, match="DeepseekV3ForCausalLM, which keeps them compressed"):
+        with pytest.raises(InputError, match=said):
             _cache(model, ctx)
 
     burst_rt.run_local(1, run, timeout_s=60)
