@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from burst_rt.attention.sharding import ContextLayout, choose_layout
-from burst_rt.context import Context
+from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.masks import Causal, Documents, Full, Mask
 from burst_rt.runtime.mean import RanksOrGroup, weighted_mean
@@ -101,6 +101,7 @@ def shard_batch(
     ranks. The other ranks raise the same error in the call in which they wait for this rank. Raises
     ContractMismatch on every rank where check finds that batches differ.
     """
+    require_context(ctx, _NAME)
     try:
         if not isinstance(batch, Mapping):
             _wrong("batch", "tensors by name", f"got {type(batch).__name__}")
@@ -177,6 +178,8 @@ def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     for name in set(_PER_TOKEN).intersection(batch):
         if batch[name].shape != (rows, tokens):
             hint = "; labels of whole sequences cannot be cut" if name == "labels" else ""
+            if hint and batch[name].ndim > 1:
+                hint = "; an encoder-decoder's labels come with decoder_input_ids"
             got = f"got {tuple(batch[name].shape)}{hint}"
             _wrong(name, f"shape [batch, tokens] = {(rows, tokens)}", got)
     return rows, tokens
@@ -262,24 +265,49 @@ def cross_entropy(
     which says how gradients come together.
 
     Collective; blocks as `mean_over_ranks` does. Returns a float32 scalar, NaN where no rank has a
-    label. Raises InputError, on this rank alone, for labels of another shape.
+    label. Raises InputError for labels of another shape or dtype, and for labels on a CPU that are
+    no class: on every rank that waits for this one where group is a Context, else on this rank.
     """
     if labels.shape != logits.shape[:-1]:
-        raise InputError(
-            f"cross_entropy: labels: expected {tuple(logits.shape[:-1])}, one for each of the "
-            f"logits' tokens; got {tuple(labels.shape)}; cut both alike"
+        _refuse_labels(
+            f"expected {tuple(logits.shape[:-1])}, one for each of the logits' tokens; got "
+            f"{tuple(labels.shape)}; cut both alike",
+            group,
         )
-    losses = token_losses(logits, labels)
+    losses = token_losses(logits, labels, group)
     return weighted_mean(losses, labels.flatten() != IGNORED_LABEL, group, "cross_entropy")
 
 
 def token_losses(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED_LABEL
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    group: RanksOrGroup | None,
+    ignore_index: int = IGNORED_LABEL,
 ) -> torch.Tensor:
-    """Each token's cross-entropy, flattened, float32; 0 where the label counts for nothing."""
+    """Each token's cross-entropy, flattened, float32; 0 where the label counts for nothing.
+
+    group: in which the losses' mean is to be. Raises as `cross_entropy` does.
+    """
     if hasattr(labels, "plain"):  # those of `burst_rt.hf.shard` refuse torch's losses
         labels = labels.plain()
-    flat = logits.float().flatten(0, -2)
+    flat, classes = logits.float().flatten(0, -2), logits.shape[-1]
+    if labels.dtype != torch.int64:
+        _refuse_labels(f"expected torch.int64, got {labels.dtype}; give labels.long()", group)
+    if labels.device.type == "cpu":  # a GPU would have to be waited for
+        wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignore_index)]
+        if wrong.numel():
+            _refuse_labels(
+                f"expected 0 to {classes - 1}, or {ignore_index} for what counts for nothing, got "
+                f"{int(wrong[0])}; make labels with the model's own tokenizer",
+                group,
+            )
     return functional.cross_entropy(
         flat, labels.flatten().to(flat.device), ignore_index=ignore_index, reduction="none"
     )
+
+
+def _refuse_labels(reason: str, group: RanksOrGroup | None) -> NoReturn:
+    error = InputError(f"cross_entropy: labels: {reason}")
+    if isinstance(group, Context):
+        refuse("cross_entropy", error, group.runtime)
+    raise error  # ranks of torch.distributed wait where nothing can be told them

@@ -163,6 +163,16 @@ class Context:
             self.setup.close()
 
 
+def require_context(ctx: object, name: str) -> None:
+    """Raises InputError, on every rank that waits for this one, for what is no context.
+
+    name: of the call that was given ctx.
+    """
+    if not isinstance(ctx, Context):
+        got = type(ctx).__name__
+        refuse(name, InputError(f"{name}: ctx must be a context of burst_rt.init, got {got}"))
+
+
 def init(
     comm: Comm | None = None,
     device: str | torch.device = "auto",

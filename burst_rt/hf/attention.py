@@ -222,7 +222,8 @@ def _wrong_positions(part: Part, given: torch.Tensor | None) -> str | None:
         return None
     return (
         f"position_ids: expected those of burst_rt.hf.shard, got others of shape "
-        f"{tuple(given.shape)}; pass on all that shard returns"
+        f"{tuple(given.shape)}; pass on all that shard returns, and give it decoder_input_ids too "
+        "where the model is an encoder-decoder"
     )
 
 

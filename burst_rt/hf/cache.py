@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from burst_rt.attention.cache import KVCache, Step, is_count
-from burst_rt.context import Context
+from burst_rt.context import Context, require_context
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.hf.cached_call import CachedCall
 from burst_rt.hf.hooks import HookedCache, attach, check_model, detach, what_layers_keep
@@ -95,9 +95,7 @@ class Cache(HookedCache):
         batch: int | None = None,
         block: int = 128,
     ) -> None:
-        if not isinstance(ctx, Context):
-            got = type(ctx).__name__
-            raise InputError(f"{_NAME}: ctx must be a context of burst_rt.init, got {got}")
+        require_context(ctx, _NAME)
         super().__init__(model, ctx)
         self.capacity, self.block = capacity, block
         self._part: CachedPart | None = None  # of the call under way
@@ -221,9 +219,10 @@ class Cache(HookedCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens, `-tokens_to_remove` of each sequence. Local, as `reset`."""
-        if tokens_to_remove > 0:
+        if not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
             self.refuse(
-                f"crop: expected a number of tokens to remove as 0 or less, got {tokens_to_remove}"
+                "crop: expected a number of tokens to remove as 0 or less, got "
+                f"{tokens_to_remove!r}"
             )
         if self._kv is not None and tokens_to_remove:
             self._kv.truncate(self.get_seq_length() + tokens_to_remove)

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from burst_rt.attention.cache import is_count
 from burst_rt.context import Context
 from burst_rt.errors import BurstError, InputError
 from burst_rt.hf.shard import KEYWORD
@@ -241,6 +242,8 @@ def _prompted(kind: Any) -> Callable[..., Any]:
         cache, size = model_kwargs.get("past_key_values"), generation_config.prefill_chunk_size
         if not isinstance(cache, HookedCache):
             return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **options)
+        if size is not None and not is_count(size, 1):
+            cache.refuse(f"prefill_chunk_size: expected an integer of at least 1, got {size!r}")
         cache.prompt = "whole" if size is None else "chunk"
         cache.asked = getattr(self, _HOOKS).asked
         mask, tokens = model_kwargs.get("attention_mask"), input_ids.shape[1]

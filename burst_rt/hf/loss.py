@@ -75,7 +75,7 @@ def _mean(
     ignore_index: int,
 ) -> torch.Tensor:
     """The mean over all ranks' labelled tokens; or their sum, over a number that is given."""
-    losses = token_losses(logits, labels, ignore_index)
+    losses = token_losses(logits, labels, part.group, ignore_index)
     counted = labels.flatten().to(losses.device) != ignore_index
     if num_items_in_batch is None:
         return mean_over_ranks(losses, counted, group=part.group)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from burst_rt.batches import IGNORED_LABEL
-from burst_rt.context import Context
+from burst_rt.context import Context, require_context
 from burst_rt.errors import InputError
 from burst_rt.hf.masks import MaskIsRead
 from burst_rt.hf.rotary import watch_of, watch_positions
@@ -56,6 +56,11 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
 
     Raises InputError on every rank where the two differ by more than rounding.
     """
+    require_context(ctx, "hf.prepare")
+    if not isinstance(model, torch.nn.Module):
+        got = type(model).__name__
+        error = InputError(f"hf.prepare: model: expected a model of transformers, got {got}")
+        refuse("hf.prepare", error, ctx.runtime)
     if ctx.world_size == 1:
         return model
     set_prepared(ctx)
@@ -209,6 +214,7 @@ def _loss_off(model: Any, ctx: Context) -> float:
     # Ranks have different numbers of labels, and padding predicts nothing.
     batch["labels"] = tokens % logits.shape[-1]
     batch["labels"][:, : tokens.shape[1] // 3 + 1] = IGNORED_LABEL
+    batch["labels"][batch["attention_mask"] == 0] = IGNORED_LABEL
     expected = float(_alone(model, batch, ctx).loss)
     return abs(float(model(**_cut(batch, ctx)).loss) / expected - 1)
 

@@ -15,7 +15,7 @@ import torch
 from burst_rt.attention.call import FULL
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.batches import BATCH_NAMES, ShardedBatch, shard_batch
-from burst_rt.context import Context
+from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.masks import Documents, Mask
 from burst_rt.runtime.mean import RanksOrGroup
@@ -106,6 +106,7 @@ def shard(
 
     Raises as `burst_rt.shard_batch` does, and InputError where no model was prepared for ctx.
     """
+    require_context(ctx, "hf.shard")
     if ctx.world_size > 1 and ctx.runtime not in _prepared:
         error = InputError(
             "hf.shard: expected a model that was prepared for this context, got none yet; call "

@@ -315,3 +315,21 @@ def test_the_mask_of_a_packed_batch_goes_with_a_models_own() -> None:
 def test_a_batch_without_names_is_refused() -> None:
     with pytest.raises(InputError, match="batch: expected tensors by name; got Tensor"):
         burst_rt.shard_batch(_IDS, burst_rt.init())  # type: ignore[arg-type]
+
+
+def test_a_label_that_is_no_class_is_refused_on_every_rank() -> None:
+    def run(ctx: burst_rt.Context) -> None:
+        labels = torch.tensor([1, -100, 7 if ctx.rank else 2])
+        with pytest.raises(InputError, match=r"labels: expected 0 to 4, or -100 .*, got 7"):
+            burst_rt.cross_entropy(torch.zeros(3, 5), labels, group=ctx)
+        with pytest.raises(InputError, match=r"labels: expected torch.int64, got torch.int32"):
+            burst_rt.cross_entropy(torch.zeros(3, 5), labels.int(), group=ctx)
+        assert ctx.all_reduce(torch.ones(1)).item() == 2  # the context is usable
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_what_is_no_context_is_refused() -> None:
+    nothing: Any = None
+    with pytest.raises(InputError, match=r"ctx must be a context .* got NoneType"):
+        burst_rt.shard_batch({"input_ids": _IDS}, nothing)

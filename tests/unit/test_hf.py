@@ -13,7 +13,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -632,6 +632,66 @@ def test_two_models_with_one_part() -> None:
 
     for text in _over_ranks(make_model("Llama"), both):
         assert "expected a model that was prepared" in text
+
+
+def test_a_model_with_chunks_has_transformers_loss() -> None:
+    """It is compared with padding behind its tokens, which predicts nothing."""
+    torch.manual_seed(0)
+    model = _small(
+        "Llama4TextConfig", "Llama4ForCausalLM", attention_chunk_size=8, num_local_experts=2,
+        num_experts_per_tok=1, intermediate_size_mlp=48, head_dim=8,
+    )()  # fmt: skip
+    batch = make_batch("Llama", "right")
+    expected = deepcopy(model)(**batch).loss.item()
+    model.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> float:
+        mine = burst_rt.hf.prepare(deepcopy(model), ctx)
+        return float(mine(**burst_rt.hf.shard(batch, ctx)).loss.item())
+
+    assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-5)
+
+
+def test_what_is_no_context_or_no_model() -> None:
+    model, nothing = make_model("Llama"), cast(Any, None)
+
+    def run(ctx: burst_rt.Context) -> None:
+        with pytest.raises(InputError, match=r"hf\.prepare: ctx must be a context"):
+            burst_rt.hf.prepare(model, nothing)
+        with pytest.raises(InputError, match=r"hf\.prepare: model: expected .* got NoneType"):
+            burst_rt.hf.prepare(nothing, ctx)
+        with pytest.raises(InputError, match=r"hf\.shard: ctx must be a context"):
+            burst_rt.hf.shard(make_batch("Llama", "plain"), nothing)
+        assert ctx.all_reduce(torch.ones(1)).item() == 2  # the context is usable
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_labels_of_a_decoder_without_its_inputs() -> None:
+    batch = make_batch("Llama", "plain")
+    batch["labels"] = batch["labels"][:, :5]
+
+    def run(ctx: burst_rt.Context) -> None:
+        burst_rt.hf.prepare(make_model("Llama"), ctx)
+        with pytest.raises(InputError, match="labels come with decoder_input_ids"):
+            burst_rt.hf.shard(batch, ctx)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_labels_that_are_no_tokens_are_refused_on_every_rank() -> None:
+    model, batch = make_model("Llama"), make_batch("Llama", "plain")
+    model.set_attn_implementation("burst_rt")
+    batch["labels"][0, -1] = model.config.vocab_size  # the last rank's
+
+    def run(ctx: burst_rt.Context) -> None:
+        mine = burst_rt.hf.prepare(deepcopy(model), ctx)
+        part = burst_rt.hf.shard(batch, ctx, layout="contiguous")
+        with pytest.raises(InputError, match=r"labels: expected 0 to 63, or -100 .*, got 64"):
+            mine(**part)
+        assert ctx.all_reduce(torch.ones(1)).item() == 2  # the context is usable
+
+    burst_rt.run_local(2, run, timeout_s=60)
 
 
 def test_labels_of_rows_are_refused() -> None:

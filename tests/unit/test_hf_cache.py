@@ -222,6 +222,13 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
     "rows that are repeated": (
         lambda model, cache, ctx: cache.batch_repeat_interleave(2), "contrastive search",
     ),
+    "a crop to nothing": (
+        lambda model, cache, ctx: cache.crop(None), "expected a number .* or less, got None",
+    ),
+    "chunks of no token": (
+        lambda model, cache, ctx: _generate(model, cache, prefill_chunk_size=0),
+        "prefill_chunk_size: expected an integer of at least 1, got 0",
+    ),
     "a crop to a length": (lambda model, cache, ctx: cache.crop(7), "expected a number .* or less"),
     "another implementation": (
         lambda model, cache, ctx: _cache(make_decoder("Llama", "sdpa"), ctx),

@@ -114,6 +114,11 @@ def test_telemetry_is_off_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BURST_RT_TELEMETRY", raising=False)
     assert burst_rt.run_local(2, lambda ctx: ctx.runtime.observer) == [None, None]
     assert read_settings({}) == read_settings({"BURST_RT_TELEMETRY": "0", "BURST_RT_RECORD": "x"})
+    for word in ("off", "no", "false", "False"):
+        assert not read_settings({"BURST_RT_TELEMETRY": word, "BURST_RT_DASHBOARD": "1"}).asked
+        assert not read_settings({"BURST_RT_DASHBOARD": word}).asked
+    for word in ("true", "on", "Yes"):
+        assert read_settings({"BURST_RT_DASHBOARD": word}).dashboard == "1"
     assert read_settings({"BURST_RT_RECORD": "x"}).asked
     settings = read_settings(
         {"BURST_RT_TELEMETRY": "unix:/tmp/x", "BURST_RT_TELEMETRY_SECRET": "s"}

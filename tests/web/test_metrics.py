@@ -135,7 +135,7 @@ def test_a_job_that_has_measured_nothing_exposes_no_made_up_figures() -> None:
     ]
 
 
-def test_the_dashboard_for_grafana_asks_for_what_there_is() -> None:
+def test_grafanas_dashboard_and_the_guide_name_what_there_is() -> None:
     model = _full_job()
     model.apply(4.0, 0, _SERVING)
     found = set(_exposed(model))
@@ -147,7 +147,10 @@ def test_the_dashboard_for_grafana_asks_for_what_there_is() -> None:
         for name in re.findall(r"\b(?:burst_rt|DCGM)_\w+", target["expr"])
     }
     assert len(asked) > 15
-    assert asked <= found
+    guide = (_DOCS / "watching.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"\b(?:burst_rt|DCGM)_[a-zA-Z_]+(?=[`{\[])", guide))
+    assert len(told) > 12
+    assert asked | told <= found
 
 
 def _free_port() -> int:
