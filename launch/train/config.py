@@ -242,6 +242,11 @@ class TrainConfig:
                 f"--batch: {self.batch} sequences cannot be shared by {data_size} data-parallel "
                 f"groups; choose a multiple of {data_size}, or a larger --context-parallel."
             )
+        if self.seq_len < context_size:
+            raise ConfigError(
+                f"--seq-len: {self.seq_len} cannot be split over {context_size} ranks; choose at "
+                "least one token for each, or a smaller --context-parallel."
+            )
         if self.architecture and (strategy == "all-to-all" or number is not None):
             self._check_division(self.architecture, context_size)
 

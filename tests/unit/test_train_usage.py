@@ -93,6 +93,7 @@ _TRAIN: list[tuple[str, list[str]]] = [
     ("--heads 3", ["heads", "--dim or --heads"]),
     ("--seed 18446744073709551616", ["--seed"]),
     ("--seq-len 0", ["--seq-len must be positive, got 0"]),
+    ("--seq-len 3", ["--seq-len: 3 cannot be split over 4 ranks"]),
     ("--lr nan", ["--lr must be positive, got nan"]),
     ("--layout diagonal", ["--layout must be one of contiguous, striped, zigzag, got diagonal"]),
     ("--dtype int8", ["--dtype must be one of"]),
