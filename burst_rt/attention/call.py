@@ -241,13 +241,16 @@ def make_call(
     setup = layout.setup
     if needs_grad is None:
         needs_grad = needs_of(q, k, v, sinks)
+    if True in needs_grad:
+        _check_not_of_inference(q, k, v, sinks)
     # A mask is compared only where masks of its class are known to be comparable. By its id it is
     # the very same mask: the call keeps the mask alive.
     named = mask if mask is None or type(mask) in setup.comparable else id(mask)
     try:
         kind: object = (
             layout, kv_layout, named, causal, type(causal), scale, type(scale), softcap,
-            type(softcap), dropout_p, strategy, return_lse, type(return_lse), needs_grad,
+            type(softcap), dropout_p, type(dropout_p), strategy, return_lse, type(return_lse),
+            needs_grad,
             q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
             v.shape, v.dtype, v.device, v.layout, _kind_of(alibi_slopes), _kind_of(sinks),
         )  # fmt: skip
@@ -307,6 +310,16 @@ def needs_of(
         wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v, sinks)
     )
     return needs_q, needs_k, needs_v, needs_sinks
+
+
+def _check_not_of_inference(*tensors: torch.Tensor | None) -> None:
+    """Raises InputError for a tensor that autograd cannot keep for the backward."""
+    for name, x in zip(("q", "k", "v", "sinks"), tensors, strict=True):
+        if isinstance(x, torch.Tensor) and x.is_inference():
+            raise InputError(
+                f"{_WHERE}: {name} was made in inference mode, and another argument requires grad; "
+                f"pass {name}.clone(), or call under torch.no_grad()"
+            )
 
 
 def _kind_of(x: torch.Tensor | None) -> object:

@@ -15,8 +15,9 @@ The fused kernel has no softcap: with one, parts that fit into the cache are don
 (`UntiledKernel`). ALiBi is a float mask a part. The fused kernel has one head_dim: where v has
 another, the smaller tensors of a part are padded with zeros. `bands.py` does bands without it.
 
-Two habits of the fused kernel are worked around here: it crashes on empty tensors (so it is never
-called with one), and it gives a row that sees no key lse 0 instead of -inf.
+Three habits of the fused kernel are worked around here: it crashes on empty tensors (so it is never
+called with one), it gives a row that sees no key lse 0 instead of -inf, and with fewer keys than a
+vector of the processor holds it takes a row of NaN for such a row.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ _MASK_BYTES = 3
 # Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in
 # the backward.
 _FUSED_BYTES = 2**20
+# float32 numbers of the longest vectors.
+_FEWEST_KEYS = 16
 # The most cells of a tile that is done in float64.
 _HANDFUL = 16
 # Between these, a norm's square is neither near overflow nor near underflow in float32, and so not
@@ -324,7 +327,7 @@ def _forward_part(qkv: QKV, tile: Tile, state: State, cut: Cut, dtype: torch.dty
     k, v = (_keys(x, cut, dtype) for x in (qkv.k, qkv.v))
     head_dim = v.shape[3]
     q, k, v = _alike(q, k, v)
-    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=tile.scale)
+    out, lse = _attend(q, k, v, causal, mask, tile.scale)
     if seen is not None:
         lse = lse.masked_fill(~seen.any(-1), -torch.inf)
     some = state._replace(
@@ -334,6 +337,35 @@ def _forward_part(qkv: QKV, tile: Tile, state: State, cut: Cut, dtype: torch.dty
     )
     out = out[..., :head_dim].transpose(1, 2)
     fold(out, lse, some, slice(0, out.shape[1]), first=cut.first)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out `[batch, heads, q, d]` and lse `[batch, heads, q]` of a part, by the fused kernel; of few
+    keys by matrix products.
+    """
+    if k.shape[2] >= _FEWEST_KEYS:
+        found: tuple[torch.Tensor, torch.Tensor] = _forward(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return found
+    work = sum_dtype(q.dtype)
+    k, v = (x.to(work).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = (q.to(work) @ k.mT).mul_(scale)
+    if causal:
+        s.masked_fill_(torch.ones(s.shape[2:], dtype=torch.bool).triu_(1), -torch.inf)
+    if mask is not None:
+        s.add_(mask)
+    lse = s.logsumexp(-1)
+    # exp(-inf - -inf) would be NaN: such a row sees no key.
+    p = s.sub_(lse.clamp_min(torch.finfo(work).min).unsqueeze(-1)).exp_()
+    return (p @ v).to(q.dtype), lse
 
 
 def _hidden(
@@ -383,7 +415,7 @@ def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Par
             # The rows of a kv head are those of its query heads, one after another.
             hidden = hidden.repeat(1, heads // kv_heads, 1).unsqueeze(1)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        out, lse = _forward(rows, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+        out, lse = _attend(rows, keys, values, False, mask, scale)
         if hidden is not None:
             lse = lse.masked_fill(hidden.all(-1), lowest(lse))
         out = out[..., : v.shape[3]]
@@ -462,8 +494,11 @@ def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
     if least.item() > _TINY and most.item() < _HUGE:
         stand_in: torch.Tensor = dout * (delta / norm.square_()).unsqueeze(-1)
         return stand_in
+    # A row below the smallest normal number is as good as 0: u would not be of length 1.
     amax = dout.abs().amax(-1)
-    u = dout / amax.clamp_min(torch.finfo(dout.dtype).tiny).unsqueeze(-1)
+    tiny = torch.finfo(dout.dtype).tiny
+    u = dout / amax.clamp_min(tiny).unsqueeze(-1)
+    amax.masked_fill_(amax < tiny, 0.0)
     weight = torch.where(delta == 0, 0.0, delta / amax / torch.linalg.vecdot(u, u))
     return u.mul_(weight.unsqueeze(-1)) if bool(torch.isfinite(weight).all()) else None
 

@@ -223,6 +223,18 @@ def test_without_grad_mode_nothing_is_saved_or_sent_back(ctx: Context) -> None:
     assert _attend(q, k.detach(), v.detach(), ctx).requires_grad
 
 
+def test_a_tensor_of_inference_mode_beside_one_that_requires_grad_is_refused(
+    ctx: Context,
+) -> None:
+    q, k, v = _qkv(ctx)
+    with torch.inference_mode():
+        k = k.detach().clone()
+    with pytest.raises(InputError, match="k was made in inference mode"):
+        _attend(q, k, v, ctx)
+    with torch.no_grad():
+        assert not _attend(q, k, v, ctx).requires_grad
+
+
 def test_only_q_k_v_out_and_lse_are_saved(ctx: Context) -> None:
     q, k, v = _qkv(ctx)
     saved: list[torch.Tensor] = []

@@ -29,6 +29,7 @@ from burst_rt.kernels import (
     Tile,
     Upstream,
     Work,
+    cpu,
     pick,
     sum_dtype,
 )
@@ -437,6 +438,35 @@ def test_rows_of_dout_that_are_zero_keep_the_gradient_of_lse(
         assert relative_error(got, want) < ERROR[torch.float32]
 
 
+@pytest.mark.parametrize("largest", [2e-39, 1e-38, 2e-38])
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_rows_of_dout_that_are_subnormal_keep_the_gradient_of_lse(
+    kernel: Kernel, largest: float
+) -> None:
+    block = make_block("causal", torch.float32)
+    block = block._replace(dout=block.dout.sign() * largest, dlse=block.dlse * 1e-4)
+    truth = block.truth
+    for got, want in zip(run_backward(kernel, block, truth, start=0.0), truth[2:5], strict=True):
+        assert got is not None
+        assert want is not None
+        assert relative_error(got / 1e-4, want / 1e-4) < 1e-5
+
+
+@pytest.mark.parametrize("columns", [1, 4, 15, 16, 33])
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_a_query_of_nan_gives_nan(kernel: Kernel, columns: int) -> None:
+    """Whatever the number of keys, of which a fused kernel may lose it."""
+    q, k, v = (torch.randn(1, n, 2, 8) for n in (20, columns, columns))
+    q[:, 3] = torch.nan
+    piece = Piece(0, 20, 0, columns, False, False, 20 * columns)
+    sides = (range(20),), (range(columns),)
+    tile = Tile((piece,), *sides, Full(), 1.0, lambda: None, first=True, last=True)
+    state = empty_state(q)
+    kernel.forward(QKV(q, k, v), tile, state)
+    for x in (state.out[0].flatten(1), state.lse[0].T):
+        assert x.isnan().any(1).tolist() == [row == 3 for row in range(20)]
+
+
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_the_same_bits_every_time(kernel: Kernel) -> None:
     block = make_block("of everything", torch.float32)
@@ -475,24 +505,19 @@ def test_a_triangle_is_not_computed_where_it_hides_cells(monkeypatch: pytest.Mon
     a part's 32 rows.
     """
     cells, waste = 0, 0
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    attend = cpu._attend
 
     def counting(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dropout: float,
-        causal: bool,
-        **options: Any,
-    ) -> Any:  # torch's own
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: None, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal cells, waste
         rows, columns = q.shape[2], k.shape[2]
         assert not causal or rows == columns <= 32
         cells += q.shape[1] * rows * columns
         waste += q.shape[1] * rows * (rows - 1) // 2 if causal else 0
-        return fused(q, k, v, dropout, causal, **options)
+        return attend(q, k, v, causal, mask, scale)
 
-    monkeypatch.setattr("burst_rt.kernels.cpu._forward", counting)
+    monkeypatch.setattr(cpu, "_attend", counting)
     run_forward(KERNELS["cpu"], make_block("a triangle", torch.float32))
     assert cells - waste == 4 * 100 * 101 // 2
     assert waste == 4 * (3 * 32 * 31 + 4 * 3) // 2
@@ -518,15 +543,15 @@ def test_of_a_masked_piece_only_what_is_seen_in_part_is_computed_under_the_mask(
     block = make_block("masked", torch.float32)._replace(mask=Stated(seen))
     assert_right(KERNELS["cpu"], block)
     cells = {True: 0, False: 0}
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    attend = cpu._attend
 
     def counting(
-        q: torch.Tensor, k: torch.Tensor, *rest: Any, attn_mask: torch.Tensor | None, scale: float
-    ) -> Any:  # torch's own
-        cells[attn_mask is not None] += q.shape[1] * q.shape[2] * k.shape[2]
-        return fused(q, k, *rest, attn_mask=attn_mask, scale=scale)
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: Any, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cells[mask is not None] += q.shape[1] * q.shape[2] * k.shape[2]
+        return attend(q, k, v, causal, mask, scale)
 
-    monkeypatch.setattr("burst_rt.kernels.cpu._forward", counting)
+    monkeypatch.setattr(cpu, "_attend", counting)
     run_forward(KERNELS["cpu"], block)
     parts = [part for rows in seen.split(21) for part in rows.split(21, dim=1)]
     assert cells[False] == 4 * sum(part.numel() for part in parts if part.all()) > 0

@@ -186,6 +186,17 @@ def test_documents_with_queries_of_their_own_move_every_mask_beside_them(
         assert bool(found[b % len(found), i, j]) == (own(b, i, j) and shows(b, i, j))
 
 
+def test_queries_before_all_keys_see_none_of_other_documents() -> None:
+    """Of a document with more queries than keys the first ones stand at places below 0."""
+    mover = Documents([5, 3], [2, 9])
+    for other in (Documents([1, 10]), Documents([11]), Documents(ids=[-1] + [5] * 10)):
+        alone = cells_of(other, Sizes(11, 11, 1))[0]
+        found = cells_of(mover & other, Sizes(8, 11, 1))[0]
+        assert not found[:3].any()
+        assert found[3:5].equal(alone[:2] & (torch.arange(11) < 2))
+        assert found[5:].equal(alone[8:] & (torch.arange(11) >= 2))
+
+
 def test_documents_within_an_or_do_not_move_what_stands_beside_them() -> None:
     either = Documents([4, 4], [8, 8]) | Causal()
     sizes = Sizes(8, 16, 1)

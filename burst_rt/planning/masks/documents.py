@@ -178,6 +178,8 @@ class Documents(Mask):
 
     def _relation(self, row: _Row, q: range, kv: range) -> Relation:
         first, last = (self._document(row, position) for position in (q[0], q[-1]))
+        if first < 0:  # before all documents
+            return Relation.EMPTY if last < 0 else Relation.PARTIAL
         if kv[-1] < row.kv[first] or kv[0] >= row.kv[last + 1]:
             return Relation.EMPTY
         one = first == last and row.seen[first]
@@ -193,7 +195,10 @@ class Documents(Mask):
         return int(self._rows[0].kv[-1] - self._rows[0].q[-1])
 
     def _found(self, q: Positions) -> list[tuple[_Row, Positions, Positions]]:
-        """By batch row: its documents, each query's place in `_Row.q`, each query's document."""
+        """By batch row: its documents, each query's place in `_Row.q`, each query's document.
+
+        The document is -1 where the query stands before all documents.
+        """
         index = q - self._shift
         each = np.broadcast_to(index, (len(self._rows), index.shape[-1]))
         return [
@@ -228,8 +233,10 @@ def _check_totals(side: str, totals: list[int]) -> None:
 
 def _keys(row: _Row, document: Positions) -> tuple[Positions, Positions]:
     starts, stops = row.kv[:-1], row.kv[1:]
-    nothing = ~row.seen | (starts == stops)
-    return np.where(nothing, END, starts)[document], np.where(nothing, END, stops)[document]
+    # A last entry for what stands before all documents (-1): where another mask moves queries.
+    nothing = np.append(~row.seen | (starts == stops), True)
+    starts, stops = (np.where(nothing, END, np.append(x, END)) for x in (starts, stops))
+    return starts[document], stops[document]
 
 
 def _integers(name: str, value: Any) -> Positions:

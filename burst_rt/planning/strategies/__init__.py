@@ -31,6 +31,7 @@ Neither torch nor MPI is imported, so that planning and simulating need no accel
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import gcd
@@ -94,7 +95,7 @@ def check_name(strategy: object) -> tuple[str, int | None]:
     """A strategy's name and the number of ranks in it, if any. Raises InputError."""
     name, colon, number = strategy.partition(":") if isinstance(strategy, str) else ("", "", "")
     if name not in STRATEGIES or (
-        colon and (name not in _SIZED or not number.isdecimal() or int(number) < 1)
+        colon and (name not in _SIZED or not re.fullmatch(r"[1-9][0-9]{0,8}", number))
     ):
         known = [f"{known}[:N]" if known in _SIZED else known for known in STRATEGIES]
         raise InputError(
