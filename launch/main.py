@@ -7,13 +7,16 @@ of help stand in a table here.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
+import os
+import signal
 import sys
 from typing import IO, Any
 
 import click
 
-from burst_rt.errors import BurstError, DeviceError
+from burst_rt.errors import BurstError, DeviceError, InputError
 
 __all__ = ["cli", "main"]
 
@@ -110,6 +113,9 @@ class _LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("burst-rt: interrupted", err=True)
+            ctx.exit(128 + signal.SIGINT)
         except click.exceptions.NoArgsIsHelpError:
             raise
         except click.UsageError as error:
@@ -135,13 +141,29 @@ def main() -> None:
     A BurstError ends the process with the error's message and exit code, without a traceback.
     """
     try:
-        cli(prog_name="burst-rt")
+        if sys.stdout is None:
+            raise InputError(
+                "standard output is closed: what is printed would be lost; expected a file, a "
+                "pipe or a terminal; open it (>/dev/null)"
+            )
+        try:
+            cli(prog_name="burst-rt")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"burst-rt: no room is left for what is written: {error}", file=sys.stderr)
+        # What could not be written is not tried again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(DeviceError.exit_code)
     except BurstError as error:
         print(f"burst-rt: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except MemoryError as error:
+        said = f": {error}" if str(error) else ""
         advice = "ask for fewer tokens or ranks"
-        print(f"burst-rt: this machine has too little memory: {error}; {advice}", file=sys.stderr)
+        print(f"burst-rt: this machine has too little memory{said}; {advice}", file=sys.stderr)
         sys.exit(DeviceError.exit_code)
 
 

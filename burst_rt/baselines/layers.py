@@ -307,10 +307,10 @@ class SpreadLayer:
         """
         return self.graph(rank, forward=forward).wire_bytes
 
-    def memory(self, rank: int, *, working: bool = True) -> LayerMemory:
+    def memory(self, rank: int, *, backward: bool = True, working: bool = True) -> LayerMemory:
         """The bytes of this layer on one rank; see `LayerMemory`.
 
-        working: False says 0 in their place, and makes no graph.
+        backward: whether there is one. working: False says 0 in their place, and makes no graph.
         """
         shape, size, rows = self.shape, self.input_bytes, self.rows(rank)
         norms = ("attention_norm", "feed_forward_norm")
@@ -324,11 +324,12 @@ class SpreadLayer:
         # The output of a split weight is one term of a sum, for the whole sequence. With a split
         # sequence the weight's input has been gathered, too.
         whole = rows * shape.dim * size * (2 if self.gathers else 1)
+        directions = (True, False) if backward else (True,)
         return LayerMemory(
             weights,
             weights,
             activations,
-            max(whole, *(self._attention_bytes(rank, forward) for forward in (True, False)))
+            max(whole, *(self._attention_bytes(rank, each) for each in directions))
             if working
             else 0,
         )

@@ -7,7 +7,6 @@ name of the field of the dataclasses in `burst_rt.scheduler.simulator.hardware` 
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -53,13 +52,16 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     )
     if len(meant) == 1:
         return parse_hardware(shipped[meant[0]].read_text(encoding="utf-8"), f"{meant[0]}.toml")
-    if not path.is_file():
-        found = "it is no file" if path.exists() else "there is no such file"
-        raise InputError(
-            f"hardware: expected one of {sorted(shipped)} or the path of a TOML file, got "
-            f"{str(name_or_path)!r}; {found}"
-        )
-    return parse_hardware(path.read_text(encoding="utf-8"), str(path))
+    try:
+        if path.is_file():
+            return parse_hardware(path.read_text(encoding="utf-8-sig"), str(path))
+        reason = "it is no file" if path.exists() else "there is no such file"
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+    raise InputError(
+        f"hardware: expected one of {sorted(shipped)} or the path of a TOML file, got "
+        f"{str(name_or_path)[:200]!r}; {reason}"
+    )
 
 
 def parse_hardware(text: str, where: str) -> Hardware:
@@ -69,7 +71,7 @@ def parse_hardware(text: str, where: str) -> Hardware:
     """
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of too many digits are a ValueError
         raise ConfigError(
             f"hardware file {where}: expected TOML, got {error}; see the shipped files for an "
             "example"
@@ -78,6 +80,8 @@ def parse_hardware(text: str, where: str) -> Hardware:
 
 
 _T = TypeVar("_T")
+# No figure of a machine is larger than this, or smaller than 1 over it: forecasts stay finite.
+_MOST = 1e30
 
 
 def _table(cls: type[_T], table: object, where: str, at: str) -> _T:
@@ -130,20 +134,26 @@ def _value(kind: type[object], value: object, where: str, at: str) -> object:
             raise _wrong(where, at, _say(kind), value)
         return value
     allowed = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, allowed):
         raise _wrong(where, at, _say(kind), value)
+    if not -_MOST <= value <= _MOST:  # nor nan
+        raise _wrong(where, at, f"{_say(kind)} of at most {_MOST:g}", value)
     # A latency or a launch may be too short to matter. Zero in any other field is a mistake.
     may_be_zero = at.endswith(("latency_s", "launch_s"))
     if value < 0 or (value == 0 and not may_be_zero):
         raise _wrong(where, at, "at least 0" if may_be_zero else "more than 0", value)
-    if at.endswith("efficiency") and value > 1:
+    if 0 < value < 1 / _MOST:
+        raise _wrong(where, at, f"at least {1 / _MOST:g}", value)
+    if at.endswith(("efficiency", "masked")) and value > 1:
         raise _wrong(where, at, "at most 1, the share of a rate that is reached", value)
     return kind(value)  # type: ignore[call-arg]  # int or float
 
 
 def _wrong(where: str, at: str, expected: str, got: object) -> ConfigError:
+    # Python writes no integer of thousands of digits.
+    said = "more" if isinstance(got, int) and abs(got) > _MOST else repr(got)
     return ConfigError(
-        f"hardware file {where}: {at}: expected {expected}, got {got!r}; correct it there"
+        f"hardware file {where}: {at}: expected {expected}, got {said}; correct it there"
     )
 
 

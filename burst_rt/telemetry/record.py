@@ -153,6 +153,8 @@ class Record:
         return header
 
     def _payloads(self) -> Iterator[bytes]:
+        if self.path.exists() and not self.path.is_file():  # a pipe would be waited for
+            raise ProtocolError("it is no file")
         with self.path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise ProtocolError("the file does not begin like a record")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -41,6 +43,8 @@ from burst_rt.scheduler.simulator import Hardware
 __all__ = ["calibrate", "plan", "simulate"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+# Every rank has a graph of its own: for more ranks, planning would take hours.
+_MOST_RANKS = 1024
 # Columns of a table that is not printed on a terminal.
 _WIDTH = 120
 
@@ -48,8 +52,11 @@ _WIDTH = 120
 def _worlds(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
     """Numbers of ranks with commas between them."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise click.BadParameter(f"expected numbers of ranks such as 8 or 8,16,32, got {text!r}")
+    if not all(re.fullmatch("[1-9][0-9]{0,3}", x) and int(x) <= _MOST_RANKS for x in words):
+        raise click.BadParameter(
+            f"expected numbers of ranks such as 8 or 8,16,32, each at most {_MOST_RANKS:,}, got "
+            f"{text[:40]!r}"
+        )
     return tuple(map(int, words))
 
 
@@ -75,7 +82,10 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
             "dim / heads, 32000.",
         ),
         click.option(
-            "--world", type=click.IntRange(1), required=True, help="Ranks, one device each."
+            "--world",
+            type=click.IntRange(1, _MOST_RANKS),
+            required=True,
+            help="Ranks, one device each.",
         )
         if one
         else click.option(
@@ -269,7 +279,7 @@ def _json(answer: Answer) -> dict[str, object]:
     "--num-ranks",
     default=2,
     show_default=True,
-    type=click.IntRange(2),
+    type=click.IntRange(2, _MOST_RANKS),
     help="Ranks that measure, all at the same time.",
 )
 @click.option(
@@ -338,6 +348,12 @@ def calibrate(
     from burst_rt.runtime.joining import resolve_device
 
     path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
+    try:  # now, and not when all has been measured
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise InputError(f"--out: cannot write to {path.parent}: {error.strerror}") from error
     sizes = [
         "--heads",
         str(heads),
@@ -362,7 +378,6 @@ def calibrate(
             f"calibrate: the machine was busy: {'; '.join(doubtful)}. Nothing was written to "
             f"{path}; try again when nothing else runs, or use --force"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         "".join(f"# Doubtful: {doubt}.\n" for doubt in doubtful) + text, encoding="utf-8"
     )
@@ -377,7 +392,7 @@ def _print_machine(found: Hardware) -> None:
         "under a mask",
         "at its edge",
         "GB/s",
-        title=found.name,
+        title=escape(found.name),
         title_justify="left",
     )
     for name, rate in found.device.rates.items():
@@ -433,7 +448,7 @@ def _where(world: int, hardware: Hardware) -> str:
 
 def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
     """Columns of words, which are never cut, then columns of numbers, then activations."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     for name in words:
         table.add_column(name, overflow="fold")
     for name in numbers:

@@ -12,6 +12,7 @@ outputs fit (`burst_rt.checkpoint`), else all.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -89,10 +90,10 @@ def parse_model(text: str) -> Model:
         name, _, value = word.partition("=")
         if name not in _SIZES:
             raise InputError(f"--model: expected sizes from {', '.join(_SIZES)}, got {name!r}")
-        if not value.isdecimal() or int(value) < 1:
+        if not re.fullmatch("[1-9][0-9]{0,11}", value):
             raise InputError(
-                f"--model: {name}: expected a whole number of at least 1, written out, got "
-                f"{value!r}"
+                f"--model: {name}: expected a whole number from 1 to 999,999,999,999, written out, "
+                f"got {value[:40]!r}"
             )
         if name in given:
             raise InputError(f"--model: {name}: expected it once, got it again as {value!r}")
@@ -313,7 +314,7 @@ def _need(
     working: False leaves out what attention and the products hold for a while.
     """
     rank = max(range(layer.world_size), key=layer.rows)
-    held = layer.memory(rank, working=working)
+    held = layer.memory(rank, backward=phase == "train", working=working)
     if phase != "train":
         return _memory_bytes(model, layer, rank, held, None), None
     need = partial(_memory_bytes, model, layer, rank, held)

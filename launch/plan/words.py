@@ -23,6 +23,9 @@ from burst_rt.planning.masks import (
 
 __all__ = ["MASK_HELP", "fitting_mask", "parse_mask", "parse_tokens"]
 
+# Masks joined by & and |, and bytes of a file of documents.
+_MOST_MASKS, _MOST_BYTES = 64, 16 << 20
+
 MASK_HELP = (
     "Mask of the attention: full, causal, window:LEFT or window:LEFT,RIGHT (keys beside the "
     "query's own, 4096 or 4K: a model's window of 8192 is window:8191), prefix:N, chunked:N "
@@ -39,6 +42,10 @@ def parse_mask(text: str) -> Mask:
     Reads the file of `documents:FILE`: numbers with spaces, commas or lines between them. Raises
     InputError that says what is not understood.
     """
+    if len(re.split("[&|]", text)) > _MOST_MASKS:
+        raise InputError(
+            f"--mask: expected at most {_MOST_MASKS} masks joined by & and |, got more"
+        )
     return reduce(or_, (reduce(and_, map(_one, part.split("&"))) for part in text.split("|")))
 
 
@@ -60,20 +67,27 @@ def parse_tokens(text: str, option: str = "--seq", least: int = 1) -> int:
     if found is None or int(found[1]) < least:
         raise InputError(
             f"{option}: expected a number of tokens such as 131072, 128K or 1M, at least {least}, "
-            f"got {text!r}"
+            f"got {text[:40]!r}"
         )
     return int(found[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[found[2]]
 
 
 def _window(text: str) -> Mask:
-    left, _, right = text.partition(",")
+    left, comma, right = text.partition(",")
+    if "," in right or (comma and not right):
+        raise InputError(f"--mask window: expected LEFT or LEFT,RIGHT, got {text!r}")
     parse = partial(parse_tokens, option="--mask window", least=0)
     return SlidingWindow(parse(left), parse(right) if right else 0)
 
 
 def _documents(text: str) -> Mask:
+    path = Path(text)
     try:
-        words = re.split(r"[\s,\[\]]+", Path(text).read_text("utf-8"))
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file")
+        if path.stat().st_size > _MOST_BYTES:
+            raise OSError(f"it has more than {_MOST_BYTES:,} bytes")
+        words = re.split(r"[\s,\[\]]+", path.read_text("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise InputError(f"--mask: the file of documents cannot be read: {error}") from error
     lengths = [parse_tokens(word, f"--mask: {text}", least=0) for word in words if word]
@@ -101,6 +115,11 @@ def _one(text: str) -> Mask:
     if name in _PLAIN and not colon:
         return _PLAIN[name]
     if name in _MASKS and argument:
-        return _MASKS[name](argument)
+        try:
+            return _MASKS[name](argument)
+        except InputError as error:
+            if error.message.startswith("--mask"):
+                raise
+            raise InputError(f"--mask {name}: {error.message}") from error
     known = ", ".join([*_PLAIN, *(f"{kind}:..." for kind in _MASKS)])
     raise InputError(f"--mask: expected {known}, joined by & and |, got {json.dumps(text)}")

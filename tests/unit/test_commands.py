@@ -152,3 +152,19 @@ def test_arrows_of_the_ring_reach_their_ranks_and_words_cover_nothing(world: int
 
 def _gap(box: Bbox, x: float, y: float) -> float:
     return float(max(box.x0 - x, x - box.x1, box.y0 - y, y - box.y1, 0.0))
+
+
+@pytest.mark.parametrize("words", [["--version"], ["plan", "--help"]])
+def test_what_cannot_be_written_is_told(words: list[str]) -> None:
+    command = [sys.executable, "-m", "burst_rt.launch.main", *words]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 74
+    assert done.stderr == (
+        "burst-rt: no room is left for what is written: [Errno 28] No space left on device\n"
+    )
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 64
+    assert done.stderr.startswith("burst-rt: InputError: standard output is closed")

@@ -4,6 +4,7 @@ wrong one is refused by name.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from importlib import resources
@@ -108,6 +109,19 @@ def test_the_beginning_of_a_name_is_enough_where_it_is_one_machines() -> None:
         load_hardware("a100")
 
 
+def test_what_is_no_text_in_a_file_is_refused(tmp_path: Path) -> None:
+    path, pipe = tmp_path / "machine.toml", tmp_path / "pipe"
+    path.write_bytes(b"\xff\xfe\x80")
+    os.mkfifo(pipe)
+    for where, said in (
+        (path, "it is no text in UTF-8"), (pipe, "it is no file"), ("a" * 5000, "name too long"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            load_hardware(where)
+    path.write_text(to_toml(_BARE), encoding="utf-8-sig")
+    assert load_hardware(path) == _BARE
+
+
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(
         InputError,
@@ -137,7 +151,7 @@ def test_an_unknown_name_is_refused() -> None:
         (
             "efficiency = 0.75",
             "efficiency = nan",
-            "node.link.efficiency: expected a number, got nan",
+            "node.link.efficiency: expected a number of at most 1e[+]30, got nan",
         ),
         (
             "efficiency = 0.75",
@@ -161,6 +175,11 @@ def test_an_unknown_name_is_refused() -> None:
             "device.rates: expected tables, one of them 'default', got",
         ),
         ("launch_s = 1e-06", "", "'device.rates.forward.launch_s' is missing; expected a number"),
+        ("ranks = 2", f"ranks = 1{400 * '0'}", r"node.ranks: .* of at most 1e\+30, got more"),
+        ("ranks = 2", f"ranks = 1{5000 * '0'}", "expected TOML, got .*4300 digits"),
+        ("latency_s = 0.0", "latency_s = 1e308", r"latency_s: .* of at most 1e\+30, got 1e\+308"),
+        ("efficiency = 0.75", "efficiency = 1e-320", "expected at least 1e-30, got 1e-320"),
+        ("[node]", f"a = {20_000 * '['}\n[node]", "expected TOML, got .*recursion"),
         ("[node]", "[[node]]", "node: expected a table"),
         ("[node]", "[node", "expected TOML"),
         ("name =", "nome =", "unknown field 'nome'"),

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from burst_rt.baselines.layers import LayerShape
+from burst_rt.baselines.layers import LayerShape, SpreadLayer
 from burst_rt.errors import InputError
 from burst_rt.launch.main import cli
 from burst_rt.launch.plan.compare import COMPARED
@@ -29,7 +30,7 @@ from burst_rt.launch.plan.model import (
 )
 from burst_rt.launch.plan.paper import FIRST_TOKEN_S, OUT_OF_MEMORY, STRATEGIES
 from burst_rt.launch.plan.words import parse_mask, parse_tokens
-from burst_rt.planning.machines import load_hardware
+from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.planning.masks import Causal, Chunked, Documents, First, Full, Prefix, SlidingWindow
 from burst_rt.planning.suited import LAYOUTS
 
@@ -115,7 +116,7 @@ def test_a_model_by_its_sizes() -> None:
         "layers=2,layers=3,dim=8,heads=2,ffn=8": "layers: expected it once, got it again as '3'",
         "layers=2,dim=4096,heads=33,ffn=8": "head_dim: expected dim / heads to be .* 4096 / 33",
         "layers=x,dim=1,heads=1,ffn=1": "layers: expected a whole number .*, got 'x'",
-        "layers=0,dim=4,heads=1,ffn=1": "layers: expected .* at least 1, .* got '0'",
+        "layers=0,dim=4,heads=1,ffn=1": "layers: expected a whole number from 1 .* got '0'",
         "layers=1,dim=4,heads=1,ffn=1,vocab=128K": "vocab: expected a whole number .* got '128K'",
         "layers=1,foo=2": "expected sizes from layers, dim, .*, vocab, got 'foo'",
     }.items():
@@ -159,17 +160,53 @@ def test_masks_in_words(tmp_path: Path) -> None:
         ("", "expected full, causal, window:"),
         ("diagonal", 'got "diagonal"'),
         ("window", 'got "window"'),
-        ("window:4,5,6", r"window: expected a number of tokens .* got '5,6'"),
+        ("window:4,5,6", "window: expected LEFT or LEFT,RIGHT, got '4,5,6'"),
         ("causal&&first:4", 'got ""'),
         ("documents:nowhere", "file of documents cannot be read"),
         ("documents:a\0b", "file of documents cannot be read"),
-        ("chunked:0", "size must be"),
+        ("documents:/dev/zero", "cannot be read: it is no file"),
+        ("chunked:0", "--mask chunked: .*size must be"),
+        ("first:3&" * 64 + "full", "at most 64 masks"),
         ("window:99999999999999999999", "window: expected a number"),
     ],
 )
 def test_masks_in_words_that_are_none(text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         parse_mask(text)
+
+
+def test_lengths_written_on_windows(tmp_path: Path) -> None:
+    path = tmp_path / "lengths"
+    path.write_text("4 5\r\n", encoding="utf-8-sig")
+    assert parse_mask(f"documents:{path}") == Causal() & Documents([4, 5])
+
+
+def test_a_first_token_needs_no_memory_for_a_backward() -> None:
+    """The rings' forwards hold the same; the backwards do not."""
+    layer = SpreadLayer(_LLAMA.layer, 131072, 8, "ring-kv")
+    assert layer.memory(0, backward=False).working < layer.memory(0).working
+    ring, burst = (
+        forecast_model(_LLAMA, strategy, 8, 131072, _A100, "first-token")
+        for strategy in ("ring-kv", "burst")
+    )
+    assert ring.memory_bytes == burst.memory_bytes
+
+
+def test_a_machines_name_is_no_markup(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(to_toml(replace(_A100, name="x [/x] [red]y")), encoding="utf-8")
+    words = ["plan", "--world", "2", "--seq", "4K", "--hardware", str(path)]
+    done = CliRunner().invoke(cli, words, catch_exceptions=False)
+    assert "x [/x] [red]y" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("ranks", ["0", "1025", "9" * 5000, "8,2000"])
+def test_numbers_of_ranks_that_cannot_be_planned(ranks: str) -> None:
+    words = ["plan", "--seq", "4K", "--hardware", "a100-pcie", "--world", ranks]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 2
+    assert "each at most 1,024, got" in done.stderr
+    assert len(done.stderr) < 500
 
 
 def test_a_window_is_cheaper_than_a_causal_mask_and_documents_must_fit(tmp_path: Path) -> None:
@@ -332,7 +369,7 @@ def _planned(words: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("phase", "world"), [("train", 12), ("first-token", 6)], ids=["train", "first-token"]
+    ("phase", "world"), [("train", 12), ("first-token", 5)], ids=["train", "first-token"]
 )
 def test_no_plan_needs_more_ranks_than_it_has(phase: str, world: int) -> None:
     said = _planned(f"{_LONG} --phase {phase} --world {world}")
