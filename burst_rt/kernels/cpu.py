@@ -362,10 +362,13 @@ def _attend(
         s.masked_fill_(torch.ones(s.shape[2:], dtype=torch.bool).triu_(1), -torch.inf)
     if mask is not None:
         s.add_(mask)
-    lse = s.logsumexp(-1)
+    top, info = s.amax(-1, keepdim=True), torch.finfo(work)
     # exp(-inf - -inf) would be NaN: such a row sees no key.
-    p = s.sub_(lse.clamp_min(torch.finfo(work).min).unsqueeze(-1)).exp_()
-    return (p @ v).to(q.dtype), lse
+    p = s.sub_(top.clamp_min(info.min)).exp_()
+    # By one product the sum of p is rounded as the sums of p * v are.
+    out, total = (p @ pad(v, (0, 1), value=1.0)).split((v.shape[3], 1), -1)
+    lse = (top + total.log()).squeeze(-1)
+    return (out / total.clamp_min(info.tiny)).to(q.dtype), lse
 
 
 def _hidden(
