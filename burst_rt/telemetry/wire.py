@@ -34,17 +34,17 @@ __all__ = [
     "until_beat_s",
 ]
 
-# "1" asks for telemetry, an address for telemetry with a hub that runs already. A word of `_OFF`
-# asks for none, and so does nothing.
+# "1" asks for telemetry, an address for telemetry with a hub that runs already. "0" or a word of
+# `_OFF` asks for none, and so does nothing.
 TELEMETRY_VARIABLE = "BURST_RT_TELEMETRY"
 SECRET_VARIABLE = "BURST_RT_TELEMETRY_SECRET"
 # A file to record to. Asks for telemetry too.
 RECORD_VARIABLE = "BURST_RT_RECORD"
-# "1" asks for a dashboard, [HOST:]PORT for a dashboard there. Both variables ask for telemetry too;
-# the dashboard's with a word of `_OFF` asks for nothing.
+# "1" asks for a dashboard, [HOST:]PORT for a dashboard there; "0" is any free port. Both variables
+# ask for telemetry too; the dashboard's with a word of `_OFF` asks for nothing.
 DASHBOARD_VARIABLE = "BURST_RT_DASHBOARD"
 METRICS_VARIABLE = "BURST_RT_METRICS_PORT"  # a port for `/metrics` alone
-_OFF, _ON = ("0", "off", "no", "false"), ("on", "yes", "true")
+_OFF, _ON = ("off", "no", "false"), ("on", "yes", "true")
 
 _LENGTH = 4
 # The largest message is a plan; one of thousands of tasks takes half a megabyte.
@@ -69,7 +69,7 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     shown, port = environment.get(DASHBOARD_VARIABLE, ""), environment.get(METRICS_VARIABLE, "")
     if shown.lower() in (*_OFF, *_ON):
         shown = "1" if shown.lower() in _ON else ""
-    if word.lower() in _OFF or not (word or record or shown or port):
+    if word.lower() in ("0", *_OFF) or not (word or record or shown or port):
         return Settings(asked=False)
     address = word if word.startswith(("unix:", "tcp:")) else ""
     return Settings(

@@ -117,6 +117,7 @@ def test_telemetry_is_off_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for word in ("off", "no", "false", "False"):
         assert not read_settings({"BURST_RT_TELEMETRY": word, "BURST_RT_DASHBOARD": "1"}).asked
         assert not read_settings({"BURST_RT_DASHBOARD": word}).asked
+    assert read_settings({"BURST_RT_DASHBOARD": "0"}).dashboard == "0"  # any free port
     for word in ("true", "on", "Yes"):
         assert read_settings({"BURST_RT_DASHBOARD": word}).dashboard == "1"
     assert read_settings({"BURST_RT_RECORD": "x"}).asked
