@@ -149,13 +149,11 @@ def main() -> None:
         try:
             cli(prog_name="burst-rt")
         finally:
-            sys.stdout.flush()
+            _flush()
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         print(f"burst-rt: no room is left for what is written: {error}", file=sys.stderr)
-        # What could not be written is not tried again when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(DeviceError.exit_code)
     except BurstError as error:
         print(f"burst-rt: {type(error).__name__}: {error}", file=sys.stderr)
@@ -165,6 +163,17 @@ def main() -> None:
         advice = "ask for fewer tokens or ranks"
         print(f"burst-rt: this machine has too little memory{said}; {advice}", file=sys.stderr)
         sys.exit(DeviceError.exit_code)
+
+
+def _flush() -> None:
+    """Writes what is still to be printed. A reader that has gone, such as `head`, wants no more."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What could not be written is not tried again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            raise
 
 
 if __name__ == "__main__":

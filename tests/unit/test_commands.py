@@ -168,3 +168,13 @@ def test_what_cannot_be_written_is_told(words: list[str]) -> None:
     )
     assert done.returncode == 64
     assert done.stderr.startswith("burst-rt: InputError: standard output is closed")
+
+
+def test_a_reader_that_wants_no_more_is_no_error() -> None:
+    words = ["plan", "--hardware", "h100", "--world", "2", "--seq", "1K", "--phase", "first-token"]
+    command = [sys.executable, "-m", "burst_rt.launch.main", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""

@@ -667,18 +667,6 @@ def test_what_is_no_context_or_no_model() -> None:
     burst_rt.run_local(2, run, timeout_s=60)
 
 
-def test_labels_of_a_decoder_without_its_inputs() -> None:
-    batch = make_batch("Llama", "plain")
-    batch["labels"] = batch["labels"][:, :5]
-
-    def run(ctx: burst_rt.Context) -> None:
-        burst_rt.hf.prepare(make_model("Llama"), ctx)
-        with pytest.raises(InputError, match="labels come with decoder_input_ids"):
-            burst_rt.hf.shard(batch, ctx)
-
-    burst_rt.run_local(2, run, timeout_s=60)
-
-
 def test_labels_that_are_no_tokens_are_refused_on_every_rank() -> None:
     model, batch = make_model("Llama"), make_batch("Llama", "plain")
     model.set_attn_implementation("burst_rt")
@@ -694,12 +682,20 @@ def test_labels_that_are_no_tokens_are_refused_on_every_rank() -> None:
     burst_rt.run_local(2, run, timeout_s=60)
 
 
-def test_labels_of_rows_are_refused() -> None:
-    batch = {"input_ids": make_batch("Llama", "plain")["input_ids"], "labels": torch.zeros(2)}
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((2,), "labels of whole sequences cannot be cut"),
+        ((2, 5), "labels come with decoder_input_ids"),
+    ],
+    ids=["of rows", "of a decoder without its inputs"],
+)
+def test_labels_of_something_else_are_refused(shape: tuple[int, ...], said: str) -> None:
+    batch = {"input_ids": make_batch("Llama", "plain")["input_ids"], "labels": torch.zeros(shape)}
 
     def run(ctx: burst_rt.Context) -> None:
         burst_rt.hf.prepare(make_model("Llama"), ctx)
-        with pytest.raises(InputError, match="labels of whole sequences cannot be cut"):
+        with pytest.raises(InputError, match=said):
             burst_rt.hf.shard(batch, ctx)
 
     burst_rt.run_local(2, run, timeout_s=60)
