@@ -385,12 +385,23 @@ class _Order:
             if a == b:
                 continue
             num_runs = q_run[b - 1] + 1 - some.start
-            edges = np.zeros((num_runs, places), np.int32)
             at = (q_run[a:b] - some.start) * places
-            np.add.at(edges.ravel(), at + first[a:b], np.int32(1))  # other types take far longer
-            np.add.at(edges.ravel(), at + last[a:b], np.int32(-1))
-            np.cumsum(edges, axis=1, out=edges)
-            met[some.start : some.start + num_runs] |= edges[:, :-1] > 0
+            edges = np.zeros(num_runs * places, bool)
+            for bounds in _apart(at + first[a:b], at + last[a:b]):
+                edges[bounds] = True
+            # Between two edges everything is met, then nothing, and so on.
+            np.logical_xor.accumulate(edges, out=edges)
+            met[some.start : some.start + num_runs] |= edges.reshape(-1, places)[:, :-1]
+
+
+def _apart(start: Positions, stop: Positions) -> tuple[Positions, Positions]:
+    """Where stretches, of which there is at least one, start and stop once those that overlap or
+    touch are one.
+    """
+    order = np.argsort(start, kind="stable")
+    start, reach = start[order], np.maximum.accumulate(stop[order])
+    gaps = np.flatnonzero(start[1:] > reach[:-1])
+    return start[np.append(0, gaps + 1)], reach[np.append(gaps, len(start) - 1)]
 
 
 def _pairs(first: Positions, last: Positions) -> Iterator[tuple[Positions, Positions]]:

@@ -6,18 +6,21 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from burst_rt import Causal, Full, Mask, SlidingWindow
+from burst_rt import BlockSparse, Causal, Full, Mask, SlidingWindow
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, Tile, Work, pick
 from burst_rt.kernels.triton import tables
 from burst_rt.kernels.triton.configs import ARCHES, arch_of, default_config, padded
 from burst_rt.kernels.triton.configs import KINDS as KERNEL_KINDS
+from burst_rt.planning.layouts import make_layout
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,25 @@ def test_tables_are_made_once(no_tables: tables._Tables) -> None:
     # Kernels are compiled for addresses that are multiples of 16 bytes.
     assert (lists.runs.data_ptr() - lists.lines.data_ptr()) % 16 == 0
     assert lists.lines.numel() == 4 * 4
+
+
+def test_the_tiles_of_a_striped_layout_share_tables(no_tables: tables._Tables) -> None:
+    """And as many bytes are announced as are kept."""
+    cpu, cut = torch.device("cpu"), tables.CutOfTile((16, 16), False, False, (16, 16))
+    table = np.random.default_rng(0).random((8, 8)) < 0.3
+    mask = Causal() & BlockSparse(table, 64)
+    runs = make_layout("striped", 512, 8).runs
+    for rows, columns in product(runs, runs):
+        tile = Tile((), rows, columns, mask, 1.0, lambda: None)
+        tables.lists_tried(tile, cut, tables.spans_of_tile(tile, cpu), cpu)
+    kept = [table.size_bytes for _, table in no_tables.items()]
+    # Of tiles with and without a diagonal; of each, the spans and the lists.
+    assert len(kept) == 4
+    places = product(runs, runs)
+    assert tables.bytes_of_tables(mask, places, [cut], positions=False) == sum(kept)
+    places = product(runs, runs)
+    with_positions = tables.bytes_of_tables(mask, places, [cut], positions=True)
+    assert with_positions == sum(kept) + 4 * 2 * 64 * len(runs) ** 2
 
 
 def test_tables_are_bounded(no_tables: tables._Tables, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,21 @@ import pytest
 import torch
 from mask_truths import MASKS, Sizes, truth_of
 
-from burst_rt import BlockSparse, Causal, Full, Mask, SlidingWindow
+from burst_rt import (
+    BlockSparse,
+    Causal,
+    Chunked,
+    Documents,
+    First,
+    Full,
+    Mask,
+    Prefix,
+    SlidingWindow,
+)
 from burst_rt.errors import InternalError
 from burst_rt.planning.layouts import KINDS, make_layout
+from burst_rt.planning.masks import Positions, Spans, in_place_of
+from burst_rt.planning.masks.spans import END
 from burst_rt.planning.worklist import (
     MOST_VECTORS,
     ColumnSpans,
@@ -223,3 +235,48 @@ def test_columns_that_do_not_ascend_are_an_internal_error(columns: tuple[range, 
     mask: Mask = Causal()
     with pytest.raises(InternalError, match="columns must stand at ascending positions"):
         column_spans(mask, (range(4),), columns)
+
+
+def _of_step(step: int) -> list[Mask]:
+    """Masks whose numbers are multiples of a step, or nearly; for 24 queries and 30 keys."""
+    rng = np.random.default_rng(step)
+    found: list[Mask] = [Full(), Causal(), SlidingWindow(-1, -1), Prefix((step, 3 * step))]
+    for number in (2 * step, 2 * step - 1):
+        table = rng.random((-(-24 // number), -(-30 // number))) < 0.5
+        found += [
+            First(number), Chunked(number), SlidingWindow(number), SlidingWindow(number, step),
+            SlidingWindow(number, 1), BlockSparse(table, number).bound(24, 30),
+            Prefix(number), Documents([number, 30 - number]),
+        ]  # fmt: skip
+    return found + [Causal() & mask for mask in found] + [found[4] | found[5]]
+
+
+@pytest.mark.parametrize("step", [2, 3, 6])
+def test_positions_that_stand_for_others_show_the_same(step: int) -> None:
+    moved = set()
+    for mask in _of_step(step):
+        for of_q, of_kv in np.ndindex(step, step):
+            q = (range(6 + of_q, 18, step), range(18 + of_q, 30, step))
+            kv = (range(of_kv, 30, step),)
+            places = in_place_of(mask, q, kv)
+            there, here = column_spans(mask, *places), column_spans(mask, q, kv)
+            assert np.array_equal(there.bounds, here.bounds), (mask, q, kv)
+            if places != (q, kv):
+                moved.add(mask)
+    assert len(moved) == 19  # those whose numbers are multiples, alone and with `Causal`
+
+
+class _Odd(Causal):
+    """Every other key, up to the query."""
+
+    def spans(self, q: Positions) -> Spans:
+        keys = np.arange(1, 64, 2)
+        starts = np.where(keys <= q[:, None], keys, END)[None]
+        return Spans(starts, np.where(starts == END, END, starts + 1))
+
+
+def test_a_subclass_with_other_spans_has_no_period() -> None:
+    q, kv = (range(3, 64, 4),), (range(2, 64, 4),)
+    assert in_place_of(Causal(), q, kv) != (q, kv)
+    assert in_place_of(_Odd(), q, kv) == (q, kv)
+    assert in_place_of(_Odd() | First(4), q, kv) == (q, kv)

@@ -211,12 +211,13 @@ class TritonKernel(Kernel):
             _cuts_of(kind, work.device, head_dim, work.dtype, by_scores=by_scores)[0]
             for kind in (("forward",) if work.forward else ("dkdv", "dq"))
         ]
-        return sum(
-            bytes_of_tables(work.mask, part, cuts, positions=scores.alibi_slopes)
+        parts = (
+            part
             for rows, runs in places
             for columns in ascending(runs)
             for part in places_of_parts(work.mask, (rows, columns), tile)
         )
+        return bytes_of_tables(work.mask, parts, cuts, positions=scores.alibi_slopes)
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`: none, because sums stay in registers and shared memory.

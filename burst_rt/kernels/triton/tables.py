@@ -18,7 +18,7 @@ import torch
 from burst_rt.kernels.base import Places, Tile
 from burst_rt.kernels.decode import Seen
 from burst_rt.kernels.triton.configs import CELLS, COMPRESSED
-from burst_rt.planning.masks import Mask, positions_of
+from burst_rt.planning.masks import Mask, in_place_of, positions_of
 from burst_rt.planning.worklist import (
     MOST_VECTORS,
     ColumnSpans,
@@ -246,12 +246,21 @@ def table_of_decode(seen: Seen, device: torch.device) -> DecodeTable:
 
 
 def bytes_of_tables(
-    mask: Mask, places: Places, cuts: Iterable[CutOfTile], *, positions: bool
+    mask: Mask, places: Iterable[Places], cuts: Sequence[CutOfTile], *, positions: bool
 ) -> int:
-    """Bytes of the tables of a tile, or of a part of one where the mask has no spans.
+    """Bytes of the tables of some tiles, or of parts of tiles where the mask has no spans.
 
     cuts: of each kernel. positions: whether there are tables of positions.
     """
+    each = set(places)
+    sizes = [sum(map(len, runs)) for sides in each for runs in sides] if positions else []
+    for alike in {in_place_of(mask, *sides) for sides in each}:
+        sizes += _sizes_of_tables(mask, alike, cuts)
+    return sum(-(-size // _ALIGNED) * _ALIGNED * np.dtype(np.int32).itemsize for size in sizes)
+
+
+def _sizes_of_tables(mask: Mask, places: Places, cuts: Iterable[CutOfTile]) -> list[int]:
+    """int32 numbers of each table of a tile, but those of positions."""
     spans, whole = column_spans(mask, *places), mask.has_spans
     arrays = [spans.for_kernels()]
     for cut in cuts:
@@ -261,10 +270,7 @@ def bytes_of_tables(
 
         for found in cut.lists(_width_of(spans) if whole else CELLS, make):
             arrays += [found.lines, found.runs]
-    sizes = [array.size for array in arrays]
-    if positions:
-        sizes += [sum(map(len, runs)) for runs in places]
-    return sum(-(-size // _ALIGNED) * _ALIGNED * np.dtype(np.int32).itemsize for size in sizes)
+    return [array.size for array in arrays]
 
 
 def _width_of(spans: ColumnSpans) -> int:
@@ -280,7 +286,7 @@ def _kept_lists(found: WorkList, device: torch.device) -> _Kept:
 
 
 def _key(tile: Tile, device: torch.device) -> tuple[Hashable, ...]:
-    return tile.mask, tile.q_positions, tile.kv_positions, device
+    return tile.mask, *in_place_of(tile.mask, tile.q_positions, tile.kv_positions), device
 
 
 def _kept(key: Hashable, device: torch.device, make: Callable[[], _Kept]) -> Any:

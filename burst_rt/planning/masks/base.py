@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, reduce
 from inspect import get_annotations
+from math import gcd
 from operator import and_
 from typing import Any, ClassVar, Protocol, Self
 
@@ -51,6 +52,7 @@ __all__ = [
     "Relation",
     "Rule",
     "columns_seen",
+    "in_place_of",
     "positions_of",
     "sees_few",
     "spans_of",
@@ -109,8 +111,8 @@ class Mask:
     # Which code of the kernels' own gives this mask. A class that sets no rule has OWN: a rule is
     # not inherited, because a subclass may allow something else.
     rule: ClassVar[Rule] = Rule.OWN
-    # Whether all queries between two `changes` see the same keys. It is said of the spans that the
-    # class itself has: a subclass with other spans is not steady.
+    # Whether all queries between two `changes` see the same keys. This and `_period` are said of
+    # the spans that the class itself has: a subclass with other spans has them as `Mask` has.
     _steady: ClassVar[bool] = False
     # Whether `spans` says what the mask sees. False again where a subclass says it otherwise.
     _spanned: ClassVar[bool] = False
@@ -138,12 +140,13 @@ class Mask:
             cls._spanned = True
         elif {"allows", "relation", "pieces"} & set(cls.__dict__):
             cls._spanned = False
-        says, shows = (
-            next(place for place, each in enumerate(cls.__mro__) if name in each.__dict__)
-            for name in ("_steady", "spans")
-        )
-        if shows < says:
-            cls._steady = False
+        for name in ("_steady", "_period"):
+            shows, says = (
+                next(place for place, each in enumerate(cls.__mro__) if which in each.__dict__)
+                for which in ("spans", name)
+            )
+            if shows < says:
+                setattr(cls, name, getattr(Mask, name))
         if "rule" in cls.__dict__:
             return
         if "rule" in get_annotations(cls):
@@ -207,6 +210,16 @@ class Mask:
     def by_index(self) -> bool:
         """Whether the mask goes by a query's index, and so by no place that a mover gives."""
         return False
+
+    @property
+    def _period(self) -> int:
+        """A number that says how far apart positions may be in a strided layout to look alike.
+
+        For each step that divides it, whether the query at q sees the key at k follows from
+        q // step, k // step, and whether k % step is larger than q % step. Every step divides 0,
+        and only 1 divides 1, which says nothing.
+        """
+        return 1
 
     @property
     def alike(self) -> Mask:
@@ -411,6 +424,28 @@ def _spans_by_label(labelled: Mask, *q: range) -> tuple[Spans, Positions]:
     return labelled.spans(places[shown]), label
 
 
+def in_place_of(
+    mask: Mask, q: tuple[range, ...], kv: tuple[range, ...]
+) -> tuple[tuple[range, ...], tuple[range, ...]]:
+    """Positions at which a mask shows the same cells as at these, by its `_period`.
+
+    Most tiles of a striped layout get the same positions, so that what is made of a mask's spans is
+    made once for all of them.
+    """
+    step = q[0].step
+    if step == 1 or mask._period % step or any(run.step != step for run in (*q, *kv)):
+        return q, kv
+    places = [{run.start % step for run in side} for side in (q, kv)]
+    if any(len(side) != 1 for side in places):
+        return q, kv
+    of_q, of_kv = (side.pop() for side in places)
+    return _shifted(q, -of_q), _shifted(kv, int(of_kv > of_q) - of_kv)
+
+
+def _shifted(runs: tuple[range, ...], distance: int) -> tuple[range, ...]:
+    return tuple(range(run.start + distance, run.stop + distance, run.step) for run in runs)
+
+
 def sees_few(mask: Mask, q: range) -> bool:
     """Whether queries at a range of positions see few spans each, by a sample of them.
 
@@ -469,6 +504,11 @@ class _Pair(Mask):
         return self.first.by_index or self.second.by_index
 
     @property
+    def _period(self) -> int:
+        """See `Mask._period`."""
+        return gcd(self.first._period, self.second._period)
+
+    @property
     def alike(self) -> Mask:
         """See `Mask.alike`."""
         return self._of(self.first.alike, self.second.alike)
@@ -508,6 +548,8 @@ class Both(_Pair):
                 "masks that have spans, and not with BlockSparse; write `spans` for a mask of your "
                 "own, and give a function all other masks as `within`"
             )
+
+    _period = _Pair._period
 
     def spans(self, q: Positions) -> Spans:
         """See `Mask.spans`."""
@@ -578,6 +620,8 @@ class Both(_Pair):
 
 class Either(_Pair):
     """Allows what one of two masks allows; made by `a | b`."""
+
+    _period = _Pair._period
 
     def spans(self, q: Positions) -> Spans:
         """See `Mask.spans`."""

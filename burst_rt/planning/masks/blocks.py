@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from copy import copy
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,11 @@ class BlockSparse(Mask):
         """See `Mask.by_index`: yes."""
         return True
 
+    @property
+    def _period(self) -> int:
+        """See `Mask._period`."""
+        return gcd(self._block, self._shift)
+
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
         """See `Mask.refuses`: the table must have a block for every token, and no more."""
         _, rows, columns = self._table.shape
@@ -143,14 +149,13 @@ class BlockSparse(Mask):
         batch, rows, columns = self._table.shape
         # A column more on either side, in which nothing is named.
         named = np.pad(self._table, ((0, 0), (0, 0), (1, 1)))
-        before, here = named[..., :-1], named[..., 1:]
-        bounds = []
-        # A row of the table has as many starts as stops, in order.
-        for edges in (here > before, here < before):
-            row, column = np.divmod(np.flatnonzero(edges), columns + 1)
-            of_row = np.bincount(row, minlength=batch * rows)
-            number = np.arange(len(row)) - (np.cumsum(of_row) - of_row)[row]
-            found = np.full((batch * rows, max(1, int(of_row.max()))), END)
-            found[row, number] = column * self._block
-            bounds.append(found.reshape(batch, rows, -1))
-        return Spans(*bounds)
+        # In each row, runs start and stop in turn.
+        edges = np.flatnonzero(named[..., 1:] != named[..., :-1])
+        row, column = np.divmod(edges, columns + 1)
+        row = row[::2]
+        of_row = np.bincount(row, minlength=batch * rows)
+        number = np.arange(len(row)) - (np.cumsum(of_row) - of_row)[row]
+        found = np.full((2, batch * rows, max(1, int(of_row.max()))), END)
+        found[:, row, number] = column.reshape(-1, 2).T * self._block
+        starts, stops = found.reshape(2, batch, rows, -1)
+        return Spans(starts, stops)

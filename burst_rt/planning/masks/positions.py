@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from operator import index
 from typing import Any
 
@@ -31,6 +32,11 @@ class Full(Mask):
     rule = Rule.EVERYTHING
     _steady = True
 
+    @property
+    def _period(self) -> int:
+        """See `Mask._period`."""
+        return 0
+
     def spans(self, q: Positions) -> Spans:
         """Every key."""
         return one_span(BEGIN, END, like=q)
@@ -49,6 +55,11 @@ class Causal(Mask):
     """A query sees the key at its own position and all keys before it."""
 
     rule = Rule.NOT_LATER
+
+    @property
+    def _period(self) -> int:
+        """See `Mask._period`."""
+        return 0
 
     def spans(self, q: Positions) -> Spans:
         """[0, i + 1)."""
@@ -117,6 +128,11 @@ class SlidingWindow(Mask):
                     f"end, got {number!r}"
                 )
 
+    @property
+    def _period(self) -> int:
+        """See `Mask._period`."""
+        return gcd(self.left + 1, max(0, self.right))
+
     def spans(self, q: Positions) -> Spans:
         """[i - left, i + right + 1)."""
         starts = BEGIN if self.left == -1 else q - min(self.left, _FAR)
@@ -169,6 +185,11 @@ class Prefix(Mask):
         step = 1 << max(0, mean.bit_length() - 3)
         return Prefix(-(-mean // step) * step)
 
+    @property
+    def _period(self) -> int:
+        """See `Mask._period`."""
+        return gcd(*self._each)
+
     def spans(self, q: Positions) -> Spans:
         """[0, max(length, i + 1))."""
         lengths = np.array([min(length, _FAR) for length in self._each], np.int64)[:, None]
@@ -203,6 +224,11 @@ class First(Mask):
             )
         object.__setattr__(self, "count", count)
 
+    @property
+    def _period(self) -> int:
+        """See `Mask._period`."""
+        return self.count
+
     def spans(self, q: Positions) -> Spans:
         """[0, count)."""
         return one_span(BEGIN, min(self.count, _FAR), like=q)
@@ -231,6 +257,11 @@ class Chunked(Mask):
                 f"Chunked: size must be a number of keys of at least 1, got {self.size!r}"
             )
         object.__setattr__(self, "size", size)
+
+    @property
+    def _period(self) -> int:
+        """See `Mask._period`."""
+        return self.size
 
     def spans(self, q: Positions) -> Spans:
         """The query's chunk."""

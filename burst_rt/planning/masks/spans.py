@@ -88,7 +88,10 @@ class Spans(NamedTuple):
 
         firsts: the first row of each group, ascending from 0. Returns `[1, groups, width]`.
         """
-        lengths = np.diff(firsts, append=self.starts.shape[1])
+        batch, rows, _ = self.starts.shape
+        if batch == 1 and len(firsts) == rows:
+            return _packed(*(np.clip(x, 0, end) for x in self))
+        lengths = np.diff(firsts, append=rows)
         assert len(firsts) * (end + 1) < END  # the axis below has so many places
         # Row after row for each span: along the rows spans mostly ascend, and are sorted faster.
         starts, stops = (np.clip(x.transpose(2, 0, 1).ravel(), 0, end) for x in self)
