@@ -149,13 +149,12 @@ class BlockSparse(Mask):
         batch, rows, columns = self._table.shape
         # A column more on either side, in which nothing is named.
         named = np.pad(self._table, ((0, 0), (0, 0), (1, 1)))
-        # In each row, runs start and stop in turn.
         edges = np.flatnonzero(named[..., 1:] != named[..., :-1])
-        row, column = np.divmod(edges, columns + 1)
-        row = row[::2]
-        of_row = np.bincount(row, minlength=batch * rows)
-        number = np.arange(len(row)) - (np.cumsum(of_row) - of_row)[row]
-        found = np.full((2, batch * rows, max(1, int(of_row.max()))), END)
-        found[:, row, number] = column.reshape(-1, 2).T * self._block
-        starts, stops = found.reshape(2, batch, rows, -1)
-        return Spans(starts, stops)
+        ends = np.searchsorted(edges, np.arange(1, batch * rows + 1) * (columns + 1))
+        # In each row, runs start and stop in turn.
+        of_row = np.diff(ends, prepend=0) // 2
+        there = np.arange(max(1, int(of_row.max()))) < of_row[:, None]
+        bounds = [np.full(there.shape, END) for _ in range(2)]
+        for side, bound in enumerate(bounds):
+            bound[there] = edges[side::2] % (columns + 1) * self._block
+        return Spans(*(bound.reshape(batch, rows, -1) for bound in bounds))
