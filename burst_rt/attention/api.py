@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn, Unpack, overload
 
 import torch
+from torch.autograd import forward_ad
 
 from burst_rt.attention.autograd import BurstAttentionFunction, forward_op, terms_of
 from burst_rt.attention.call import (
@@ -133,6 +134,8 @@ def burst_attention(
                 "burst_attention: torch.func's transforms (grad, vmap, jvp) are not supported; use "
                 "loss.backward()"
             )
+        if forward_ad._current_level >= 0:
+            _check_no_tangents(q, k, v, sinks, alibi_slopes)
         call = make_call(
             q, k, v, layout=layout, kv_layout=kv_layout, mask=mask, causal=causal, scale=scale,
             softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,
@@ -151,6 +154,16 @@ if torch.__version__ < "2.13":
     # Before 2.13 the compiler accepts neither a layout nor a mask as an input. So the call runs
     # eagerly, between compiled parts.
     burst_attention = torch.compiler.disable(burst_attention)
+
+
+def _check_no_tangents(*tensors: torch.Tensor | None) -> None:
+    """Raises InputError for a tensor that forward-mode differentiation carries a tangent with."""
+    for name, x in zip(("q", "k", "v", "sinks", "alibi_slopes"), tensors, strict=True):
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise InputError(
+                f"burst_attention: {name} has a tangent, and forward-mode differentiation is not "
+                "supported; use loss.backward()"
+            )
 
 
 def _refuse(error: BurstError, *layouts: object) -> NoReturn:

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from burst_rt.errors import InputError
@@ -188,7 +189,7 @@ class SpreadLayer:
         """How many ranks share the heads and the feed-forward's width."""
         return self.world_size if self.tensor_parallel else 1
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """Which rank holds which tokens, outside attention and feed-forward."""
         if self.strategy == TENSOR_PARALLEL[0]:
@@ -223,6 +224,18 @@ class SpreadLayer:
         Under tensor parallelism attention is local: each rank runs the whole sequence with the
         rank's own heads.
         """
+        return self._forward_choice if forward else self._backward_choice
+
+    # Every rank's graph asks for them.
+    @cached_property
+    def _forward_choice(self) -> Choice:
+        return self._choose(forward=True)
+
+    @cached_property
+    def _backward_choice(self) -> Choice:
+        return self._choose(forward=False)
+
+    def _choose(self, *, forward: bool) -> Choice:
         layout = make_layout("contiguous", self.seq_len, 1) if self.tensor_parallel else self.layout
         heads, kv_heads = self.shape.num_heads // self.share, self.shape.num_kv_heads // self.share
         problem = Problem(

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from burst_rt.baselines.layers import TENSOR_PARALLEL
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.plan.compare import COMPARED, Answer, Question, best_worlds, compare
 from burst_rt.launch.plan.model import (
@@ -154,6 +156,14 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
     return add
 
 
+def _check_layout(strategy: str, layout: str) -> None:
+    if layout not in ("contiguous", "auto"):
+        raise InputError(
+            f"--layout: under {strategy} a rank has the whole sequence, or contiguous parts of it, "
+            f"got {layout!r}; leave the option out"
+        )
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @_about(one=True)
 @click.option(
@@ -186,6 +196,9 @@ def simulate(
     """
     model, machine = parse_model(model_text), _spread(load_hardware(hardware), world, nodes)
     strategy = parse_strategy(strategy)
+    chosen = click.get_current_context().get_parameter_source("layout")
+    if strategy in TENSOR_PARALLEL and chosen is ParameterSource.COMMANDLINE:
+        _check_layout(strategy, layout)
     taken = published_mask(strategy) if mask == "published" else mask
     fitting_mask(taken, parse_tokens(seq_text), batch)
     activations = _activations(kept, phase)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from spec import errors_of, reference
 from tolerances import ERROR
+from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -233,6 +234,16 @@ def test_a_tensor_of_inference_mode_beside_one_that_requires_grad_is_refused(
         _attend(q, k, v, ctx)
     with torch.no_grad():
         assert not _attend(q, k, v, ctx).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of make_dual itself
+def test_forward_mode_is_refused(ctx: Context) -> None:
+    q, k, v = (x.detach() for x in _qkv(ctx))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(k, torch.ones_like(k))
+        with pytest.raises(InputError, match="k has a tangent"):
+            _attend(q, dual, v, ctx)
+        assert _attend(q, k, v, ctx).isfinite().all()
 
 
 def test_only_q_k_v_out_and_lse_are_saved(ctx: Context) -> None:

@@ -269,6 +269,16 @@ def test_layouts_that_follow_the_mask(tmp_path: Path) -> None:
     assert "with the balanced layout: " in said["why"]
 
 
+def test_a_layout_that_tensor_parallelism_does_not_have_is_refused() -> None:
+    about = "--hardware a100-pcie --world 2 --seq 8K --model layers=1,dim=256,heads=4,ffn=512"
+    words = ["simulate", "--strategy", "tensor-parallel", *about.split(), "--json"]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    assert CliRunner().invoke(cli, [*words, "--layout", "contiguous"]).exit_code == 0
+    done = CliRunner().invoke(cli, [*words, "--layout", "striped"])
+    assert isinstance(done.exception, InputError)
+    assert re.search("--layout: .*got 'striped'", str(done.exception))
+
+
 def test_simulate_prints_json() -> None:
     argv = (
         "simulate --hardware a100-pcie --model llama-7b --strategy tensor-parallel+sequence "
