@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise, product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ Rows: TypeAlias = tuple[tuple[int, int], ...]
 # By owner, block and rank: the rows of the owner's block that the rank computes with.
 Needed: TypeAlias = tuple[tuple[tuple[Rows, ...], ...], ...]
 
+_T = TypeVar("_T")
 _Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 # Rows of a group. Kernels load blocks of rows, whose sizes divide this, and must find numbers in a
@@ -172,15 +173,20 @@ class _Side:
         block = np.searchsorted(self._first_group, first, side="right") - 1
         first, stop = ((x - self._first_group[block]) * ROWS_TOGETHER for x in (first, stop))
         stop = np.minimum(stop, self.block_len[block])
-        found: list[list[list[tuple[int, int]]]] = [
-            [[] for _ in range(self.num_ranks)] for _ in self.block_len
-        ]
-        columns = (x.tolist() for x in (block, rank, first, stop))
-        for of_block, of_rank, start, end in zip(*columns, strict=True):
-            found[of_block][of_rank].append((start, end))
-        by_block = [tuple(map(tuple, each)) for each in found]
-        per = self.blocks_per_rank
-        return tuple(tuple(by_block[at : at + per]) for at in range(0, len(by_block), per))
+        place = block * self.num_ranks + rank
+        in_order = np.argsort(place, kind="stable")
+        pairs = list(zip(first[in_order].tolist(), stop[in_order].tolist(), strict=True))
+        count = np.bincount(place, minlength=len(self.block_len) * self.num_ranks)
+        ends = [0, *np.cumsum(count).tolist()]
+        # Most blocks have the same rows for many ranks, and so the same tuple.
+        known: dict[Rows, Rows] = {}
+        found = [known.setdefault(x, x) for x in (tuple(pairs[a:b]) for a, b in pairwise(ends))]
+        by_block = _in_tuples(found, self.num_ranks)
+        return _in_tuples(by_block, self.blocks_per_rank)
+
+
+def _in_tuples(all_of: Sequence[_T], size: int) -> tuple[tuple[_T, ...], ...]:
+    return tuple(tuple(all_of[at : at + size]) for at in range(0, len(all_of), size))
 
 
 def _by_relation(mask: Mask, q: _Side, kv: _Side) -> Needs:

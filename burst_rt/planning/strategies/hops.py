@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, TypeVar
 
 from burst_rt.errors import InternalError
@@ -212,10 +212,14 @@ class Hops:
         def of(owner: int, block: int) -> dict[int, Leg]:
             needed = self.needed_at[owner][block]
             adding = [hop for hop in range(1, world) if needed[hop]]
-            if not self.route.carries_sums:
+            if not self.route.carries_sums or len(adding) == 1:
                 return dict.fromkeys(adding, Leg(starts=True, home=True))
-            first, last = (adding[0], adding[-1]) if adding else (0, -1)
-            return {hop: Leg(hop == first, hop == last) for hop in range(first, last + 1)}
+            if not adding:
+                return {}
+            first, last = adding[0], adding[-1]
+            found = dict.fromkeys(range(first, last + 1), Leg(starts=False, home=False))
+            found[first], found[last] = Leg(starts=True, home=False), Leg(starts=False, home=True)
+            return found
 
         return self._by_block(of)
 
@@ -235,10 +239,17 @@ class Hops:
             return self.needed_at[owner][block][hop]
         return self._summed[owner][block]
 
+    def all_sum_rows(self, owner: int, block: int) -> list[Rows]:
+        """`sum_rows` of each of the block's legs."""
+        legs, needed = self.legs[owner][block], self.needed_at[owner][block]
+        if self.route.carries_sums:
+            return [self._summed[owner][block]] * len(legs)
+        return [needed[hop] for hop in legs]
+
     @cached_property
     def _summed(self) -> tuple[tuple[Rows, ...], ...]:
         def of(owner: int, block: int) -> Rows:
-            return united(stretch for rows in self.needed_at[owner][block][1:] for stretch in rows)
+            return united(chain(*set(self.needed_at[owner][block][1:])))
 
         return self._by_block(of)
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -161,16 +161,16 @@ class Ring(Hops):
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
-        sent = 0
+        sent, rows_in = 0, cache(num_rows)  # many messages have the same rows
         for owner, blocks in enumerate(self.bundles):
             for block, bundles in enumerate(blocks):
                 length = self.block_len(owner, block)
-                sums = [self.sum_rows(owner, block, hop) for hop in self.legs[owner][block]]
+                sums = self.all_sum_rows(owner, block)
                 for tensors, messages in ((self.bundle, bundles), (self.sums, sums)):
                     # As `stretches` has them.
                     in_rows = sum(size for role, size in tensors if not role.pairs)
                     whole = sum(size for role, size in tensors if role.pairs)
-                    sent += in_rows * sum(map(num_rows, messages))
+                    sent += in_rows * sum(map(rows_in, messages))
                     sent += whole * length * sum(map(bool, messages))
         return sent
 
