@@ -119,6 +119,8 @@ def burst_attention(
     when a rank is gone, and Stalled when nothing moves.
     """
     if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:  # the op would drop tangents, which nobody sees here
+            raise InputError(f"burst_attention: {_NO_TANGENTS}")
         # The call becomes one opaque op, and the op checks the arguments when it runs.
         check_kinds(layout, kv_layout, mask, causal, return_lse, dropout_p, alibi_slopes)
         chosen = mask if mask is not None else CAUSAL if causal else FULL
@@ -134,13 +136,13 @@ def burst_attention(
                 "burst_attention: torch.func's transforms (grad, vmap, jvp) are not supported; use "
                 "loss.backward()"
             )
-        if forward_ad._current_level >= 0:
-            _check_no_tangents(q, k, v, sinks, alibi_slopes)
         call = make_call(
             q, k, v, layout=layout, kv_layout=kv_layout, mask=mask, causal=causal, scale=scale,
             softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,
             strategy=strategy, return_lse=return_lse,
         )  # fmt: skip
+        if forward_ad._current_level >= 0:
+            _check_no_tangents(q, k, v, sinks, alibi_slopes)
         call.setup.runtime.check_open()
     except (InputError, ConfigError) as error:
         _refuse(error, layout, kv_layout)
@@ -156,14 +158,14 @@ if torch.__version__ < "2.13":
     burst_attention = torch.compiler.disable(burst_attention)
 
 
+_NO_TANGENTS = "forward-mode differentiation is not supported; use loss.backward()"
+
+
 def _check_no_tangents(*tensors: torch.Tensor | None) -> None:
     """Raises InputError for a tensor that forward-mode differentiation carries a tangent with."""
     for name, x in zip(("q", "k", "v", "sinks", "alibi_slopes"), tensors, strict=True):
         if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise InputError(
-                f"burst_attention: {name} has a tangent, and forward-mode differentiation is not "
-                "supported; use loss.backward()"
-            )
+            raise InputError(f"burst_attention: {name} has a tangent, and {_NO_TANGENTS}")
 
 
 def _refuse(error: BurstError, *layouts: object) -> NoReturn:

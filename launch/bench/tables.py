@@ -23,7 +23,7 @@ import torch
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.kernels.base import Tile
 from burst_rt.kernels.triton.parts import ascending
-from burst_rt.kernels.triton.tables import CutOfTile, lists_tried, spans_of_tile
+from burst_rt.kernels.triton.tables import CutOfTile, lists_tried, same_tables, spans_of_tile
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.planning.layouts import BALANCED, make_layout
 from burst_rt.planning.masks import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
@@ -137,6 +137,7 @@ def _triton_tables(plan: Plan) -> None:
     for rows, runs in plan.choice.program.tiles(plan.rank):
         for columns in ascending(runs):
             tile = Tile((), rows, columns, plan.key.problem.mask, scale=1.0, progress=lambda: None)
+            tile = same_tables(tile)
             spans = spans_of_tile(tile, device)
             for cut in (_BY_ROWS,) if plan.key.forward else (_BY_COLUMNS, _BY_ROWS):
                 lists_tried(tile, cut, spans, device)

@@ -134,7 +134,8 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
             default="zigzag",
             show_default=True,
             help="Which rank holds which tokens. balanced: even under the mask. auto: for each "
-            "strategy, the one with the best forecast, which takes four times as long to plan.",
+            "strategy, the one with the best forecast, which takes four times as long to plan. "
+            "Tensor parallelism has none, or contiguous.",
         ),
         click.option(
             "--activations",
@@ -172,7 +173,7 @@ def _not_collecting() -> Iterator[None]:
 
 
 def _check_layout(strategy: str, layout: str) -> None:
-    if layout not in ("contiguous", "auto"):
+    if strategy in TENSOR_PARALLEL and layout not in ("contiguous", "auto"):
         raise InputError(
             f"--layout: under {strategy} a rank has the whole sequence, or contiguous parts of it, "
             f"got {layout!r}; leave the option out"
@@ -212,7 +213,7 @@ def simulate(
     model, machine = parse_model(model_text), _spread(load_hardware(hardware), world, nodes)
     strategy = parse_strategy(strategy)
     chosen = click.get_current_context().get_parameter_source("layout")
-    if strategy in TENSOR_PARALLEL and chosen is ParameterSource.COMMANDLINE:
+    if chosen is ParameterSource.COMMANDLINE:
         _check_layout(strategy, layout)
     taken = published_mask(strategy) if mask == "published" else mask
     fitting_mask(taken, parse_tokens(seq_text), batch)

@@ -239,11 +239,22 @@ def test_a_tensor_of_inference_mode_beside_one_that_requires_grad_is_refused(
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of make_dual itself
 def test_forward_mode_is_refused(ctx: Context) -> None:
     q, k, v = (x.detach() for x in _qkv(ctx))
+    layout = ctx.layout(q.shape[1] * ctx.world_size)
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return burst_rt.burst_attention(q, k, v, layout=layout)
+
+    compiled = torch.compile(call, backend="eager")
+    assert torch.equal(compiled(q, k), call(q, k))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(k, torch.ones_like(k))
         with pytest.raises(InputError, match="k has a tangent"):
-            _attend(q, dual, v, ctx)
-        assert _attend(q, k, v, ctx).isfinite().all()
+            call(q, dual)
+        with pytest.raises(InputError, match="forward-mode differentiation"):
+            compiled(q, dual)
+        with pytest.raises(InputError, match="q must be a dense tensor"):
+            call(q.to_sparse(), k)
+        assert call(q, k).isfinite().all()
 
 
 def test_only_q_k_v_out_and_lse_are_saved(ctx: Context) -> None:

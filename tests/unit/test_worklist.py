@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from burst_rt import (
 from burst_rt.errors import InternalError
 from burst_rt.planning.layouts import KINDS, make_layout
 from burst_rt.planning.masks import Positions, Spans, in_place_of
-from burst_rt.planning.masks.spans import END
+from burst_rt.planning.masks.spans import END, one_span
 from burst_rt.planning.worklist import (
     MOST_VECTORS,
     ColumnSpans,
@@ -275,8 +275,19 @@ class _Odd(Causal):
         return Spans(starts, np.where(starts == END, END, starts + 1))
 
 
-def test_a_subclass_with_other_spans_has_no_period() -> None:
+class _Near(Causal):
+    """The keys beside the query, said without spans."""
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:  # ints or tensors
+        return abs(q_position - kv_position) <= 1
+
+    def outline(self, q: Positions) -> Spans:
+        return one_span(q - 1, q + 2, like=q)
+
+
+def test_a_subclass_that_sees_otherwise_has_no_period() -> None:
     q, kv = (range(3, 64, 4),), (range(2, 64, 4),)
+    assert in_place_of(_Near(), q, kv) == (q, kv)
     assert in_place_of(Causal(), q, kv) != (q, kv)
     assert in_place_of(_Odd(), q, kv) == (q, kv)
     assert in_place_of(_Odd() | First(4), q, kv) == (q, kv)

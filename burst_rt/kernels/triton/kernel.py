@@ -40,6 +40,7 @@ from burst_rt.kernels.triton.tables import (
     cells_table,
     lists_tried,
     positions_of_tile,
+    same_tables,
     spans_of_tile,
 )
 from burst_rt.kernels.triton.tuned import tuned
@@ -241,8 +242,9 @@ def _arguments(
     head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
     by_scores = terms.softcap is not None or terms.alibi_slopes is not None
     cut, config, for_several = _cuts_of(kind, device, head_dim, qkv.q.dtype, by_scores=by_scores)
-    spans = spans_of_tile(tile, device) if cells is None else None
-    tried = lists_tried(tile, cut, spans, device)
+    alike = same_tables(tile)
+    spans = spans_of_tile(alike, device) if cells is None else None
+    tried = lists_tried(alike, cut, spans, device)
     lists = tried[-1]
     if not lists.single:
         config = for_several

@@ -30,7 +30,7 @@ from burst_rt.planning.worklist import (
 
 __all__ = [
     "CutOfTile", "DecodeTable", "Lists", "SpanTable", "bytes_of_tables", "cells_table", "lists_of",
-    "lists_tried", "positions_of_tile", "spans_of_tile", "table_of_decode",
+    "lists_tried", "positions_of_tile", "same_tables", "spans_of_tile", "table_of_decode",
 ]  # fmt: skip
 
 # Of the tables that are kept, on all devices together.
@@ -148,6 +148,12 @@ class _Tables:
 
 
 _tables = _Tables()
+
+
+def same_tables(tile: Tile) -> Tile:
+    """The tile to ask for tables in place of a tile; the same one for as many tiles as possible."""
+    q, kv = in_place_of(tile.mask, tile.q_positions, tile.kv_positions)
+    return tile if kv is tile.kv_positions else tile._replace(q_positions=q, kv_positions=kv)
 
 
 def spans_of_tile(tile: Tile, device: torch.device) -> SpanTable:
@@ -286,7 +292,7 @@ def _kept_lists(found: WorkList, device: torch.device) -> _Kept:
 
 
 def _key(tile: Tile, device: torch.device) -> tuple[Hashable, ...]:
-    return tile.mask, *in_place_of(tile.mask, tile.q_positions, tile.kv_positions), device
+    return tile.mask, tile.q_positions, tile.kv_positions, device
 
 
 def _kept(key: Hashable, device: torch.device, make: Callable[[], _Kept]) -> Any:

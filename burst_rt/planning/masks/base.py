@@ -430,10 +430,12 @@ def in_place_of(
     """Positions at which a mask shows the same cells as at these, by its `_period`.
 
     Most tiles of a striped layout get the same positions, so that what is made of a mask's spans is
-    made once for all of them.
+    made once for all of them. The cells may be other spans there: of two that touch, or of one.
     """
     step = q[0].step
-    if step == 1 or mask._period % step or any(run.step != step for run in (*q, *kv)):
+    if step < 2 or any(run.step != step for run in (*q, *kv)):
+        return q, kv
+    if not mask.has_spans or mask._period % step:
         return q, kv
     places = [{run.start % step for run in side} for side in (q, kv)]
     if any(len(side) != 1 for side in places):

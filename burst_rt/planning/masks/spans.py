@@ -89,7 +89,7 @@ class Spans(NamedTuple):
         firsts: the first row of each group, ascending from 0. Returns `[1, groups, width]`.
         """
         batch, rows, _ = self.starts.shape
-        if batch == 1 and len(firsts) == rows:
+        if batch == 1 and len(firsts) == rows:  # a row's own spans are apart already
             return _packed(*(np.clip(x, 0, end) for x in self))
         lengths = np.diff(firsts, append=rows)
         assert len(firsts) * (end + 1) < END  # the axis below has so many places
