@@ -25,7 +25,7 @@ import numpy as np
 
 from burst_rt.planning.layouts import Block
 from burst_rt.planning.masks import Mask, Relation, Rule
-from burst_rt.planning.masks.spans import Positions, Spans
+from burst_rt.planning.masks.spans import Positions, Spans, apart
 
 __all__ = ["ROWS_TOGETHER", "Needed", "Needs", "Rows", "find_needs", "num_rows", "united"]
 
@@ -393,21 +393,11 @@ class _Order:
             num_runs = q_run[b - 1] + 1 - some.start
             at = (q_run[a:b] - some.start) * places
             edges = np.zeros(num_runs * places, bool)
-            for bounds in _apart(at + first[a:b], at + last[a:b]):
+            for bounds in apart(at + first[a:b], at + last[a:b]):
                 edges[bounds] = True
             # Between two edges everything is met, then nothing, and so on.
             np.logical_xor.accumulate(edges, out=edges)
             met[some.start : some.start + num_runs] |= edges.reshape(-1, places)[:, :-1]
-
-
-def _apart(start: Positions, stop: Positions) -> tuple[Positions, Positions]:
-    """Where stretches, of which there is at least one, start and stop once those that overlap or
-    touch are one.
-    """
-    order = np.argsort(start, kind="stable")
-    start, reach = start[order], np.maximum.accumulate(stop[order])
-    gaps = np.flatnonzero(start[1:] > reach[:-1])
-    return start[np.append(0, gaps + 1)], reach[np.append(gaps, len(start) - 1)]
 
 
 def _pairs(first: Positions, last: Positions) -> Iterator[tuple[Positions, Positions]]:

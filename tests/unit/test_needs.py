@@ -225,7 +225,7 @@ def test_sums_come_home_in_several_stretches(
     p = replace(problem(_TOKENS, _TOKENS, 4, mask=mask), q_layout=layout, kv_layout=layout)
     ring = as_ring(choose(p, strategy, forward=forward).program)
     home = [
-        ring.sum_rows(owner, block, hop)
+        ring.sum_rows[owner][block][hop]
         for owner, blocks in enumerate(ring.legs)
         for block, legs in enumerate(blocks)
         for hop, leg in legs.items()

@@ -551,7 +551,7 @@ class Both(_Pair):
                 "own, and give a function all other masks as `within`"
             )
 
-    _period = _Pair._period
+    _period = _Pair._period  # said again beside `spans`, whose it is
 
     def spans(self, q: Positions) -> Spans:
         """See `Mask.spans`."""
@@ -623,7 +623,7 @@ class Both(_Pair):
 class Either(_Pair):
     """Allows what one of two masks allows; made by `a | b`."""
 
-    _period = _Pair._period
+    _period = _Pair._period  # said again beside `spans`, whose it is
 
     def spans(self, q: Positions) -> Spans:
         """See `Mask.spans`."""

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["BEGIN", "END", "Positions", "Spans", "beside", "intersect", "one_span", "unite"]
+__all__ = [
+    "BEGIN", "END", "Positions", "Spans", "apart", "beside", "intersect", "one_span", "unite",
+]  # fmt: skip
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -101,18 +103,13 @@ class Spans(NamedTuple):
         if not filled.all():
             group, starts, stops = group[filled], starts[filled], stops[filled]
         # One axis for all groups: no span reaches from one group into the next.
-        starts, stops = (x + group * (end + 1) for x in (starts, stops))
-        order = np.argsort(starts, kind="stable")
-        starts, reach = starts[order], np.maximum.accumulate(stops[order])
-        begins = np.append(True, starts[1:] > reach[:-1])[: len(starts)]
-        first = np.flatnonzero(begins)
-        last = np.append(first[1:], len(starts))[: len(first)] - 1
-        group = starts[first] // (end + 1)
-        number = np.arange(len(first)) - np.searchsorted(group, group)
+        starts, stops = apart(*(x + group * (end + 1) for x in (starts, stops)))
+        group = starts // (end + 1)
+        number = np.arange(len(group)) - np.searchsorted(group, group)
         shape = (1, len(firsts), int(number.max(initial=0)) + 1)
         found = Spans(*(np.full(shape, END) for _ in range(2)))
-        found.starts[0, group, number] = starts[first] - group * (end + 1)
-        found.stops[0, group, number] = reach[last] - group * (end + 1)
+        found.starts[0, group, number] = starts - group * (end + 1)
+        found.stops[0, group, number] = stops - group * (end + 1)
         return found
 
     def num_cells(self, kv: range) -> int:
@@ -122,6 +119,18 @@ class Spans(NamedTuple):
         """
         starts, stops = self.columns(kv)
         return -(-int((stops - starts).sum()) // len(self.starts))
+
+
+def apart(starts: Positions, stops: Positions) -> tuple[Positions, Positions]:
+    """Where stretches start and stop, in order, once those that overlap or touch are one.
+
+    starts, stops: of stretches that are not empty, in any order, int64 `[stretches]`.
+    """
+    order = np.argsort(starts, kind="stable")
+    starts, reach = starts[order], np.maximum.accumulate(stops[order])
+    begins = np.append(True, starts[1:] > reach[:-1])[: len(starts)]
+    first = np.flatnonzero(begins)
+    return starts[first], reach[np.append(first[1:], len(starts))[: len(first)] - 1]
 
 
 def one_span(starts: Positions | int, stops: Positions | int, like: Positions) -> Spans:

@@ -92,7 +92,7 @@ class Hops:
 
     def forget(self) -> None:
         """See `Program.forget`."""
-        for name in ("needed", "needed_at", "holders", "bundles", "legs", "_summed"):
+        for name in ("needed", "needed_at", "holders", "bundles", "legs", "sum_rows"):
             vars(self).pop(name, None)
         self.problem.forget()
 
@@ -212,10 +212,8 @@ class Hops:
         def of(owner: int, block: int) -> dict[int, Leg]:
             needed = self.needed_at[owner][block]
             adding = [hop for hop in range(1, world) if needed[hop]]
-            if not self.route.carries_sums or len(adding) == 1:
+            if not self.route.carries_sums or len(adding) < 2:
                 return dict.fromkeys(adding, Leg(starts=True, home=True))
-            if not adding:
-                return {}
             first, last = adding[0], adding[-1]
             found = dict.fromkeys(range(first, last + 1), Leg(starts=False, home=False))
             found[first], found[last] = Leg(starts=True, home=False), Leg(starts=False, home=True)
@@ -230,26 +228,19 @@ class Hops:
             tuple(of(owner, block) for block in blocks) for owner in range(self.problem.world_size)
         )
 
-    def sum_rows(self, owner: int, block: int, hop: int) -> Rows:
-        """The rows of a block's sums that leave after the tile of a hop.
+    @cached_property
+    def sum_rows(self) -> tuple[tuple[dict[int, Rows], ...], ...]:
+        """By owner, block and hop of `legs`: the rows of the block's sums that leave after the tile
+        of the hop.
 
         Sums that go along with their block hold the rows that any rank adds to.
         """
-        if not self.route.carries_sums:
-            return self.needed_at[owner][block][hop]
-        return self._summed[owner][block]
 
-    def all_sum_rows(self, owner: int, block: int) -> list[Rows]:
-        """`sum_rows` of each of the block's legs."""
-        legs, needed = self.legs[owner][block], self.needed_at[owner][block]
-        if self.route.carries_sums:
-            return [self._summed[owner][block]] * len(legs)
-        return [needed[hop] for hop in legs]
-
-    @cached_property
-    def _summed(self) -> tuple[tuple[Rows, ...], ...]:
-        def of(owner: int, block: int) -> Rows:
-            return united(chain(*set(self.needed_at[owner][block][1:])))
+        def of(owner: int, block: int) -> dict[int, Rows]:
+            legs, needed = self.legs[owner][block], self.needed_at[owner][block]
+            if self.route.carries_sums:
+                return dict.fromkeys(legs, united(chain(*set(needed[1:]))))
+            return {hop: needed[hop] for hop in legs}
 
         return self._by_block(of)
 

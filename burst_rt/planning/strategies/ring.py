@@ -115,7 +115,7 @@ class Ring(Hops):
             leg = self.legs[owner][block].get(hop)
             to = owner if leg and leg.home else onward[owner]
             if leg and rank in (here[owner], to):
-                rows = self.sum_rows(owner, block, hop)
+                rows = self.sum_rows[owner][block][hop]
                 for each in self.stretches(self.sums, owner, block, rows):
                     yield Transfer(here[owner], to, tag, each.size_bytes)
 
@@ -165,7 +165,7 @@ class Ring(Hops):
         for owner, blocks in enumerate(self.bundles):
             for block, bundles in enumerate(blocks):
                 length = self.block_len(owner, block)
-                sums = self.all_sum_rows(owner, block)
+                sums = self.sum_rows[owner][block].values()
                 for tensors, messages in ((self.bundle, bundles), (self.sums, sums)):
                     # As `stretches` has them.
                     in_rows = sum(size for role, size in tensors if not role.pairs)
@@ -419,16 +419,16 @@ class RingBuilder:
         sends, recvs = [], []
         if leg := ring.legs[here][block].get(hop):
             to = here if leg.home else self.route.holder(here, hop + 1, block)
-            rows = (here, block, ring.sum_rows(here, block, hop))
+            rows = (here, block, ring.sum_rows[here][block][hop])
             sends += self._messages(ring.sums, self.sum_slots[hop % 2], rows, to)
         leg = ring.legs[coming][block].get(hop)
         if leg and not leg.home:
-            rows = (coming, block, ring.sum_rows(coming, block, hop))
+            rows = (coming, block, ring.sum_rows[coming][block][hop])
             by = self.route.holder(coming, hop, block)
             recvs += self._messages(ring.sums, self.sum_slots[(hop + 1) % 2], rows, by)
         leg = ring.legs[self.rank][block].get(hop)
         if leg and leg.home:
-            rows = (self.rank, block, ring.sum_rows(self.rank, block, hop))
+            rows = (self.rank, block, ring.sum_rows[self.rank][block][hop])
             by = self.route.holder(self.rank, hop, block)
             recvs += self._messages(ring.sums, self._home_at(hop), rows, by)
             self.came_home.append((hop, block))
@@ -511,7 +511,7 @@ class RingBuilder:
         """Adds the sums that came home before a hop to the owner's own sums."""
         for hop, block in [each for each in self.came_home if each[0] < before]:
             self.came_home.remove((hop, block))
-            rows = self.ring.sum_rows(self.rank, block, hop)
+            rows = self.ring.sum_rows[self.rank][block][hop]
             if self.ring.forward and self.ring.sums:
                 self._merge_home(block, rows, self._home_at(hop))
                 continue
