@@ -1,8 +1,8 @@
 """`make gpu-check`: everything of this project that needs an NVIDIA GPU, within eight minutes.
 
 The steps are: correctness (kernels tile by tile, the vendors' kernels, whole rings),
-compute-sanitizer on small shapes, speed against torch's kernels, rings on one GPU, staged
-transfers, block sizes. Every step is a process of its own with a deadline, so that a step that
+compute-sanitizer on small shapes, block sizes, speed against torch's kernels, rings on one GPU,
+staged transfers. Every step is a process of its own with a deadline, so that a step that
 hangs or crashes leaves the others alone. Steps that measure nothing run beside each other: most of
 their time is compiling. The results go to a JSON file and a table.
 """
@@ -86,7 +86,7 @@ _SANITIZER = (
     "--tool",
 )
 # Plain float32 tiles, and tiles as models have them: with wgmma, and loads that run ahead.
-_SMALL = (*_PYTEST, "tests/gpu/test_rings.py", "-k", "three or (short and 2-local)")
+_SMALL = (*_PYTEST, "tests/gpu/test_rings.py", "-k", "(three or short) and 2-local")
 _TILES = "tests/interpreted/test_tiles.py"
 _HALF = "bfloat16 or float16 or 16_bit or head_sizes"
 
@@ -111,6 +111,23 @@ STEPS = (
         beside=True,
     ),
     Step(
+        "masks through triton tiles",
+        (*_PYTEST, *_SHARED, "tests/interpreted/test_masks.py"),
+        150,
+        beside=True,
+    ),
+    Step(
+        "scores and decoding",
+        (
+            *_PYTEST,
+            *_SHARED,
+            "tests/interpreted/test_scores.py",
+            "tests/interpreted/test_decode.py",
+        ),
+        150,
+        beside=True,
+    ),
+    Step(
         "cuDNN and FlashAttention against the spec",
         (*_PYTEST, *_SHARED, "tests/gpu/test_vendor.py"),
         150,
@@ -118,11 +135,11 @@ STEPS = (
     ),
     Step("memcheck", (*_SANITIZER, "memcheck", *_SMALL), 60, "compute-sanitizer"),
     Step("racecheck", (*_SANITIZER, "racecheck", *_SMALL), 60, "compute-sanitizer", beside=True),
+    # The steps after this one use what it finds.
+    Step("block sizes", (*_TUNE, "--repeats", "5", "--limit-s", "75"), 90),
     Step("kernel speed", (*_BENCH, "--part", "kernels", "--repeats", "5"), 90),
     Step("rings on one GPU", (*_BENCH, "--part", "ring", "--repeats", "5"), 45),
     Step("staged transfers", (*_RANKS, "--part", "staged", "--repeats", "5"), 45),
-    # This step comes last and gets as far as its time allows: every trial compiles.
-    Step("block sizes", (*_TUNE, "--head-dim", "128", "--repeats", "5", "--limit-s", "70"), 90),
 )
 
 

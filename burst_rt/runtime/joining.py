@@ -380,7 +380,7 @@ def _no_nccl(ranks: Sequence[Facts], whose: str) -> str | None:
     versions = [rank.nccl if whose == "nccl" else rank.torch_nccl for rank in ranks]
     if not ranks[0].gpu:
         return "NCCL needs GPUs, and these ranks are on CPUs"
-    if ranks[0].ranks == "threads":
+    if ranks[0].ranks == "threads" and len(ranks) > 1:
         return "NCCL needs a process for each rank, and these ranks are threads"
     without = [i for i, version in enumerate(versions) if not version]
     if without and whose == "torch":

@@ -10,6 +10,7 @@ numbers, which need not be NVML's.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -307,7 +308,8 @@ class _Gpu:
         return {
             name: float(asked.metrics[i].value)
             for i, name in enumerate(names)
-            if not asked.metrics[i].nvmlReturn
+            # NaN where the time between the samples was too short to measure anything.
+            if not asked.metrics[i].nvmlReturn and not math.isnan(asked.metrics[i].value)
         }
 
 

@@ -1,9 +1,10 @@
 """`burst-rt bench tune`: block sizes, warps, stages and ways to load of the Triton kernels,
 measured on this machine's GPU.
 
-For every kernel and head size the candidates of `kernels/triton/tuned.py` are compiled, checked
-against the table's own configuration and timed, full and causal together. The fastest are written
-where later jobs on this chip find them, and printed in the form of `configs.py`.
+For every kernel and head size the candidates of `kernels/triton/tuned.py` are compiled by several
+processes, checked against the table's own configuration and timed, full and causal together. The
+fastest are written where later jobs on this chip find them, and printed in the form of
+`configs.py`.
 
 Kernels with specialised warps come last, and run against the best configuration found before. Their
 warps wait for each other, and a kernel that is compiled wrongly may never end. The measuring then
@@ -12,10 +13,14 @@ ends there, and what was found before is kept.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -24,20 +29,24 @@ import torch
 
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, Work
-from burst_rt.kernels.speed import KIND, TileProblem, failures, told
+from burst_rt.kernels.speed import KIND, TileProblem, failures, issue_timed, told
 from burst_rt.kernels.triton.configs import Config, arch_of
 from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.planning.masks import Causal, Full
 from burst_rt.remembered import forget
 
-__all__ = ["Trial", "best_of", "main", "paste"]
+__all__ = ["Trial", "Wanted", "best_of", "compile_beside", "main", "paste"]
 
 # A smaller gain is noise, and the table's own configuration stays.
 _WORTH = 0.02
 # How far apart two configurations may be: they add up in different orders and round different
 # probabilities to 16 bits. A wrong configuration is off by far more.
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.004}
+# Runs that are timed together.
+_IN_A_ROW = 4
+# What compiles at a time, each with a CUDA context of its own (some 0.5 GB of the device).
+_MOST_PROCESSES = 12
 # A tile takes milliseconds; a device that is busy for this long is stuck.
 _STUCK_S = 10.0
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -51,6 +60,16 @@ class Trial(NamedTuple):
     seconds: float | None  # for a full and a causal tile together; None where it did not run
     why: str = ""  # why the configuration has no seconds
     stuck: bool = False  # whether the device has not come back from it
+
+
+class Wanted(NamedTuple):
+    """A kernel to compile: see `main` for the fields."""
+
+    kind: str
+    device: str
+    dtype: str
+    head_dim: int
+    config: Config
 
 
 class Stuck(Exception):
@@ -103,6 +122,15 @@ def main(
     arch, kind_of_input = arch_of(torch.cuda.get_device_capability(device)), _DTYPES[dtype]
     searches = list(_searches(arch, head_dims, kind_of_input.itemsize))
     end_s = time.monotonic() + limit_s
+    compile_beside(
+        [
+            Wanted(kind, str(device), dtype, head_dim, config)
+            for head_dim, kind, configs in searches
+            for config in configs
+            if config.loads != "specialized"  # these may get stuck
+        ],
+        limit_s / 2,
+    )
     tried: list[tuple[str, int, Trial]] = []
     found: dict[tuple[int, str], tuple[Trial, str]] = {}
     trials: list[Trial] = []
@@ -177,6 +205,55 @@ def _searches(
                 ]
                 if configs:
                     yield head_dim, kind, configs
+
+
+def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> None:
+    """Compiles configurations in several processes, into Triton's cache. Blocks `limit_s` at most.
+
+    What fails here, or is not reached, is compiled by its trial; the trial also says why it fails.
+    """
+    num_processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1)
+    if num_processes < 2:
+        return
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    children = []
+    for i in range(num_processes):
+        share = tempfile.TemporaryFile("w+")  # noqa: SIM115  (the child has it open)
+        json.dump(wanted[i::num_processes], share)
+        share.seek(0)
+        with share:
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", "-m", "burst_rt.launch.bench.tune"],
+                    stdin=share,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
+                )
+            )
+    end_s = time.monotonic() + limit_s
+    for child in children:
+        try:
+            child.wait(max(0.0, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _compile_share() -> None:
+    """A child of `compile_beside`: runs once what is asked for, as JSON, on standard input."""
+    problems: dict[tuple[str, int], list[TileProblem]] = {}
+    for kind, device, dtype, head_dim, config in json.load(sys.stdin):
+        if (kind, head_dim) not in problems:
+            problems[kind, head_dim] = [
+                TileProblem(
+                    Work(torch.device(device), _DTYPES[dtype], head_dim, mask, kind == "forward")
+                )
+                for mask in (Full(), Causal())
+            ]
+        with suppress(*failures()), trying(kind, Config(*config)):
+            for problem in problems[kind, head_dim]:
+                problem.run(KERNELS["triton"], _NEEDS[kind])
 
 
 def _settle() -> None:
@@ -266,12 +343,9 @@ def _apart(x: torch.Tensor, right: torch.Tensor) -> float:
 def _seconds(run: Callable[[], None], repeats: int) -> float:
     times = []
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
+        start, end = issue_timed(run, _IN_A_ROW)
         _settle()
-        times.append(start.elapsed_time(end) / 1e3)
+        times.append(start.elapsed_time(end) / 1e3 / _IN_A_ROW)
     return median(times)
 
 
@@ -287,3 +361,7 @@ def _row(kind: str, head_dim: int, trial: Trial, best: bool) -> dict[str, Cell]:
         "ms": None if trial.seconds is None else 1e3 * trial.seconds,
         "": "taken" if best else trial.why[:60],
     }
+
+
+if __name__ == "__main__":
+    _compile_share()

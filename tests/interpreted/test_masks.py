@@ -182,6 +182,7 @@ def test_many_spans_that_differ_by_batch_row(block: int, kind: str) -> None:
     assert_right(2, case, truth)
 
 
+@pytest.mark.skipif(_TIMES > 1, reason="on a GPU `burst-rt bench tune` checks what compiles")
 @pytest.mark.parametrize(
     ("mask", "length"), [(Causal(), 70), (SlidingWindow(9), 64), (SlidingWindow(9) | First(3), 64)]
 )

@@ -82,6 +82,12 @@ _CHOICES = {
         "nccl",
         "a GPU each",
     ),
+    "NCCL for a rank alone": (
+        [replace(_GPUS[0], ranks="threads")],
+        "nccl",
+        "nccl",
+        "asked for",
+    ),
     "threads with a GPU": ([replace(_GPUS[0], ranks="threads")] * 2, "auto", "local", "threads"),
     "a group's GPUs": (
         [replace(r, ranks="group", nccl=0, torch_nccl=22907) for r in _GPUS],

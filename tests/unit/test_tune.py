@@ -4,8 +4,11 @@ tests/interpreted tries some for real.
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from burst_rt.kernels.triton import tuned as module
 from burst_rt.kernels.triton.configs import ARCHES, Config, default_config, padded
 from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying, tuned
 from burst_rt.launch.bench.cli import command
-from burst_rt.launch.bench.tune import Trial, best_of, paste
+from burst_rt.launch.bench.tune import Trial, Wanted, best_of, compile_beside, paste
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.remembered import recall, remember
 
@@ -45,7 +48,7 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
         for input_bytes in (2, 4):
             found = candidates(kind, arch, head_dim, input_bytes)
             assert found[0] == default_config(kind, arch, head_dim, input_bytes)
-            assert len(found) == len(set(found)) <= 32
+            assert len(found) == len(set(found)) <= 40
             assert all(arch >= 90 for config in found if config.loads != "pointers")
             # What may never end is tried when the rest has been.
             assert found == sorted(found, key=lambda config: config.loads == "specialized")
@@ -63,6 +66,25 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
         "descriptors",
         "specialized",
     }
+
+
+def test_what_cannot_be_compiled_beside_is_left_to_its_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+    started: list[subprocess.Popen[str]] = []
+
+    class Noted(subprocess.Popen[str]):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            started.append(self)
+
+    monkeypatch.setattr("subprocess.Popen", Noted)
+    wanted = [Wanted(kind, "cuda:99", "bf16", 64, Config(64, 64, 4, 2)) for kind in TUNED]
+    compile_beside(wanted, 60)  # there is no such device
+    assert [child.returncode for child in started] == [1, 1, 1]
+    compile_beside(wanted, 0.1)
+    assert [child.returncode for child in started[3:]] == [-signal.SIGKILL] * 3
 
 
 def test_the_fastest_is_taken_if_it_is_worth_it() -> None:

@@ -61,22 +61,32 @@ class Config(NamedTuple):
 _HALF = {
     ("forward", 80): (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 32, 8, 2)),
     ("forward", 86): (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 8, 1)),
-    ("forward", 90): (Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 8, 2)),
+    ("forward", 90): (
+        Config(64, 128, 4, 2, "descriptors"),
+        Config(128, 128, 8, 3),
+        Config(64, 64, 8, 2),
+    ),
     ("forward", 100): (Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 8, 2)),
     ("dq", 80): (Config(128, 64, 8, 3), Config(64, 64, 8, 3), Config(64, 32, 8, 1)),
     ("dq", 86): (Config(64, 64, 4, 3), Config(64, 32, 8, 3), Config(64, 32, 8, 1)),
-    ("dq", 90): (Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2)),
+    ("dq", 90): (Config(64, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2)),
     ("dq", 100): (Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 8, 1)),
     ("dkdv", 80): (Config(32, 128, 8, 3), Config(64, 64, 8, 3), Config(32, 64, 8, 1)),
     ("dkdv", 86): (Config(32, 64, 4, 3), Config(32, 64, 8, 3), Config(32, 32, 8, 1)),
-    ("dkdv", 90): (Config(64, 128, 8, 3), Config(32, 128, 8, 3), Config(32, 64, 8, 2)),
+    ("dkdv", 90): (
+        Config(128, 64, 4, 2, "descriptors"),
+        Config(64, 64, 4, 2, "descriptors"),
+        Config(32, 64, 8, 2),
+    ),
     ("dkdv", 100): (Config(64, 128, 8, 3), Config(64, 128, 8, 3), Config(64, 64, 8, 1)),
 }
 
 # In place of these where lines of work have several runs of a kind; None: the same.
 _SEVERAL: dict[tuple[str, int], tuple[Config | None, ...]] = {
     ("dq", 80): (Config(128, 32, 8, 2), Config(64, 32, 8, 3), None),
+    ("forward", 90): (None, Config(128, 64, 8, 3), None),
     ("forward", 100): (None, Config(128, 32, 8, 3), None),
+    ("dkdv", 90): (Config(64, 64, 4, 3, "descriptors"), None, None),
     ("dkdv", 100): (Config(64, 64, 8, 3), Config(64, 64, 8, 3), None),
 }
 

@@ -25,7 +25,7 @@ TUNED = ("forward", "dq", "dkdv")
 
 # The configurations' name in `remembered`.
 _KIND = "triton-blocks"
-_MOST_CANDIDATES = 24
+_MOST_CANDIDATES = 32
 _MOST_SPECIALIZED = 8
 
 # The configurations under trial, by kernel.
@@ -91,6 +91,10 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
                         1 if kind == "forward" else 2
                     )
                     if shared > ARCHES[arch] or (input_bytes == 4 and m * n > 64 * 32):
+                        continue
+                    # On Hopper four warps multiply 64 rows of the side that is kept (wgmma of the
+                    # PTX ISA); with fewer rows the warps do each other's work again.
+                    if arch == 90 and input_bytes == 2 and kept < 16 * warps:
                         continue
                     if sums / (32 * warps) <= 224:
                         found += [
