@@ -67,6 +67,7 @@ class TileProblem:
 
     def __init__(self, work: Work, *, tokens: int | None = None, alone: bool = True) -> None:
         device, wide = work.device, sum_dtype(work.dtype)
+        self.dtype = work.dtype
         tokens = tokens or _TOKENS[device.type]
         if device.type == "cpu":
             heads = torch.get_num_threads()

@@ -148,22 +148,20 @@ def work_list(
     block_columns: int,
     *,
     by_columns: bool = False,
-    joined: bool = False,
     whole: bool = True,
 ) -> WorkList:
     """The blocks of `block_rows` x `block_columns` cells that are seen.
 
     A block is whole where every row of it sees all of its columns by one span, and it has as many
     columns as others; it is cut where it is seen otherwise. No block stands in two runs.
-    by_columns: a line is a block of columns. joined: if any block is cut, all that are seen are
-    listed as cut, so that blocks which follow each other are one run. Without `whole` all that are
-    seen are listed as cut.
+    by_columns: a line is a block of columns. Without `whole` all blocks that are seen are listed as
+    cut.
     """
     blocks = _blocks(spans, block_rows, block_columns)
     if by_columns:
         blocks = np.ascontiguousarray(blocks.transpose(0, 2, 1))
     masked = bool(((blocks == _CUT) if whole else blocks).any())
-    if masked and (joined or not whole):
+    if not whole:
         blocks = np.minimum(blocks, 1) * _CUT
     batch, num_lines, _ = blocks.shape
     line, bounds, kind = _runs(blocks.reshape(batch * num_lines, -1))

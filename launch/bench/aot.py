@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from burst_rt.kernels.triton.aot import Compiled, Request, compile_all
-from burst_rt.kernels.triton.configs import ARCHES, COMPRESSED, KINDS, Loads, default_config
+from burst_rt.kernels.triton.configs import (
+    ARCHES,
+    COMPRESSED,
+    KINDS,
+    Config,
+    Loads,
+    default_config,
+)
 from burst_rt.kernels.triton.tuned import TUNED
 from burst_rt.launch.bench.report import Cell, publish
 
@@ -27,7 +34,7 @@ def main(
     arches: Sequence[int],
     head_dims: Sequence[int],
     dtype: str,
-    loads: Loads,
+    loads: Loads | None,
     out: Path | None,
     *,
     v_head_dim: int = 0,
@@ -35,8 +42,9 @@ def main(
     width: int = 1,
     single: bool = True,
 ) -> None:
-    """Compiles every kernel of the table with loads of this kind, and prints what each takes.
+    """Compiles every kernel of the table, and prints what each takes.
 
+    loads: of this kind in place of the table's own.
     v_head_dim, scores, width, single: as in `Request`; where lines of work have several runs,
     kernels that have no lines are left out. Takes about 1.5 s a kernel the first time.
     """
@@ -47,13 +55,7 @@ def main(
             head_dim,
             masked,
             dtype,
-            default_config(
-                kind,
-                arch,
-                max(head_dim, v_head_dim),
-                4 if dtype == "fp32" else 2,
-                several=not single,
-            )._replace(loads=loads),
+            config if loads is None else config._replace(loads=loads),
             v_head_dim=v_head_dim,
             scores=scores,
             width=width,
@@ -62,6 +64,7 @@ def main(
         for arch in arches
         for head_dim in head_dims
         for kind in (KINDS if single else TUNED)
+        for config in [_config(kind, arch, max(head_dim, v_head_dim), dtype, several=not single)]
         # Only these are compiled with and without a mask.
         for masked in ((False, True) if kind in TUNED else (False,))
     ]
@@ -71,6 +74,10 @@ def main(
         out,
         _NOTE,
     )
+
+
+def _config(kind: str, arch: int, head_dim: int, dtype: str, *, several: bool) -> Config:
+    return default_config(kind, arch, head_dim, 4 if dtype == "fp32" else 2, several=several)
 
 
 def _row(compiled: Compiled) -> dict[str, Cell]:

@@ -507,9 +507,7 @@ def every(ctx: click.Context, out: Path | None) -> None:
 @click.option(
     "--loads",
     type=click.Choice(["pointers", "descriptors"]),
-    default="pointers",
-    show_default=True,
-    help="How kernels load blocks; descriptors need Hopper or newer.",
+    help="How kernels load blocks; descriptors need Hopper or newer. [default: as in calls]",
 )
 @click.option(
     "--v-head-dim",
@@ -533,7 +531,7 @@ def aot(
     arches: tuple[str, ...],
     head_dims: tuple[int, ...],
     dtype: str,
-    loads: Loads,
+    loads: Loads | None,
     v_head_dim: int | None,
     scores: tuple[str, ...],
     spans: str | None,

@@ -23,7 +23,7 @@ import torch
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.kernels.base import Tile
 from burst_rt.kernels.triton.parts import ascending
-from burst_rt.kernels.triton.tables import CutOfTile, lists_tried, same_tables, spans_of_tile
+from burst_rt.kernels.triton.tables import CutOfTile, lists_for, same_tables
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.planning.layouts import BALANCED, make_layout
 from burst_rt.planning.masks import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
@@ -39,8 +39,8 @@ _TOKENS, _RANKS = 1 << 20, 64
 _TILE = 1 << 16
 _BLOCK = 128  # tokens of a block of `BlockSparse`
 # How a GPU's kernels cut a tile, of the forward and of dk and dv.
-_BY_ROWS = CutOfTile((128, 64), by_columns=False, joined=False, several=(128, 64))
-_BY_COLUMNS = CutOfTile((64, 128), by_columns=True, joined=False, several=(64, 128))
+_BY_ROWS = CutOfTile((128, 64), by_columns=False, several=(128, 64))
+_BY_COLUMNS = CutOfTile((64, 128), by_columns=True, several=(64, 128))
 
 
 def main(repeats: int, out: Path | None, *, shrink: int = 1) -> None:
@@ -138,9 +138,8 @@ def _triton_tables(plan: Plan) -> None:
         for columns in ascending(runs):
             tile = Tile((), rows, columns, plan.key.problem.mask, scale=1.0, progress=lambda: None)
             tile = same_tables(tile)
-            spans = spans_of_tile(tile, device)
             for cut in (_BY_ROWS,) if plan.key.forward else (_BY_COLUMNS, _BY_ROWS):
-                lists_tried(tile, cut, spans, device)
+                lists_for(tile, cut, device)
 
 
 def _steps(tokens: int, ranks: int, steps: int) -> dict[str, Cell]:

@@ -3,12 +3,11 @@ measured on this machine's GPU.
 
 For every kernel and head size the candidates of `kernels/triton/tuned.py` are compiled by several
 processes, checked against the table's own configuration and timed, full and causal together. The
-fastest are written where later jobs on this chip find them, and printed in the form of
-`configs.py`.
+fastest is checked once more, on a tile of a ring whose length no block divides. It is written where
+later jobs on this chip find it, and printed in the form of `configs.py`.
 
-Kernels with specialised warps come last, and run against the best configuration found before. Their
-warps wait for each other, and a kernel that is compiled wrongly may never end. The measuring then
-ends there, and what was found before is kept.
+A kernel that is compiled wrongly may never end. The measuring then ends there, and what was found
+before is kept.
 """
 
 from __future__ import annotations
@@ -127,13 +126,12 @@ def main(
             Wanted(kind, str(device), dtype, head_dim, config)
             for head_dim, kind, configs in searches
             for config in configs
-            if config.loads != "specialized"  # these may get stuck
         ],
         limit_s / 2,
     )
     tried: list[tuple[str, int, Trial]] = []
     found: dict[tuple[int, str], tuple[Trial, str]] = {}
-    trials: list[Trial] = []
+    stuck: Trial | None = None
     for i, (head_dim, kind, configs) in enumerate(searches):
         # Each search that is still to come gets an even share of the time that is left.
         now_s = time.monotonic()
@@ -142,20 +140,15 @@ def main(
             Work(device, kind_of_input, head_dim, mask, kind == "forward")
             for mask in (Full(), Causal())
         ]
-        before = found.get((head_dim, kind))
-        if configs[0].loads == "specialized" and before is None:
-            continue  # there is nothing to check them against
-        if before:
-            configs = [before[0].config, *configs]
         trials = trials_of(
             kind,
-            works,
+            [TileProblem(work) for work in works],
             configs,
             lambda run: _seconds(run, repeats),
             _after(share_ends_s),
             settle=_settle,
         )
-        best = best_of(trials)
+        best = None if trials[-1].stuck else confirmed(kind, works[-1], trials, settle=_settle)
         tried += [(kind, head_dim, trial) for trial in trials]
         if best is not None:
             kept = keep(kind, device, head_dim, kind_of_input, best.config)
@@ -164,7 +157,8 @@ def main(
                 best,
                 line if kept else f"{line}  not remembered: the cache folder cannot be written",
             )
-        if trials[-1].stuck:
+        stuck = next((trial for trial in trials if trial.stuck), None)
+        if stuck:
             break
     taken = {id(trial) for trial, _ in found.values()}
     rows = [_row(kind, head_dim, trial, id(trial) in taken) for kind, head_dim, trial in tried]
@@ -182,8 +176,8 @@ def main(
         *(line for _, line in found.values()),
         sep="\n",
     )
-    if trials and trials[-1].stuck:
-        print(f"bench tune: ended early: {trials[-1].config} {trials[-1].why}", file=sys.stderr)
+    if stuck:
+        print(f"bench tune: ended early: {stuck.config} {stuck.why}", file=sys.stderr)
         # Anything that asks the device would wait for ever, Python's own exit too. When this
         # process is gone, the driver ends what the process has started.
         sys.stdout.flush()
@@ -194,17 +188,10 @@ def main(
 def _searches(
     arch: int, head_dims: Sequence[int], input_bytes: int
 ) -> Iterator[tuple[int, str, list[Config]]]:
-    """What to try for each head size and kernel. Configurations that may get stuck come last."""
-    for specialized in (False, True):
-        for head_dim in head_dims:
-            for kind in TUNED:
-                configs = [
-                    c
-                    for c in candidates(kind, arch, head_dim, input_bytes)
-                    if (c.loads == "specialized") == specialized
-                ]
-                if configs:
-                    yield head_dim, kind, configs
+    """What to try for each head size and kernel."""
+    for head_dim in head_dims:
+        for kind in TUNED:
+            yield head_dim, kind, candidates(kind, arch, head_dim, input_bytes)
 
 
 def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> None:
@@ -271,31 +258,44 @@ def _after(moment_s: float) -> Callable[[], bool]:
     return lambda: time.monotonic() > moment_s
 
 
+def confirmed(
+    kind: str,
+    work: Work,
+    trials: list[Trial],
+    tokens: int = 4089,
+    settle: Callable[[], None] = lambda: None,
+) -> Trial | None:
+    """The fastest trial that is also right on a tile of a ring, of a length that no block divides.
+
+    A trial that is not gets the reason in place of its seconds. None where no trial ran.
+    """
+    odd = [TileProblem(work, tokens=tokens, alone=False)]
+    while (best := best_of(trials)) is not None and best is not trials[0]:
+        both = [trials[0].config, best.config]
+        again = trials_of(kind, odd, both, lambda run: 0.0, lambda: False, settle=settle)
+        if again[-1].seconds is not None:
+            break
+        trials[trials.index(best)] = again[-1]
+        if again[-1].stuck:
+            return None
+    return best
+
+
 def trials_of(
     kind: str,
-    works: Sequence[Work],
+    problems: Sequence[TileProblem],
     configs: Sequence[Config],
     seconds: Callable[[Callable[[], None]], float],
     out_of_time: Callable[[], bool],
-    tokens: int = 4096,
     settle: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
-    """Tries every configuration in turn on the standard tiles of each work.
+    """Tries every configuration in turn on some tiles.
 
     The results of the first configuration are what the results of the others are checked against.
     settle: waits for the device. Where `settle` or `seconds` raises Stuck, no more configurations
     are tried.
     """
     kernel = KERNELS["triton"]
-    problems = [TileProblem(work, tokens=tokens) for work in works]
-    checked = problems
-    if any(config.loads == "specialized" for config in configs):
-        # The compiler takes these kernels apart most, so they are also checked on tiles of a ring
-        # and on lengths that blocks do not divide.
-        checked = [
-            *problems,
-            *(TileProblem(work, tokens=tokens - 7, alone=False) for work in works),
-        ]
     wanted: list[list[torch.Tensor]] = []
     trials: list[Trial] = []
     for config in configs:
@@ -304,7 +304,7 @@ def trials_of(
             continue
         try:
             with trying(kind, config):
-                results = [problem.results(kernel, _NEEDS[kind]) for problem in checked]
+                results = [problem.results(kernel, _NEEDS[kind]) for problem in problems]
                 settle()
                 wanted = wanted or results
                 apart = max(
@@ -312,7 +312,7 @@ def trials_of(
                     for found, right in zip(results, wanted, strict=True)
                     for x, y in zip(found, right, strict=True)
                 )
-                if not apart < _SAME[works[0].dtype]:
+                if not apart < _SAME[problems[0].dtype]:
                     trials.append(
                         Trial(
                             config,

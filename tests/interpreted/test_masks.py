@@ -5,7 +5,6 @@ the float64 spec under cells from plain loops.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -22,8 +21,6 @@ import burst_rt
 from burst_rt import BlockSparse, Causal, Documents, First, Mask, Relation, SlidingWindow
 from burst_rt.attention.call import Options, make_call
 from burst_rt.kernels.triton import parts, tables
-from burst_rt.kernels.triton.kernel import _config
-from burst_rt.kernels.triton.tuned import TUNED, trying
 from burst_rt.planning import needs
 from burst_rt.planning.masks import Function
 
@@ -180,22 +177,6 @@ def test_many_spans_that_differ_by_batch_row(block: int, kind: str) -> None:
     truth = table.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :length, :length]
     case = Case(length, batch=2, heads=2, kv_heads=1, mask=BlockSparse(table, block), kind=kind)
     assert_right(2, case, truth)
-
-
-@pytest.mark.skipif(_TIMES > 1, reason="on a GPU `burst-rt bench tune` checks what compiles")
-@pytest.mark.parametrize(
-    ("mask", "length"), [(Causal(), 70), (SlidingWindow(9), 64), (SlidingWindow(9) | First(3), 64)]
-)
-def test_one_loop_for_warps_that_share_work(mask: Mask, length: int) -> None:
-    """Lists are joined where a line's blocks follow each other. The last mask's do not."""
-    case = Case(length, heads=2, kv_heads=1, mask=mask, kind="contiguous")
-    q = case.inputs().q
-    with ExitStack() as stack:
-        for kind in TUNED:
-            config = _config(kind, q)._replace(loads="specialized")
-            stack.enter_context(trying(kind, config))
-        cells = mask.allows(torch.arange(length)[:, None], torch.arange(length))
-        assert_right(2, case, cells)
 
 
 def _of_lengths(*lengths: int) -> Documents:

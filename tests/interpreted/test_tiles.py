@@ -331,18 +331,14 @@ def test_the_allocator_of_the_program_stays() -> None:
 def test_what_the_copy_engine_cannot_read_is_loaded_through_pointers() -> None:
     """33 numbers of 4 bytes are no multiple of 16, nor is the address of the second of two."""
     config = Config(64, 64, 4, 2, "descriptors")
-    through_pointers = {"DESCRIBED": False, "SPECIALIZE": False}
+    through_pointers = {"DESCRIBED": False}
     assert loads_of(config, torch.empty(1, 9, 2, 33)) == through_pointers
     assert (
         loads_of(config, torch.empty(1, 9, 2, 36), torch.empty(1, 9, 2, 37)[..., 1:])
         == through_pointers
     )
     assert loads_of(config._replace(loads="pointers"), torch.empty(1, 9, 2, 36)) == through_pointers
-    assert loads_of(config, torch.empty(1, 9, 2, 36)) == {"DESCRIBED": True, "SPECIALIZE": False}
-    assert loads_of(config._replace(loads="specialized"), torch.empty(1, 9, 2, 36)) == {
-        "DESCRIBED": True,
-        "SPECIALIZE": True,
-    }
+    assert loads_of(config, torch.empty(1, 9, 2, 36)) == {"DESCRIBED": True}
 
 
 def test_the_order_of_strides_makes_no_difference() -> None:

@@ -14,7 +14,7 @@ from burst_rt.kernels import KERNELS, Work
 from burst_rt.kernels.speed import TileProblem
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.tuned import TUNED, tuned
-from burst_rt.launch.bench.tune import Stuck, Trial, best_of, trials_of
+from burst_rt.launch.bench.tune import Stuck, Trial, best_of, confirmed, trials_of
 
 _CONFIGS = [
     Config(32, 16, 4, 1),
@@ -56,7 +56,8 @@ def test_trials(kind: str) -> None:
         Work(torch.device("cpu"), torch.float32, 256, mask, kind == "forward")
         for mask in (Full(), Causal())
     ]
-    trials = trials_of(kind, works, _CONFIGS, clock.seconds, clock.is_over, tokens=40)
+    problems = [TileProblem(work, tokens=40) for work in works]
+    trials = trials_of(kind, problems, _CONFIGS, clock.seconds, clock.is_over)
     assert [trial.config for trial in trials] == _CONFIGS
     assert [trial.seconds for trial in trials] == [9.0, 6.0, None, 4.0, None]
     # Blocks are powers of two.
@@ -69,7 +70,7 @@ def test_trials(kind: str) -> None:
     assert tuned(kind, torch.device("cpu"), 256, torch.float32) is None
 
 
-def test_specialised_warps_are_checked_in_rings_and_on_odd_lengths(
+def test_the_fastest_is_checked_in_a_ring_and_on_an_odd_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     results, lengths = TileProblem.results, set()
@@ -77,27 +78,20 @@ def test_specialised_warps_are_checked_in_rings_and_on_odd_lengths(
     def broken(problem: TileProblem, *args: object) -> list[torch.Tensor]:
         found = results(problem, KERNELS["triton"])
         lengths.add(found[0].shape[1])
-        if (
-            tuned("forward", torch.device("cpu"), 256, torch.float32) == specialized
-            and found[0].shape[1] == 13
-        ):
+        if tuned("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
             found[0][0, 3] += 1
         return found
 
     monkeypatch.setattr(TileProblem, "results", broken)
-    specialized = _CONFIGS[1]._replace(loads="specialized")
-    works = [Work(torch.device("cpu"), torch.float32, 256, Causal())]
-    trials = trials_of(
-        "forward",
-        works,
-        [_CONFIGS[0], specialized, _CONFIGS[3]],
-        lambda run: 1.0,
-        lambda: False,
-        tokens=20,
-    )
-    assert lengths == {13, 20}
-    assert [trial.seconds for trial in trials] == [1.0, None, 1.0]
+    work = Work(torch.device("cpu"), torch.float32, 256, Causal())
+    slow, wrong, right = Trial(_CONFIGS[0], 3.0), Trial(_CONFIGS[1], 1.0), Trial(_CONFIGS[3], 2.0)
+    trials = [slow, wrong, right]
+    assert confirmed("forward", work, trials, tokens=13) == right
+    assert lengths == {13}
+    assert trials[::2] == [slow, right]
+    assert trials[1].seconds is None
     assert trials[1].why.startswith("wrong: ")
+    assert confirmed("forward", work, [slow, wrong], tokens=13) == slow
 
 
 def test_one_that_does_not_end_is_the_last() -> None:
@@ -106,9 +100,8 @@ def test_one_that_does_not_end_is_the_last() -> None:
             raise Stuck("does not end")
 
     works = [Work(torch.device("cpu"), torch.float32, 256, Full())]
-    trials = trials_of(
-        "forward", works, _CONFIGS, lambda run: 1.0, lambda: False, tokens=20, settle=settle
-    )
+    problems = [TileProblem(work, tokens=20) for work in works]
+    trials = trials_of("forward", problems, _CONFIGS, lambda run: 1.0, lambda: False, settle=settle)
     assert trials == [Trial(_CONFIGS[0], 1.0), Trial(_CONFIGS[1], None, "does not end", stuck=True)]
     assert best_of(trials) == trials[0]
 
@@ -124,7 +117,8 @@ def test_a_configuration_with_wrong_results_is_not_timed(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(TileProblem, "results", broken)
     works = [Work(torch.device("cpu"), torch.float32, 256, Full())]
-    trials = trials_of("forward", works, _CONFIGS[:2], lambda run: 1.0, lambda: False, tokens=20)
+    problems = [TileProblem(work, tokens=20) for work in works]
+    trials = trials_of("forward", problems, _CONFIGS[:2], lambda run: 1.0, lambda: False)
     assert trials[0].seconds == 1.0
     assert trials[1].seconds is None
     assert trials[1].why.startswith("wrong: ")

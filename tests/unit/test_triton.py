@@ -104,12 +104,12 @@ def _tile(mask: Mask, length: int = 64) -> Tile:
 def test_tables_are_made_once(no_tables: tables._Tables) -> None:
     cpu = torch.device("cpu")
     spans = tables.spans_of_tile(_tile(SlidingWindow(9)), cpu)
-    lists = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=False, joined=False)
+    lists = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=False)
     assert tables.spans_of_tile(_tile(SlidingWindow(9)), cpu) is spans
-    same = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=False, joined=False)
+    same = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=False)
     assert same is lists
     assert len(no_tables.items()) == 2
-    other = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=True, joined=False)
+    other = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=True)
     assert other is not lists
     assert lists.lines.dtype == lists.runs.dtype == spans.bounds.dtype == torch.int32
     # Kernels are compiled for addresses that are multiples of 16 bytes.
@@ -130,12 +130,12 @@ def test_the_tiles_of_a_striped_layout_share_tables(
     mask: Mask, first: int, no_tables: tables._Tables
 ) -> None:
     """And as many bytes are announced as are kept, whichever tile comes first."""
-    cpu, cut = torch.device("cpu"), tables.CutOfTile((16, 16), False, False, (16, 16))
+    cpu, cut = torch.device("cpu"), tables.CutOfTile((16, 16), False, (16, 16))
     runs = make_layout("striped", 512, 8).runs
     places = list(product(runs, runs))
     for rows, columns in places[::first]:
         tile = tables.same_tables(Tile((), rows, columns, mask, 1.0, lambda: None))
-        tables.lists_tried(tile, cut, tables.spans_of_tile(tile, cpu), cpu)
+        tables.lists_for(tile, cut, cpu)
     kept = [table.size_bytes for _, table in no_tables.items()]
     # Of tiles with and without a diagonal; of each, the spans and the lists.
     assert len(kept) == 4

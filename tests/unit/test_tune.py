@@ -48,10 +48,8 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
         for input_bytes in (2, 4):
             found = candidates(kind, arch, head_dim, input_bytes)
             assert found[0] == default_config(kind, arch, head_dim, input_bytes)
-            assert len(found) == len(set(found)) <= 40
+            assert len(found) == len(set(found)) <= 32
             assert all(arch >= 90 for config in found if config.loads != "pointers")
-            # What may never end is tried when the rest has been.
-            assert found == sorted(found, key=lambda config: config.loads == "specialized")
             for config in found[1:]:
                 assert config.block_m & (config.block_m - 1) == 0
                 assert 16 <= config.block_n <= 256
@@ -64,7 +62,6 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
     assert {config.loads for config in candidates("forward", 90, 128, 2)} == {
         "pointers",
         "descriptors",
-        "specialized",
     }
 
 

@@ -242,8 +242,7 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
         "SOFTCAP": "softcap" in request.scores, "ALIBI": "alibi_slopes" in request.scores,
         "EVEN_M": even, "EVEN_N": even,
         "NEED_DK": True, "NEED_DV": True,
-        "HAS_DLSE": True, "DESCRIBED": config.loads != "pointers",
-        "SPECIALIZE": config.loads == "specialized", "INTERPRET": False,
+        "HAS_DLSE": True, "DESCRIBED": config.loads == "descriptors", "INTERPRET": False,
     }  # fmt: skip
 
 

@@ -64,7 +64,6 @@ def _add_columns(
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """dq of a block of rows from the columns [start, stop), not yet scaled.
@@ -78,7 +77,7 @@ def _add_columns(
         unit = 1.0  # of `sloped`
     else:
         b_rows, unit = o_m, scale_log2
-    for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
+    for column in tl.range(start, stop, BLOCK_N):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_v = load_block(rows_v, column, V_HEAD_DIM, BLOCK_DV, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
@@ -130,7 +129,6 @@ def _add_column_runs(
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """`_add_columns` for the columns of the runs from `first` to `last`; SINGLE: one or none.
@@ -142,7 +140,7 @@ def _add_column_runs(
         b_dq = _add_columns(
             b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, start, stop,
             scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, MASKED,
-            SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
+            SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
         )  # fmt: skip
     else:
         for i_r in range(first, last):
@@ -150,7 +148,7 @@ def _add_column_runs(
             b_dq = _add_columns(
                 b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, start, stop,
                 scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH,
-                MASKED, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
+                MASKED, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
             )  # fmt: skip
     return b_dq
 
@@ -207,7 +205,6 @@ def dq_kernel(
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """One block of BLOCK_M queries of one head against all keys of the tile.
@@ -257,18 +254,16 @@ def dq_kernel(
 
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH, BLOCK_N)
-    # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
-    if not (SPECIALIZE and MASKED):
-        b_dq = _add_column_runs(
-            p_runs, whole, cut, b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k,
-            rows_v, scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH,
-            False, SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
-        )  # fmt: skip
+    b_dq = _add_column_runs(
+        p_runs, whole, cut, b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k,
+        rows_v, scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH,
+        False, SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
+    )  # fmt: skip
     if MASKED:
         b_dq = _add_column_runs(
             p_runs, cut, end, b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k,
             rows_v, scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH,
-            True, SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
+            True, SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
         )  # fmt: skip
 
     p_dq += i_b * stride_sb + i_h * stride_sh
@@ -310,7 +305,6 @@ def _add_rows(
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
     DESCRIBED: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """dk (not yet scaled) and dv of a block of columns from the rows [start, stop) of each head.
@@ -326,7 +320,7 @@ def _add_rows(
         unit = 1.0  # of `sloped`
     else:
         b_columns, unit = column, scale_log2
-    for i in tl.range(group * num_blocks, warp_specialize=SPECIALIZE):
+    for i in tl.range(group * num_blocks):
         i_g = i // num_blocks
         row = start + i % num_blocks * BLOCK_M
         o_m = row + tl.arange(0, BLOCK_M)
@@ -408,7 +402,6 @@ def _add_row_runs(
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
     DESCRIBED: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """`_add_rows` for the rows of the runs from `first` to `last`; SINGLE: one or none.
@@ -421,7 +414,7 @@ def _add_row_runs(
             b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, column, group,
             stride_qh, stride_dh, q_len, kv_len, start, stop, scale_log2, shaping, HEAD_DIM,
             BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, WIDTH, MASKED, SOFTCAP, ALIBI, EVEN_M,
-            NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+            NEED_DK, NEED_DV, DESCRIBED, INTERPRET,
         )  # fmt: skip
     else:
         for i_r in range(first, last):
@@ -430,7 +423,7 @@ def _add_row_runs(
                 b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, column, group,
                 stride_qh, stride_dh, q_len, kv_len, start, stop, scale_log2, shaping, HEAD_DIM,
                 BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, WIDTH, MASKED, SOFTCAP, ALIBI,
-                EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+                EVEN_M, NEED_DK, NEED_DV, DESCRIBED, INTERPRET,
             )  # fmt: skip
     return b_dk, b_dv
 
@@ -493,7 +486,6 @@ def dkdv_kernel(
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
     DESCRIBED: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """One block of BLOCK_N keys of one kv head against all queries of the tile.
@@ -546,20 +538,18 @@ def dkdv_kernel(
     p_delta += (i_b * kv_heads + i_kv) * group * q_len
     shaping = Shaping(cap_scale, p_slopes + i_bh * group, p_rows, p_columns)
     p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH, BLOCK_N)
-    # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
-    if not (SPECIALIZE and MASKED):
-        b_dk, b_dv = _add_row_runs(
-            p_runs, whole, cut, b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans,
-            column, group, stride_qh, stride_dh, q_len, kv_len, scale_log2, shaping, HEAD_DIM,
-            BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, WIDTH, False, SINGLE, SOFTCAP, ALIBI,
-            EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
-        )  # fmt: skip
+    b_dk, b_dv = _add_row_runs(
+        p_runs, whole, cut, b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans,
+        column, group, stride_qh, stride_dh, q_len, kv_len, scale_log2, shaping, HEAD_DIM,
+        BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, WIDTH, False, SINGLE, SOFTCAP, ALIBI,
+        EVEN_M, NEED_DK, NEED_DV, DESCRIBED, INTERPRET,
+    )  # fmt: skip
     if MASKED:
         b_dk, b_dv = _add_row_runs(
             p_runs, cut, end, b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans,
             column, group, stride_qh, stride_dh, q_len, kv_len, scale_log2, shaping, HEAD_DIM,
             BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, WIDTH, True, SINGLE, SOFTCAP, ALIBI,
-            EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+            EVEN_M, NEED_DK, NEED_DV, DESCRIBED, INTERPRET,
         )  # fmt: skip
 
     if NEED_DK:

@@ -1,11 +1,12 @@
 """Block sizes, warps, stages and ways to load of every kernel, by chip, head size and input type.
 
-Data only: neither torch nor triton. The numbers were found by compiling ahead of time for each chip
-(`aot.py`): the largest blocks whose registers do not spill, and whose shared memory fits. Lines of
-work with several runs of a kind, as under windows, take more registers, and smaller blocks where
-these would spill. Above 128 channels some spill all the same.
-With two stages Triton loads a block into the memory of the block before it, once that is used up:
-where three fit, the loads of one block run while another is multiplied. No GPU has timed them.
+Data only: neither torch nor triton. For 16-bit inputs on Hopper up to 128 channels the numbers are
+the fastest on an H100 (`burst-rt bench tune`; BENCHMARKS.md). The others were found by compiling
+ahead of time for each chip (`aot.py`): the largest blocks whose registers do not spill, and whose
+shared memory fits. No GPU has timed them. Lines of work with several runs of a kind, as under
+windows, take more registers, and smaller blocks where these would spill. Above 128 channels some
+spill all the same. With two stages Triton loads a block into the memory of the block before it,
+once that is used up: where three fit, the loads of one block run while another is multiplied.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ ARCHES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 # How blocks of the inputs are loaded. "pointers": every thread loads by pointers of its own.
 # "descriptors": the copy engine of Hopper and later chips loads, through tensor descriptors (TMA).
-# "specialized": the copy engine loads, while some warps do nothing but load and the others compute
-# (warp specialisation).
-Loads = Literal["pointers", "descriptors", "specialized"]
+Loads = Literal["pointers", "descriptors"]
 
 
 class Config(NamedTuple):

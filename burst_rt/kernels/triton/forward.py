@@ -23,7 +23,6 @@ from burst_rt.kernels.triton.work import (
     only_run_of,
     run_of,
     seen_of,
-    within,
 )
 
 __all__ = ["forward_kernel", "launch_forward"]
@@ -56,7 +55,6 @@ def _fold(
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Folds the columns [start, stop) into a block of rows.
@@ -65,20 +63,12 @@ def _fold(
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
     bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M) if MASKED else ()
-    if MASKED and SPECIALIZE:
-        # Counted from the block's first column, and so carried from block to block: what is loaded
-        # before the loop Triton's Hopper compiler cannot hand to all warps. There is one span.
-        b_start, b_stop = bounds_of(p_spans, o_m, q_len, 1, EVEN_M)
-        b_start -= start
-        b_stop -= start
-    else:
-        b_start, b_stop = 0, 0
     if ALIBI:
         b_rows = places_of(shaping.p_rows, o_m, q_len)
         unit = 1.0  # of `sloped`
     else:
         b_rows, unit = o_m, scale_log2
-    for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
+    for column in tl.range(start, stop, BLOCK_N):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if SOFTCAP:
@@ -88,12 +78,7 @@ def _fold(
             b_columns = places_of(shaping.p_columns, o_k, rows_k.length)
             b_s = sloped(b_s, shaping.p_slopes, b_rows, b_columns, scale_log2, False)
         if MASKED:
-            if SPECIALIZE:
-                b_seen = within(b_start, b_stop, tl.arange(0, BLOCK_N), False)
-                b_start -= BLOCK_N
-                b_stop -= BLOCK_N
-            else:
-                b_seen = seen_of(bounds, p_spans, o_m, column, q_len, WIDTH, BLOCK_N, EVEN_M, False)
+            b_seen = seen_of(bounds, p_spans, o_m, column, q_len, WIDTH, BLOCK_N, EVEN_M, False)
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * unit)
         b_safe = b_m_new
@@ -139,7 +124,6 @@ def _fold_runs(
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """`_fold` for the columns of the runs from `first` to `last`; SINGLE: one or none.
@@ -151,7 +135,7 @@ def _fold_runs(
         b_acc, b_m, b_l = _fold(
             b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
             shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, MASKED, SOFTCAP,
-            ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
+            ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
         )  # fmt: skip
     else:
         for i_r in range(first, last):
@@ -159,7 +143,7 @@ def _fold_runs(
             b_acc, b_m, b_l = _fold(
                 b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
                 shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, MASKED, SOFTCAP,
-                ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
+                ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
             )  # fmt: skip
     return b_acc, b_m, b_l
 
@@ -216,7 +200,6 @@ def forward_kernel(
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """One block of BLOCK_M queries of one head against all keys of the tile.
@@ -235,7 +218,7 @@ def forward_kernel(
     acc / l (0 where l = 0) in p_out's type and lse = (m + log2 l) * log(2) (-inf where l = 0). acc,
     out `[batch, q_len, heads, V_HEAD_DIM]` have the same strides and dense tokens, m, l, lse
     `[batch, heads, q_len]` are dense; out may be acc. DESCRIBED: loads go through tensor
-    descriptors. SPECIALIZE: some warps load while others compute.
+    descriptors.
 
     Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8] as first and last tile: s =
     [0, log2 3], m = log2 3, l = 1/3 + 1, acc = 4/3 + 8, so out = 7 and lse = (log2 3 + log2 4/3) *
@@ -255,7 +238,7 @@ def forward_kernel(
     i_h = (i_bh % heads).to(tl.int64)
     i_kv = i_h // group
     i_m, whole, cut, end = line_of(p_lines, tl.program_id(0) % num_blocks, num_blocks, i_b, by_row)
-    if not (FIRST or LAST or SPECIALIZE):  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
+    if not (FIRST or LAST):  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
         if whole == end:
             return
     row = i_m * BLOCK_M
@@ -298,18 +281,16 @@ def forward_kernel(
     rows_v = rows_of(p_v, stride_vt, kv_len, V_HEAD_DIM, BLOCK_DV, BLOCK_N, DESCRIBED)
     shaping = Shaping(cap_scale, p_slopes + i_bh, p_rows, p_columns)
     p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH, BLOCK_N)
-    # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
-    if not (SPECIALIZE and MASKED):
-        b_acc, b_m, b_l = _fold_runs(
-            p_runs, whole, cut, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v,
-            scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, False,
-            SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
-        )  # fmt: skip
+    b_acc, b_m, b_l = _fold_runs(
+        p_runs, whole, cut, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v,
+        scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, False,
+        SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
+    )  # fmt: skip
     if MASKED:
         b_acc, b_m, b_l = _fold_runs(
             p_runs, cut, end, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v,
             scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, True,
-            SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
+            SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
         )  # fmt: skip
 
     if LAST:

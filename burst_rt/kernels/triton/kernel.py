@@ -38,7 +38,7 @@ from burst_rt.kernels.triton.tables import (
     CutOfTile,
     bytes_of_tables,
     cells_table,
-    lists_tried,
+    lists_for,
     positions_of_tile,
     same_tables,
     spans_of_tile,
@@ -206,10 +206,9 @@ class TritonKernel(Kernel):
 
     def table_bytes(self, work: Work, places: Iterable[Places], tile: TileShape) -> int:
         """See `Kernel.table_bytes`. Spans of rows, lists of work, and positions with ALiBi."""
-        scores, head_dim = work.scores, max(work.head_dims)
-        by_scores = scores.softcap or scores.alibi_slopes
+        head_dim = max(work.head_dims)
         cuts = [
-            _cuts_of(kind, work.device, head_dim, work.dtype, by_scores=by_scores)[0]
+            _cuts_of(kind, work.device, head_dim, work.dtype)[0]
             for kind in (("forward",) if work.forward else ("dkdv", "dq"))
         ]
         parts = (
@@ -218,7 +217,7 @@ class TritonKernel(Kernel):
             for columns in ascending(runs)
             for part in places_of_parts(work.mask, (rows, columns), tile)
         )
-        return bytes_of_tables(work.mask, parts, cuts, positions=scores.alibi_slopes)
+        return bytes_of_tables(work.mask, parts, cuts, positions=work.scores.alibi_slopes)
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`: none, because sums stay in registers and shared memory.
@@ -240,19 +239,11 @@ def _arguments(
     """What a kernel is started with. cells: of the tile, where its mask has no spans."""
     device, terms = qkv.q.device, tile.terms
     head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
-    by_scores = terms.softcap is not None or terms.alibi_slopes is not None
-    cut, config, for_several = _cuts_of(kind, device, head_dim, qkv.q.dtype, by_scores=by_scores)
+    cut, *configs = _cuts_of(kind, device, head_dim, qkv.q.dtype)
     alike = same_tables(tile)
-    spans = spans_of_tile(alike, device) if cells is None else None
-    tried = lists_tried(alike, cut, spans, device)
-    lists = tried[-1]
-    if not lists.single:
-        config = for_several
-    elif len(tried) > 1:
-        config = _without_specialized(config)
-    if spans is None:
-        assert cells is not None
-        spans = cells_table(cells, config.block_n)
+    lists = lists_for(alike, cut, device)
+    config = configs[not lists.single]
+    spans = spans_of_tile(alike, device) if cells is None else cells_table(cells, config.block_n)
     if cells is not None and not lists.by_row:
         # Batch rows may see other cells, but have the same work.
         lists = lists._replace(lines=lists.lines.repeat(len(cells)), by_row=1)
@@ -277,29 +268,17 @@ def _config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtyp
 
 
 def _cuts_of(
-    kind: str, device: torch.device, head_dim: int, dtype: torch.dtype, *, by_scores: bool
+    kind: str, device: torch.device, head_dim: int, dtype: torch.dtype
 ) -> tuple[CutOfTile, Config, Config]:
-    """How a kernel cuts a tile; its configuration, and that for lines with several runs of a kind.
-
-    by_scores: whether something happens to scores beside scaling and sinks.
-    """
+    """How a kernel cuts a tile; its configuration, and the one for lines with several runs."""
     config = _config_of(kind, device, head_dim, dtype)
-    if by_scores:
-        # Triton's Hopper compiler cannot hand to all warps what these compute with.
-        config = _without_specialized(config)
     arch = None if device.type == "cpu" else _arch(device)
     own, other = (
         default_config(kind, arch, head_dim, dtype.itemsize, several=several)
         for several in (False, True)
     )
     several = config if other == own else other._replace(loads=config.loads)
-    joined = config.loads == "specialized"
-    cut = CutOfTile(config.blocks, kind == "dkdv", joined, several.blocks)
-    return cut, config, _without_specialized(several)
-
-
-def _without_specialized(config: Config) -> Config:
-    return config._replace(loads="descriptors") if config.loads == "specialized" else config
+    return CutOfTile(config.blocks, kind == "dkdv", several.blocks), config, several
 
 
 @lru_cache

@@ -110,12 +110,11 @@ def constants_of(
 
 
 def loads_of(config: Config, *inputs: torch.Tensor) -> dict[str, bool]:
-    """DESCRIBED and SPECIALIZE of a kernel that loads these BSHD tensors.
+    """DESCRIBED of a kernel that loads these BSHD tensors.
 
-    They are as configured if the copy engine can read all of the tensors, else False.
+    It is as configured if the copy engine can read all of the tensors, else False.
     """
-    described = config.loads != "pointers" and all(map(_fits_descriptor, inputs))
-    return {"DESCRIBED": described, "SPECIALIZE": described and config.loads == "specialized"}
+    return {"DESCRIBED": config.loads == "descriptors" and all(map(_fits_descriptor, inputs))}
 
 
 def _fits_descriptor(x: torch.Tensor) -> bool:

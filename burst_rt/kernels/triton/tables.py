@@ -29,8 +29,8 @@ from burst_rt.planning.worklist import (
 )
 
 __all__ = [
-    "CutOfTile", "DecodeTable", "Lists", "SpanTable", "bytes_of_tables", "cells_table", "lists_of",
-    "lists_tried", "positions_of_tile", "same_tables", "spans_of_tile", "table_of_decode",
+    "CutOfTile", "DecodeTable", "Lists", "SpanTable", "bytes_of_tables", "cells_table", "lists_for",
+    "lists_of", "positions_of_tile", "same_tables", "spans_of_tile", "table_of_decode",
 ]  # fmt: skip
 
 # Of the tables that are kept, on all devices together.
@@ -65,23 +65,17 @@ class CutOfTile(NamedTuple):
 
     blocks: tuple[int, int]
     by_columns: bool  # as `work_list` takes it
-    # Whether lists are tried joined first: of warps that do nothing but load, each line has one
-    # run, and rows see one span.
-    joined: bool
     several: tuple[int, int]  # the blocks where lines have several runs of a kind
 
-    def lists(self, width: int, make: Callable[[tuple[int, int], bool], _L]) -> Iterator[_L]:
-        """The lists that are made, one after the other until one will do: that one comes last.
+    def lists(self, make: Callable[[tuple[int, int]], _L]) -> Iterator[_L]:
+        """The lists that are made, one or two; the last is the one to take.
 
-        width: WIDTH of `work.py`. make: gives the list for blocks, and whether it is joined.
+        make: gives the list for blocks.
         """
-        found = make(self.blocks, self.joined)
+        found = make(self.blocks)
         yield found
-        if self.joined and not (found.single and (width == 1 or not found.masked)):
-            found = make(self.blocks, False)
-            yield found
         if not found.single and self.several != self.blocks:
-            yield make(self.several, False)
+            yield make(self.several)
 
 
 class DecodeTable(NamedTuple):
@@ -182,7 +176,7 @@ def cells_table(cells: torch.Tensor, block_columns: int) -> SpanTable:
 
 
 def lists_of(
-    tile: Tile, blocks: tuple[int, int], device: torch.device, *, by_columns: bool, joined: bool
+    tile: Tile, blocks: tuple[int, int], device: torch.device, *, by_columns: bool
 ) -> Lists:
     """The work of a tile in blocks of rows x columns, on a device. See `work_list`.
 
@@ -192,28 +186,21 @@ def lists_of(
     def make() -> _Kept:
         spans = spans_of_tile(tile, device).host
         assert spans is not None
-        found = work_list(
-            spans, *blocks, by_columns=by_columns, joined=joined, whole=tile.mask.has_spans
-        )
+        found = work_list(spans, *blocks, by_columns=by_columns, whole=tile.mask.has_spans)
         return _kept_lists(found, device)
 
-    key = ("lists", *_key(tile, device), blocks, by_columns, joined)
+    key = ("lists", *_key(tile, device), blocks, by_columns)
     table: Lists = _kept(key, device, make)
     return table
 
 
-def lists_tried(
-    tile: Tile, cut: CutOfTile, spans: SpanTable | None, device: torch.device
-) -> list[Lists]:
-    """What `CutOfTile.lists` makes of a tile, on a device; the last of them is the one to take.
+def lists_for(tile: Tile, cut: CutOfTile, device: torch.device) -> Lists:
+    """The work of a tile in the blocks that it is cut into, on a device. See `CutOfTile.lists`.
 
-    spans: None, where the tile has cells in their place. Does not wait for the device.
+    Does not wait for the device.
     """
-
-    def make(blocks: tuple[int, int], joined: bool) -> Lists:
-        return lists_of(tile, blocks, device, by_columns=cut.by_columns, joined=joined)
-
-    return list(cut.lists(CELLS if spans is None else spans.width, make))
+    *_, taken = cut.lists(lambda blocks: lists_of(tile, blocks, device, by_columns=cut.by_columns))
+    return taken
 
 
 def positions_of_tile(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,10 +258,10 @@ def _sizes_of_tables(mask: Mask, places: Places, cuts: Iterable[CutOfTile]) -> l
     arrays = [spans.for_kernels()]
     for cut in cuts:
 
-        def make(blocks: tuple[int, int], joined: bool, columns: bool = cut.by_columns) -> WorkList:
-            return work_list(spans, *blocks, by_columns=columns, joined=joined, whole=whole)
+        def make(blocks: tuple[int, int], columns: bool = cut.by_columns) -> WorkList:
+            return work_list(spans, *blocks, by_columns=columns, whole=whole)
 
-        for found in cut.lists(_width_of(spans) if whole else CELLS, make):
+        for found in cut.lists(make):
             arrays += [found.lines, found.runs]
     return [array.size for array in arrays]
 

@@ -26,7 +26,6 @@ TUNED = ("forward", "dq", "dkdv")
 # The configurations' name in `remembered`.
 _KIND = "triton-blocks"
 _MOST_CANDIDATES = 32
-_MOST_SPECIALIZED = 8
 
 # The configurations under trial, by kernel.
 _trial: dict[str, Config] = {}
@@ -66,13 +65,13 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
     """The configurations to measure.
 
     The table's own comes first. Then come those that may fit the chip's shared memory and
-    registers, the largest blocks first, and last those with specialised warps. The estimate is
+    registers, the largest blocks first. The estimate is
     meant to let too many through: a configuration that does not fit after all fails to compile or
     to start, and is passed over.
     """
     own = default_config(kind, arch, head_dim, input_bytes)
     width = padded(head_dim)
-    found, specialized = [], []
+    found = []
     for m in (128, 64, 32):
         for n in (128, 64, 32):
             for warps in (4, 8):
@@ -100,8 +99,6 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
                         found += [
                             Config(m, n, warps, stages, loads) for loads in _loads(arch, stages)
                         ]
-                    if _may_specialize(kind, arch, m, warps) and input_bytes == 2 and stages > 1:
-                        specialized.append(Config(m, n, warps, stages, "specialized"))
     found.sort(
         key=lambda config: (
             -config.block_m * config.block_n,
@@ -109,23 +106,12 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
             -config.num_stages,
         )
     )
-    specialized.sort(key=lambda config: (-config.block_m * config.block_n, -config.num_stages))
-    return [own, *(config for config in found if config != own)][:_MOST_CANDIDATES] + specialized[
-        :_MOST_SPECIALIZED
-    ]
+    return [own, *(config for config in found if config != own)][:_MOST_CANDIDATES]
 
 
 def _loads(arch: int, stages: int) -> tuple[Loads, ...]:
     """The ways to load. The copy engine came with Hopper."""
     return ("descriptors", "pointers") if arch >= 90 and stages > 1 else ("pointers",)
-
-
-def _may_specialize(kind: str, arch: int, block_m: int, warps: int) -> bool:
-    """Whether Triton (3.7) compiles the kernel with specialised warps.
-
-    On Hopper it compiles the forward only, whose warps come twice: each four take half of the rows.
-    """
-    return arch == 100 or (arch == 90 and kind == "forward" and warps == 4 and block_m == 128)
 
 
 @lru_cache
