@@ -2,8 +2,9 @@
  *
  * Environment: STANDIN_DEVICES (default 2); STANDIN_OLD=1: a chip without GPM, NVLink, energy, and PCIe counters; STANDIN_XID=1: one XID;
  * STANDIN_FAIL_AFTER=n: reading number n and all later fail (the GPU is lost); STANDIN_HANG_AFTER=n: reading number n takes 30 s;
- * STANDIN_GARBAGE=1: readings that cannot be. Structures are those of nvml.h (docs.nvidia.com/deploy/nvml-api).
+ * STANDIN_GARBAGE=1: readings that cannot be; STANDIN_NAN=1: GPM gives NaN for its DRAM figure, as an H100 did once. Structures are those of nvml.h (docs.nvidia.com/deploy/nvml-api).
  */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -208,8 +209,9 @@ struct Metrics {
 int nvmlGpmMetricsGet(struct Metrics *asked) {
   if (!asked->before || !asked->now) return NOT_SUPPORTED;
   for (unsigned i = 0; i < asked->count; i++) {
-    asked->metrics[i].result = asked->metrics[i].id == 10 ? NOT_SUPPORTED : SUCCESS; /* no DRAM figure */
-    asked->metrics[i].value = garbage() ? 1e30 : 10.0 + asked->metrics[i].id;
+    int dram = asked->metrics[i].id == 10, unmeasured = dram && setting("STANDIN_NAN", 0);
+    asked->metrics[i].result = dram && !unmeasured ? NOT_SUPPORTED : SUCCESS; /* no DRAM figure */
+    asked->metrics[i].value = unmeasured ? NAN : garbage() ? 1e30 : 10.0 + asked->metrics[i].id;
   }
   return reading();
 }

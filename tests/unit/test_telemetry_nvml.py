@@ -153,6 +153,13 @@ def test_garbage_is_left_out_and_said_once(library: Path) -> None:
     assert got.sources[0]["about"]["name"] == ""
 
 
+def test_what_was_not_measured_is_left_out_and_no_doubt(library: Path) -> None:
+    got = _sample(library, STANDIN_NAN="1", STANDIN_DEVICES="1")
+    assert all("gpm_dram_percent" not in sample["values"] for sample in got.samples)
+    assert got.samples[-1]["values"]["gpm_sm_percent"] > 0
+    assert not [note["text"] for note in got.notes if "is impossible" in note["text"]]
+
+
 def test_a_gpu_that_is_lost_stops_giving_figures(library: Path) -> None:
     got = _sample(library, times=15, STANDIN_FAIL_AFTER="120", STANDIN_DEVICES="1")
     assert got.samples[0]["values"]
