@@ -136,7 +136,7 @@ STEPS = (
     Step("memcheck", (*_SANITIZER, "memcheck", *_SMALL), 60, "compute-sanitizer"),
     Step("racecheck", (*_SANITIZER, "racecheck", *_SMALL), 60, "compute-sanitizer", beside=True),
     # The steps after this one use what it finds.
-    Step("block sizes", (*_TUNE, "--repeats", "5", "--limit-s", "75"), 90),
+    Step("block sizes", (*_TUNE, "--repeats", "5", "--limit-s", "60"), 90),
     Step("kernel speed", (*_BENCH, "--part", "kernels", "--repeats", "5"), 90),
     Step("rings on one GPU", (*_BENCH, "--part", "ring", "--repeats", "5"), 45),
     Step("staged transfers", (*_RANKS, "--part", "staged", "--repeats", "5"), 45),

@@ -16,6 +16,7 @@ from burst_rt.kernels.triton.configs import (
     Config,
     Loads,
     default_config,
+    takes_more,
 )
 from burst_rt.kernels.triton.tuned import TUNED
 from burst_rt.launch.bench.report import Cell, publish
@@ -48,6 +49,7 @@ def main(
     v_head_dim, scores, width, single: as in `Request`; where lines of work have several runs,
     kernels that have no lines are left out. Takes about 1.5 s a kernel the first time.
     """
+    several = takes_more(width, single=single)
     requests = [
         Request(
             kind,
@@ -64,7 +66,7 @@ def main(
         for arch in arches
         for head_dim in head_dims
         for kind in (KINDS if single else TUNED)
-        for config in [_config(kind, arch, max(head_dim, v_head_dim), dtype, several=not single)]
+        for config in [_config(kind, arch, max(head_dim, v_head_dim), dtype, several=several)]
         # Only these are compiled with and without a mask.
         for masked in ((False, True) if kind in TUNED else (False,))
     ]

@@ -23,7 +23,7 @@ import torch
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.kernels.base import Tile
 from burst_rt.kernels.triton.parts import ascending
-from burst_rt.kernels.triton.tables import CutOfTile, lists_for, same_tables
+from burst_rt.kernels.triton.tables import CutOfTile, lists_for, same_tables, spans_of_tile
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.planning.layouts import BALANCED, make_layout
 from burst_rt.planning.masks import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
@@ -138,8 +138,9 @@ def _triton_tables(plan: Plan) -> None:
         for columns in ascending(runs):
             tile = Tile((), rows, columns, plan.key.problem.mask, scale=1.0, progress=lambda: None)
             tile = same_tables(tile)
+            width = spans_of_tile(tile, device).width
             for cut in (_BY_ROWS,) if plan.key.forward else (_BY_COLUMNS, _BY_ROWS):
-                lists_for(tile, cut, device)
+                lists_for(tile, cut, width, device)
 
 
 def _steps(tokens: int, ranks: int, steps: int) -> dict[str, Cell]:

@@ -7,7 +7,7 @@ fastest is checked once more, on a tile of a ring whose length no block divides.
 later jobs on this chip find it, and printed in the form of `configs.py`.
 
 A kernel that is compiled wrongly may never end. The measuring then ends there, and what was found
-before is kept.
+for other kernels before is kept.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def main(
 ) -> None:
     """Measures, prints the tables, and keeps the fastest configurations for later jobs.
 
-    Blocks for about `limit_s` at most: after that time nothing new is begun. Raises ConfigError
-    without a GPU.
+    Blocks for about `limit_s`: after that time no trial is begun, but for the first of each search
+    and the check of its fastest. Raises ConfigError without a GPU.
     """
     if not torch.cuda.is_available():
         raise ConfigError("bench tune: torch sees no CUDA device; see `burst-rt doctor`")
@@ -203,26 +203,27 @@ def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> None:
     if num_processes < 2:
         return
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    children = []
-    for i in range(num_processes):
-        share = tempfile.TemporaryFile("w+")  # noqa: SIM115  (the child has it open)
-        json.dump(wanted[i::num_processes], share)
-        share.seek(0)
-        with share:
-            children.append(
-                subprocess.Popen(
-                    [sys.executable, "-P", "-m", "burst_rt.launch.bench.tune"],
-                    stdin=share,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env=environment,
-                )
-            )
+    children: list[subprocess.Popen[bytes]] = []
     end_s = time.monotonic() + limit_s
-    for child in children:
-        try:
-            child.wait(max(0.0, end_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    try:
+        for i in range(num_processes):
+            with tempfile.TemporaryFile("w+") as share:
+                json.dump(wanted[i::num_processes], share)
+                share.seek(0)
+                children.append(
+                    subprocess.Popen(
+                        [sys.executable, "-P", "-m", "burst_rt.launch.bench.tune"],
+                        stdin=share,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        env=environment,
+                    )
+                )
+        for child in children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, end_s - time.monotonic()))
+    finally:
+        for child in children:
             child.kill()
             child.wait()
 
@@ -267,16 +268,21 @@ def confirmed(
 ) -> Trial | None:
     """The fastest trial that is also right on a tile of a ring, of a length that no block divides.
 
-    A trial that is not gets the reason in place of its seconds. None where no trial ran.
+    It is checked against the first trial that ran. A trial that is wrong there gets the reason in
+    place of its seconds. None where no trial is left, or one got stuck.
     """
     odd = [TileProblem(work, tokens=tokens, alone=False)]
-    while (best := best_of(trials)) is not None and best is not trials[0]:
-        both = [trials[0].config, best.config]
-        again = trials_of(kind, odd, both, lambda run: 0.0, lambda: False, settle=settle)
-        if again[-1].seconds is not None:
+    while (best := best_of(trials)) is not None:
+        first = next(trial for trial in trials if trial.seconds is not None)
+        if best is first:
             break
-        trials[trials.index(best)] = again[-1]
-        if again[-1].stuck:
+        both = [first.config, best.config]
+        found = trials_of(kind, odd, both, lambda run: 0.0, lambda: False, settle=settle)
+        wrong = next((trial for trial in found if trial.seconds is None), None)
+        if wrong is None:
+            break
+        trials[[trial.config for trial in trials].index(wrong.config)] = wrong
+        if wrong.stuck:
             return None
     return best
 

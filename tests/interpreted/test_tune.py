@@ -4,7 +4,9 @@ without harm.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,15 @@ from burst_rt.kernels import KERNELS, Work
 from burst_rt.kernels.speed import TileProblem
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.tuned import TUNED, tuned
-from burst_rt.launch.bench.tune import Stuck, Trial, best_of, confirmed, trials_of
+from burst_rt.launch.bench.tune import (
+    Stuck,
+    Trial,
+    Wanted,
+    best_of,
+    compile_beside,
+    confirmed,
+    trials_of,
+)
 
 _CONFIGS = [
     Config(32, 16, 4, 1),
@@ -92,6 +102,37 @@ def test_the_fastest_is_checked_in_a_ring_and_on_an_odd_length(
     assert trials[1].seconds is None
     assert trials[1].why.startswith("wrong: ")
     assert confirmed("forward", work, [slow, wrong], tokens=13) == slow
+    # The next that ran takes the place of one that cannot be checked against.
+    failing = Config(24, 16, 4, 1)  # not powers of two
+    trials = [Trial(failing, 3.0), Trial(_CONFIGS[0], 2.5), right]
+    assert confirmed("forward", work, trials, tokens=13) == right
+    assert "power" in trials[0].why
+
+
+def test_one_that_gets_stuck_when_it_is_checked_again_ends_the_search() -> None:
+    def settle() -> None:
+        if tuned("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
+            raise Stuck("does not end")
+
+    work = Work(torch.device("cpu"), torch.float32, 256, Causal())
+    trials = [Trial(_CONFIGS[0], 3.0), Trial(_CONFIGS[1], 1.0)]
+    assert confirmed("forward", work, trials, tokens=13, settle=settle) is None
+    assert trials == [Trial(_CONFIGS[0], 3.0), Trial(_CONFIGS[1], None, "does not end", stuck=True)]
+
+
+def test_children_run_what_is_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            started.append(self)
+
+    monkeypatch.setattr("subprocess.Popen", Noted)
+    some = Config(128, 128, 4, 1)
+    compile_beside([Wanted(kind, "cpu", "fp32", 16, some) for kind in TUNED], 100)
+    assert [child.returncode for child in started] == [0, 0, 0]
 
 
 def test_one_that_does_not_end_is_the_last() -> None:

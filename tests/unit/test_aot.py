@@ -156,6 +156,7 @@ def test_several_runs_and_spans(arch: int, width: int) -> None:
         for kind in _NUM_PRODUCTS
         for head_dim in (64, 128)
     ]
+    requests += [request._replace(single=True) for request in requests if width == COMPRESSED]
     for found in compile_all(requests):
         kind, _, head_dim = found.request[:3]
         assert found.spills <= _SPILLS_OF_SEVERAL.get((kind, arch, head_dim, width), 0), found
@@ -167,11 +168,15 @@ def test_cells_in_place_of_spans() -> None:
     """For masks without spans: code that compiles and fits."""
     kinds = ("forward", "dq", "dkdv")
     requests = [
-        Request(kind, 90, 128, True, ragged=True, width=CELLS, single=False) for kind in kinds
+        Request(kind, arch, head_dim, True, ragged=True, width=CELLS, single=single)
+        for kind in kinds
+        for arch, head_dim in ((90, 64), (90, 128), (80, 128), (100, 128))
+        for single in (False, True)
     ]
+    most = {("dkdv", 90, 128): 38, ("dkdv", 80, 128): 12, ("dq", 100, 128): 82}
     for found in compile_all(requests):
-        assert found.shared_bytes <= ARCHES[90]
-        assert found.spills <= (38 if found.request.kind == "dkdv" else 0), found
+        assert found.shared_bytes <= ARCHES[found.request.arch], found
+        assert found.spills <= most.get(found.request[:3], 0), found
 
 
 def test_spills_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_the_tiles_of_a_striped_layout_share_tables(
     places = list(product(runs, runs))
     for rows, columns in places[::first]:
         tile = tables.same_tables(Tile((), rows, columns, mask, 1.0, lambda: None))
-        tables.lists_for(tile, cut, cpu)
+        tables.lists_for(tile, cut, tables.spans_of_tile(tile, cpu).width, cpu)
     kept = [table.size_bytes for _, table in no_tables.items()]
     # Of tiles with and without a diagonal; of each, the spans and the lists.
     assert len(kept) == 4

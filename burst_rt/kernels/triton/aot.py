@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burst_rt.errors import DeviceError
-from burst_rt.kernels.triton.configs import CELLS, Config, default_config, padded
+from burst_rt.kernels.triton.configs import CELLS, Config, default_config, padded, takes_more
 
 if TYPE_CHECKING:
     import triton
@@ -165,7 +165,7 @@ def _compile(request: Request) -> Compiled:
         request.arch,
         max(request.head_dim, request.v_head_dim),
         4 if request.dtype == "fp32" else 2,
-        several=not request.single,
+        several=takes_more(request.width, single=request.single),
     )
     kernel = _kernel(request.kind)
     constants = _constants(request, config)

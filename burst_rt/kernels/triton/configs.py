@@ -1,12 +1,13 @@
 """Block sizes, warps, stages and ways to load of every kernel, by chip, head size and input type.
 
-Data only: neither torch nor triton. For 16-bit inputs on Hopper up to 128 channels the numbers are
-the fastest on an H100 (`burst-rt bench tune`; BENCHMARKS.md). The others were found by compiling
-ahead of time for each chip (`aot.py`): the largest blocks whose registers do not spill, and whose
-shared memory fits. No GPU has timed them. Lines of work with several runs of a kind, as under
-windows, take more registers, and smaller blocks where these would spill. Above 128 channels some
-spill all the same. With two stages Triton loads a block into the memory of the block before it,
-once that is used up: where three fit, the loads of one block run while another is multiplied.
+Data only: neither torch nor triton. The numbers of 16-bit inputs on Hopper, up to 128 channels, are
+the fastest on an H100 for bfloat16 at 64 and 128 channels, full and causal (`burst-rt bench tune`;
+BENCHMARKS.md). No GPU has timed any other number. Those were found by compiling ahead of time for
+each chip (`aot.py`): the largest blocks whose registers do not spill, and whose shared memory fits.
+Some calls take more registers, and smaller blocks where these would spill (`takes_more`). Above 128
+channels some spill all the same. With two stages Triton loads a block into the memory of the block
+before it, once that is used up: where three fit, the loads of one block run while another is
+multiplied.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal, NamedTuple
 
 __all__ = [
     "ARCHES", "CELLS", "COMPRESSED", "KINDS", "Config", "Loads", "arch_of", "default_config",
-    "padded",
+    "padded", "takes_more",
 ]  # fmt: skip
 
 # The kernels.
@@ -80,7 +81,7 @@ _HALF = {
     ("dkdv", 100): (Config(64, 128, 8, 3), Config(64, 128, 8, 3), Config(64, 64, 8, 1)),
 }
 
-# In place of these where lines of work have several runs of a kind; None: the same.
+# In place of these for calls that take more; None: the same.
 _SEVERAL: dict[tuple[str, int], tuple[Config | None, ...]] = {
     ("dq", 80): (Config(128, 32, 8, 2), Config(64, 32, 8, 3), None),
     ("forward", 90): (None, Config(128, 64, 8, 3), None),
@@ -135,13 +136,22 @@ def arch_of(capability: tuple[int, int]) -> int:
     return 80 if number == 80 else 86
 
 
+def takes_more(width: int, *, single: bool) -> bool:
+    """Whether a call takes more registers than one under a causal mask.
+
+    So do lines of work with several runs of a kind, as under windows, cells and compressed spans.
+    width, single: WIDTH and SINGLE of `work.py`.
+    """
+    return not single or width in (COMPRESSED, CELLS)
+
+
 def default_config(
     kind: str, arch: int | None, head_dim: int, input_bytes: int, *, several: bool = False
 ) -> Config:
     """The configuration of a kernel on a chip.
 
     kind: one of KINDS. arch: a key of ARCHES, or None for Triton's interpreter. input_bytes: size
-    of one element of the inputs. several: for lines of work with several runs of a kind.
+    of one element of the inputs. several: for what `takes_more`.
     """
     if arch is None:
         own = _INTERPRETED[kind]

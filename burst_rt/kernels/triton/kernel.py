@@ -31,7 +31,7 @@ from burst_rt.kernels.base import (
     too_old,
 )
 from burst_rt.kernels.decode import Partial, Seen
-from burst_rt.kernels.triton.configs import Config, arch_of, default_config
+from burst_rt.kernels.triton.configs import CELLS, Config, arch_of, default_config, takes_more
 from burst_rt.kernels.triton.launch import LOG2_E, TileArguments
 from burst_rt.kernels.triton.parts import ascending, in_order, parts_of, places_of_parts
 from burst_rt.kernels.triton.tables import (
@@ -241,12 +241,16 @@ def _arguments(
     head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
     cut, *configs = _cuts_of(kind, device, head_dim, qkv.q.dtype)
     alike = same_tables(tile)
-    lists = lists_for(alike, cut, device)
-    config = configs[not lists.single]
-    spans = spans_of_tile(alike, device) if cells is None else cells_table(cells, config.block_n)
-    if cells is not None and not lists.by_row:
-        # Batch rows may see other cells, but have the same work.
-        lists = lists._replace(lines=lists.lines.repeat(len(cells)), by_row=1)
+    width = spans_of_tile(alike, device).width if cells is None else CELLS
+    lists = lists_for(alike, cut, width, device)
+    config = configs[takes_more(width, single=lists.single)]
+    if cells is None:
+        spans = spans_of_tile(alike, device)
+    else:
+        spans = cells_table(cells, config.block_n)
+        if not lists.by_row:
+            # Batch rows may see other cells, but have the same work.
+            lists = lists._replace(lines=lists.lines.repeat(len(cells)), by_row=1)
     arguments = TileArguments(
         spans, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
         _interpreting(), terms,
@@ -270,7 +274,7 @@ def _config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtyp
 def _cuts_of(
     kind: str, device: torch.device, head_dim: int, dtype: torch.dtype
 ) -> tuple[CutOfTile, Config, Config]:
-    """How a kernel cuts a tile; its configuration, and the one for lines with several runs."""
+    """How a kernel cuts a tile; its configuration, and the one of calls that `takes_more`."""
     config = _config_of(kind, device, head_dim, dtype)
     arch = None if device.type == "cpu" else _arch(device)
     own, other = (

@@ -17,7 +17,7 @@ import torch
 
 from burst_rt.kernels.base import Places, Tile
 from burst_rt.kernels.decode import Seen
-from burst_rt.kernels.triton.configs import CELLS, COMPRESSED
+from burst_rt.kernels.triton.configs import CELLS, COMPRESSED, takes_more
 from burst_rt.planning.masks import Mask, in_place_of, positions_of
 from burst_rt.planning.worklist import (
     MOST_VECTORS,
@@ -65,13 +65,16 @@ class CutOfTile(NamedTuple):
 
     blocks: tuple[int, int]
     by_columns: bool  # as `work_list` takes it
-    several: tuple[int, int]  # the blocks where lines have several runs of a kind
+    several: tuple[int, int]  # the blocks of calls that take more registers
 
-    def lists(self, make: Callable[[tuple[int, int]], _L]) -> Iterator[_L]:
+    def lists(self, width: int, make: Callable[[tuple[int, int]], _L]) -> Iterator[_L]:
         """The lists that are made, one or two; the last is the one to take.
 
-        make: gives the list for blocks.
+        width: WIDTH of `work.py`. make: gives the list for blocks.
         """
+        if takes_more(width, single=True):
+            yield make(self.several)
+            return
         found = make(self.blocks)
         yield found
         if not found.single and self.several != self.blocks:
@@ -194,12 +197,16 @@ def lists_of(
     return table
 
 
-def lists_for(tile: Tile, cut: CutOfTile, device: torch.device) -> Lists:
+def lists_for(tile: Tile, cut: CutOfTile, width: int, device: torch.device) -> Lists:
     """The work of a tile in the blocks that it is cut into, on a device. See `CutOfTile.lists`.
 
     Does not wait for the device.
     """
-    *_, taken = cut.lists(lambda blocks: lists_of(tile, blocks, device, by_columns=cut.by_columns))
+
+    def make(blocks: tuple[int, int]) -> Lists:
+        return lists_of(tile, blocks, device, by_columns=cut.by_columns)
+
+    *_, taken = cut.lists(width, make)
     return taken
 
 
@@ -261,7 +268,7 @@ def _sizes_of_tables(mask: Mask, places: Places, cuts: Iterable[CutOfTile]) -> l
         def make(blocks: tuple[int, int], columns: bool = cut.by_columns) -> WorkList:
             return work_list(spans, *blocks, by_columns=columns, whole=whole)
 
-        for found in cut.lists(make):
+        for found in cut.lists(_width_of(spans) if whole else CELLS, make):
             arrays += [found.lines, found.runs]
     return [array.size for array in arrays]
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from burst_rt.kernels.triton.configs import CELLS, COMPRESSED
 
 __all__ = [
-    "VARYING", "bounds_of", "line_of", "of_batch_row", "only_run_of", "run_of", "seen_of", "within",
+    "VARYING", "bounds_of", "line_of", "of_batch_row", "only_run_of", "run_of", "seen_of",
 ]  # fmt: skip
 
 _COMPRESSED = tl.constexpr(COMPRESSED)
@@ -105,7 +105,7 @@ def bounds_of(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr)
 
 
 @triton.jit
-def within(b_start, b_stop, o_n, ROWS_LAST: tl.constexpr):
+def _within(b_start, b_stop, o_n, ROWS_LAST: tl.constexpr):
     """Which of the columns `o_n` are in one span of each row, as `seen_of` returns it."""
     if ROWS_LAST:
         b_seen = (b_start[None, :] <= o_n[:, None]) & (o_n[:, None] < b_stop[None, :])
@@ -143,13 +143,13 @@ def _in_list(
         longest //= 2
     o_n = column + tl.arange(0, BLOCK_N)
     b_none = tl.zeros_like(b_next)
-    b_seen = within(b_none, b_none, o_n, ROWS_LAST)
+    b_seen = _within(b_none, b_none, o_n, ROWS_LAST)
     # Then from span to span, while one of a row begins within the block.
     beyond = column + BLOCK_N
     b_start = tl.load(p_spans + 2 * b_next, mask=b_next < b_last, other=beyond)
     while tl.min(b_start, 0) < beyond:
         b_stop = tl.load(p_spans + 2 * b_next + 1, mask=b_next < b_last, other=0)
-        b_seen |= within(b_start, b_stop, o_n, ROWS_LAST)
+        b_seen |= _within(b_start, b_stop, o_n, ROWS_LAST)
         b_next = tl.minimum(b_next + 1, b_last)
         b_start = tl.load(p_spans + 2 * b_next, mask=b_next < b_last, other=beyond)
     return b_seen
@@ -180,7 +180,7 @@ def seen_of(
     elif WIDTH == _COMPRESSED:
         b_seen = _in_list(p_spans, o_m, column, num_rows, BLOCK_N, EVEN_M, ROWS_LAST)
     else:
-        b_seen = within(bounds[0], bounds[1], o_n, ROWS_LAST)
+        b_seen = _within(bounds[0], bounds[1], o_n, ROWS_LAST)
         for number in tl.static_range(1, WIDTH):
-            b_seen |= within(bounds[2 * number], bounds[2 * number + 1], o_n, ROWS_LAST)
+            b_seen |= _within(bounds[2 * number], bounds[2 * number + 1], o_n, ROWS_LAST)
     return b_seen
