@@ -1,10 +1,10 @@
 """`make gpu-check`: everything of this project that needs an NVIDIA GPU, within eight minutes.
 
 The steps are: correctness (kernels tile by tile, the vendors' kernels, whole rings),
-compute-sanitizer on small shapes, block sizes, speed against torch's kernels, rings on one GPU,
-staged transfers. Every step is a process of its own with a deadline, so that a step that
-hangs or crashes leaves the others alone. Steps that measure nothing run beside each other: most of
-their time is compiling. The results go to a JSON file and a table.
+compute-sanitizer on small shapes, block sizes, speed against torch's kernels, calls under masks,
+rings on one GPU, staged transfers. Every step is a process of its own with a deadline, so that a
+step that hangs or crashes leaves the others alone. Steps that measure nothing run beside each
+other: most of their time is compiling. The results go to a JSON file and a table.
 """
 
 from __future__ import annotations
@@ -137,9 +137,10 @@ STEPS = (
     Step("racecheck", (*_SANITIZER, "racecheck", *_SMALL), 60, "compute-sanitizer", beside=True),
     # The steps after this one use what it finds.
     Step("block sizes", (*_TUNE, "--repeats", "5", "--limit-s", "60"), 90),
-    Step("kernel speed", (*_BENCH, "--part", "kernels", "--repeats", "5"), 90),
-    Step("rings on one GPU", (*_BENCH, "--part", "ring", "--repeats", "5"), 45),
-    Step("staged transfers", (*_RANKS, "--part", "staged", "--repeats", "5"), 45),
+    Step("kernel speed", (*_BENCH, "--part", "kernels", "--repeats", "5"), 80),
+    Step("calls under masks", (*_BENCH, "--part", "masks", "--repeats", "5"), 40),
+    Step("rings on one GPU", (*_BENCH, "--part", "ring", "--repeats", "5"), 30),
+    Step("staged transfers", (*_RANKS, "--part", "staged", "--repeats", "5"), 30),
 )
 
 

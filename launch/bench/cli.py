@@ -56,8 +56,8 @@ def engine(out: Path | None) -> None:
     "--part",
     "parts",
     multiple=True,
-    type=click.Choice(["kernels", "ring", "staged"]),
-    help="Only this part; may be repeated. [default: kernels and ring]",
+    type=click.Choice(["kernels", "masks", "ring", "staged"]),
+    help="Only this part; may be repeated. [default: all but staged]",
 )
 @click.option(
     "--repeats",
@@ -75,15 +75,15 @@ def engine(out: Path | None) -> None:
 )
 @_OUT
 def gpu(parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None) -> None:
-    """On one NVIDIA GPU: tile kernels against cuDNN and FlashAttention, four ranks against one
-    kernel.
+    """On one NVIDIA GPU: tile kernels against cuDNN and FlashAttention, whole calls under masks,
+    four ranks against one kernel.
 
     `--part staged` is for ranks of a job: burst-rt run -n 2 -m burst_rt.launch.main bench gpu
     --part staged
     """
     from burst_rt.launch.bench.gpu import main
 
-    main(parts or ("kernels", "ring"), repeats, max_tokens, out)
+    main(parts or ("kernels", "masks", "ring"), repeats, max_tokens, out)
 
 
 @command.command()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,21 +20,39 @@ import burst_rt
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
 from burst_rt.kernels.speed import issue_timed
+from burst_rt.launch.bench.masks import document_lengths
 from burst_rt.launch.bench.report import Cell, median, publish, save
 from burst_rt.launch.bench.timing import worst_idle
-from burst_rt.planning.masks import Causal, Full, Mask
+from burst_rt.planning.masks import (
+    BlockSparse,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    SlidingWindow,
+)
 from burst_rt.scheduler import Span
 
 __all__ = ["PARTS", "main"]
 
 Row = dict[str, Cell]
 
+_BLOCK = 128  # of the mask of blocks, rows and columns
 # A run that takes less is timed several times in a row.
 _SHORT_S, _IN_A_ROW = 5e-3, 8
 
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # Query heads by head_dim: both have as many channels.
 _HEADS = {64: 32, 128: 16}
+
+
+class Tensors(NamedTuple):
+    """Inputs of a whole sequence, and the gradient of its output; all `[1, tokens, heads, d]`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
 
 
 class _Whole:
@@ -218,6 +237,104 @@ def staged(repeats: int, max_tokens: int) -> Iterator[Row]:
                 }  # fmt: skip
 
 
+def masks(repeats: int, max_tokens: int) -> Iterator[Row]:
+    """Whole calls in a world of one, and FlashAttention (torch's operators) where it has the mask.
+
+    A cell is one that the mask shows.
+    """
+    tokens = min(32768, max_tokens)
+    lengths = document_lengths(tokens)
+    kinds: dict[str, Mask] = {
+        "full": Full(),
+        "causal": Causal(),
+        "window 4,096": SlidingWindow(4095),
+        "window 1,024": SlidingWindow(1023),
+        "causal documents": Causal() & Documents(lengths),
+        "5 % of blocks": BlockSparse(_some_blocks(tokens // _BLOCK), _BLOCK),
+        "causal, softcap 30": Causal(),
+    }
+    shape = (1, tokens, _HEADS[128], 128)
+    tensors = Tensors(
+        *(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in Tensors._fields)
+    )
+    with burst_rt.init(device="cuda", kernel="triton") as ctx:
+        sides = {
+            name: _call_side(ctx, tensors, mask, 30.0 if "softcap" in name else None)
+            for name, mask in kinds.items()
+        } | {
+            "flash causal": _flash_side(tensors, None, None),
+            "flash window 4,096": _flash_side(tensors, 4095, None),
+            "flash window 1,024": _flash_side(tensors, 1023, None),
+            "flash causal documents": _flash_side(tensors, None, lengths),
+        }
+        times = [
+            _interleaved({name: side[direction] for name, side in sides.items()}, repeats)
+            for direction in (0, 1)
+        ]
+    line = range(tokens)
+    cells = {
+        name: sum(piece.num_cells for piece in mask.pieces(line, line))
+        for name, mask in kinds.items()
+    }
+    for name in kinds:
+        row: Row = {"tokens": tokens, "mask": name, "cells seen": cells[name]}
+        for direction, took_s in zip(("forward", "backward"), times, strict=True):
+            per_cell = took_s[name] / cells[name] / (took_s["causal"] / cells["causal"])
+            flash_s = took_s.get(f"flash {name}")
+            row |= {
+                f"{direction} ms": 1e3 * took_s[name],
+                f"{direction}, a cell, of causal's": per_cell,
+                f"flash, {direction} ms": None if flash_s is None else 1e3 * flash_s,
+            }
+        yield row
+
+
+def _some_blocks(number: int) -> torch.Tensor:
+    return torch.rand(number, number, generator=torch.Generator().manual_seed(0)) < 0.05
+
+
+def _call_side(
+    ctx: burst_rt.Context, tensors: Tensors, mask: Mask, softcap: float | None
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Forward and backward of whole calls."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    layout = ctx.layout(q.shape[1])
+
+    def call() -> torch.Tensor:
+        return burst_rt.burst_attention(q, k, v, mask=mask, layout=layout, softcap=softcap)
+
+    def silent_call() -> object:
+        with torch.no_grad():
+            return call()
+
+    out = call()
+    return silent_call, lambda: torch.autograd.grad(out, (q, k, v), tensors.dout, retain_graph=True)
+
+
+def _flash_side(
+    tensors: Tensors, left: int | None, lengths: Sequence[int] | None
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Forward and backward of torch's operators: causal, under a window, within documents."""
+    aten, ends = torch.ops.aten, None
+    q, k, v, dout = tensors if lengths is None else (x[0] for x in tensors)
+    if lengths is not None:
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=q.device)
+    longest = max(lengths or [tensors.q.shape[1]])
+    about = (ends, ends, longest, longest, 0.0, True)
+    window = {} if left is None else {"window_size_left": left, "window_size_right": 0}
+
+    def forward() -> Sequence[torch.Tensor]:
+        found: Sequence[torch.Tensor] = aten._flash_attention_forward(
+            q, k, v, *about, False, **window
+        )
+        return found
+
+    out, lse, state, unused, _ = forward()
+    return forward, lambda: aten._flash_attention_backward(
+        dout, q, k, v, out, lse, *about, state, unused, **window
+    )
+
+
 def _interleaved(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median seconds of each side, by device events. Sides run in turn, after a warm-up round.
 
@@ -233,9 +350,10 @@ def _interleaved(sides: dict[str, Callable[[], object]], repeats: int) -> dict[s
     return {name: median(found[1:]) for name, found in times.items()}
 
 
-PARTS = {"kernels": kernels, "ring": ring, "staged": staged}
+PARTS = {"kernels": kernels, "masks": masks, "ring": ring, "staged": staged}
 _TITLES = {
     "kernels": "tile kernels, bfloat16, TFLOP/s",
+    "masks": "whole calls under masks, bfloat16, 16 heads of 128",
     "ring": "four ranks on one GPU against one kernel, bfloat16, head_dim 128",
     "staged": "staged transfers between ranks on one GPU",
 }

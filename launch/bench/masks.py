@@ -23,7 +23,7 @@ from burst_rt.runtime.collectives import all_gather, reduce_scatter
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Schedule
 from burst_rt.scheduler.simulator import Hardware, simulate
 
-__all__ = ["main"]
+__all__ = ["document_lengths", "main"]
 
 _HARDWARE = "h100"
 _WORLDS, _TOKENS = (8, 16, 32, 64), (1 << 19, 1 << 20)
@@ -37,7 +37,7 @@ def main(out: Path | None, worlds: tuple[int, ...] = _WORLDS) -> None:
     hardware = load_hardware(_HARDWARE)
     rows: list[dict[str, Cell]] = []
     for tokens in _TOKENS:
-        mask = Causal() & Documents(_lengths(tokens))
+        mask = Causal() & Documents(document_lengths(tokens))
         for world in worlds:
             rows += _rows(mask, tokens, world, hardware)
     publish(
@@ -49,7 +49,8 @@ def main(out: Path | None, worlds: tuple[int, ...] = _WORLDS) -> None:
     )
 
 
-def _lengths(tokens: int) -> list[int]:
+def document_lengths(tokens: int) -> list[int]:
+    """Lengths of documents of a pretraining mix, as drawn: lognormal, the same in every run."""
     chance, lengths, left = random.Random(0), [], tokens
     while left:
         drawn = int(_MEDIAN * chance.lognormvariate(0, _SIGMA))
