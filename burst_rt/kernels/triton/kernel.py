@@ -241,12 +241,13 @@ def _arguments(
     head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
     cut, *configs = _cuts_of(kind, device, head_dim, qkv.q.dtype)
     alike = same_tables(tile)
-    width = spans_of_tile(alike, device).width if cells is None else CELLS
-    lists = lists_for(alike, cut, width, device)
-    config = configs[takes_more(width, single=lists.single)]
     if cells is None:
         spans = spans_of_tile(alike, device)
+        lists = lists_for(alike, cut, spans.width, device)
+        config = configs[takes_more(spans.width, single=lists.single)]
     else:
+        lists = lists_for(alike, cut, CELLS, device)
+        config = configs[takes_more(CELLS, single=lists.single)]
         spans = cells_table(cells, config.block_n)
         if not lists.by_row:
             # Batch rows may see other cells, but have the same work.
