@@ -46,8 +46,6 @@ KIND = "kernel-speed"
 _TOKENS = {"cuda": 4096, "cpu": 1024}
 _CHANNELS = 2048  # heads x head_dim, on a GPU
 _ROUNDS = {"cuda": 5, "cpu": 3}
-# Runs that a GPU does one after the other, to be timed together.
-_IN_A_ROW = 4
 # Compiling takes seconds a kernel. A rank that waits longer than this measures for itself.
 _DEADLINE_S = 120.0
 
@@ -218,13 +216,24 @@ def _took_s(device: torch.device, run: Callable[[], None]) -> float:
         run()
         return time.perf_counter() - started_s
     with torch.cuda.device(device):
-        start, end = issue_timed(run, _IN_A_ROW)
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / _IN_A_ROW
+        return issue_timed(run).seconds()
 
 
-def issue_timed(run: Callable[[], object], times: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Issues `times` runs on the current stream. Returns the events around them; does not wait.
+class TimedRuns(NamedTuple):
+    """Runs that have been issued, and the events around them."""
+
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    times: int
+
+    def seconds(self) -> float:
+        """Seconds of one run. Blocks until the last has ended."""
+        self.end.synchronize()
+        return float(self.start.elapsed_time(self.end)) / 1e3 / self.times
+
+
+def issue_timed(run: Callable[[], object], times: int = 4) -> TimedRuns:
+    """Issues `times` runs on the current stream, to be timed together. Does not wait.
 
     One run more comes before them. While the device does it the host gets ahead, so the time
     between the events is the device's own, not what the host takes to start kernels.
@@ -235,7 +244,7 @@ def issue_timed(run: Callable[[], object], times: int) -> tuple[torch.cuda.Event
     for _ in range(times):
         run()
     end.record()
-    return start, end
+    return TimedRuns(start, end, times)
 
 
 def _standard(work: Work) -> Mask:

@@ -9,15 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from burst_rt.kernels.triton.aot import Compiled, Request, compile_all
-from burst_rt.kernels.triton.configs import (
-    ARCHES,
-    COMPRESSED,
-    KINDS,
-    Config,
-    Loads,
-    default_config,
-    takes_more,
-)
+from burst_rt.kernels.triton.configs import ARCHES, COMPRESSED, KINDS, Loads
 from burst_rt.kernels.triton.tuned import TUNED
 from burst_rt.launch.bench.report import Cell, publish
 
@@ -49,7 +41,6 @@ def main(
     v_head_dim, scores, width, single: as in `Request`; where lines of work have several runs,
     kernels that have no lines are left out. Takes about 1.5 s a kernel the first time.
     """
-    several = takes_more(width, single=single)
     requests = [
         Request(
             kind,
@@ -57,16 +48,15 @@ def main(
             head_dim,
             masked,
             dtype,
-            config if loads is None else config._replace(loads=loads),
             v_head_dim=v_head_dim,
             scores=scores,
             width=width,
             single=single,
+            loads=loads,
         )
         for arch in arches
         for head_dim in head_dims
         for kind in (KINDS if single else TUNED)
-        for config in [_config(kind, arch, max(head_dim, v_head_dim), dtype, several=several)]
         # Only these are compiled with and without a mask.
         for masked in ((False, True) if kind in TUNED else (False,))
     ]
@@ -76,10 +66,6 @@ def main(
         out,
         _NOTE,
     )
-
-
-def _config(kind: str, arch: int, head_dim: int, dtype: str, *, several: bool) -> Config:
-    return default_config(kind, arch, head_dim, 4 if dtype == "fp32" else 2, several=several)
 
 
 def _row(compiled: Compiled) -> dict[str, Cell]:

@@ -344,9 +344,7 @@ def _interleaved(sides: dict[str, Callable[[], object]], repeats: int) -> dict[s
     for _ in range(repeats + 1):
         for name, run in sides.items():
             in_a_row = _IN_A_ROW if times[name] and times[name][-1] < _SHORT_S else 1
-            start, end = issue_timed(run, in_a_row)
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / 1e3 / in_a_row)
+            times[name].append(issue_timed(run, in_a_row).seconds())
     return {name: median(found[1:]) for name, found in times.items()}
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -42,8 +42,6 @@ _WORTH = 0.02
 # How far apart two configurations may be: they add up in different orders and round different
 # probabilities to 16 bits. A wrong configuration is off by far more.
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.004}
-# Runs that are timed together.
-_IN_A_ROW = 4
 # What compiles at a time, each with a CUDA context of its own (some 0.5 GB of the device).
 _MOST_PROCESSES = 12
 # A tile takes milliseconds; a device that is busy for this long is stuck.
@@ -119,16 +117,22 @@ def main(
         raise ConfigError("bench tune: torch sees no CUDA device; see `burst-rt doctor`")
     device = torch.device("cuda", torch.cuda.current_device())
     arch, kind_of_input = arch_of(torch.cuda.get_device_capability(device)), _DTYPES[dtype]
-    searches = list(_searches(arch, head_dims, kind_of_input.itemsize))
+    searches = [
+        (head_dim, kind, candidates(kind, arch, head_dim, kind_of_input.itemsize))
+        for head_dim in head_dims
+        for kind in TUNED
+    ]
     end_s = time.monotonic() + limit_s
-    compile_beside(
-        [
-            Wanted(kind, str(device), dtype, head_dim, config)
-            for head_dim, kind, configs in searches
-            for config in configs
-        ],
-        limit_s / 2,
-    )
+    wanted = [
+        Wanted(kind, str(device), dtype, head_dim, config)
+        for head_dim, kind, configs in searches
+        for config in configs
+    ]
+    failed = sum(code > 0 for code in compile_beside(wanted, limit_s / 2))
+    if failed:
+        print(
+            f"bench tune: {failed} processes failed; trials compile by themselves", file=sys.stderr
+        )
     tried: list[tuple[str, int, Trial]] = []
     found: dict[tuple[int, str], tuple[Trial, str]] = {}
     stuck: Trial | None = None
@@ -185,23 +189,15 @@ def main(
         os._exit(1)
 
 
-def _searches(
-    arch: int, head_dims: Sequence[int], input_bytes: int
-) -> Iterator[tuple[int, str, list[Config]]]:
-    """What to try for each head size and kernel."""
-    for head_dim in head_dims:
-        for kind in TUNED:
-            yield head_dim, kind, candidates(kind, arch, head_dim, input_bytes)
-
-
-def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> None:
+def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> list[int]:
     """Compiles configurations in several processes, into Triton's cache. Blocks `limit_s` at most.
 
     What fails here, or is not reached, is compiled by its trial; the trial also says why it fails.
+    Returns the processes' exit codes, -SIGKILL of those that were ended.
     """
     num_processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1)
     if num_processes < 2:
-        return
+        return []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     children: list[subprocess.Popen[bytes]] = []
     end_s = time.monotonic() + limit_s
@@ -226,6 +222,7 @@ def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> None:
         for child in children:
             child.kill()
             child.wait()
+    return [child.returncode for child in children]
 
 
 def _compile_share() -> None:
@@ -349,9 +346,9 @@ def _apart(x: torch.Tensor, right: torch.Tensor) -> float:
 def _seconds(run: Callable[[], None], repeats: int) -> float:
     times = []
     for _ in range(repeats):
-        start, end = issue_timed(run, _IN_A_ROW)
+        runs = issue_timed(run)
         _settle()
-        times.append(start.elapsed_time(end) / 1e3 / _IN_A_ROW)
+        times.append(runs.seconds())
     return median(times)
 
 

@@ -161,15 +161,13 @@ def _one_gpu_a_node(hardware: Hardware, tensor_parallel: int) -> Hardware:
 
 def with_peak(hardware: Hardware, flops_per_s: float) -> Hardware:
     """The machine with another peak of arithmetic; what kernels reach of it stays."""
-    rates = dict(hardware.device.rates)
-    for name in ("forward", "linear"):
-        rates[name] = replace(rates[name], flops_per_s=flops_per_s)
-    return replace(hardware, device=replace(hardware.device, rates=rates))
+    return _with_rates(hardware, ("forward", "linear"), flops_per_s=flops_per_s)
 
 
-def _with_published_attention(hardware: Hardware) -> Hardware:
+def _with_rates(hardware: Hardware, names: Sequence[str], **changes: float) -> Hardware:
     rates = dict(hardware.device.rates)
-    rates["forward"] = replace(rates["forward"], efficiency=_ATTENTION)
+    for name in names:
+        rates[name] = replace(rates[name], **changes)
     return replace(hardware, device=replace(hardware.device, rates=rates))
 
 
@@ -220,7 +218,7 @@ def _llama_7b(out: Path | None) -> None:
 
 def _llama_405b(out: Path | None, tokens: Sequence[str]) -> None:
     model = parse_model(LLAMA_405B)
-    hardware = _with_published_attention(load_hardware("h100-sxm"))
+    hardware = _with_rates(load_hardware("h100-sxm"), ("forward",), efficiency=_ATTENTION)
     peak = published_peak(model, _NUM_GPUS)
     machines = {"h100-sxm": hardware, "published peak": with_peak(hardware, peak)}
     rows: list[dict[str, Cell]] = []

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burst_rt.errors import DeviceError
-from burst_rt.kernels.triton.configs import CELLS, Config, default_config, padded, takes_more
+from burst_rt.kernels.triton.configs import (
+    CELLS,
+    Config,
+    Loads,
+    default_config,
+    padded,
+    takes_more,
+)
 
 if TYPE_CHECKING:
     import triton
@@ -78,6 +85,7 @@ class Request(NamedTuple):
     single: bool = True  # whether no line of work has more than one run of a kind
     v_head_dim: int = 0  # 0: head_dim
     scores: tuple[str, ...] = ()  # of "softcap", "alibi_slopes", "sinks"
+    loads: Loads | None = None  # in place of the configuration's own
 
 
 class Compiled(NamedTuple):
@@ -167,6 +175,7 @@ def _compile(request: Request) -> Compiled:
         4 if request.dtype == "fp32" else 2,
         several=takes_more(request.width, single=request.single),
     )
+    config = config._replace(loads=request.loads or config.loads)
     kernel = _kernel(request.kind)
     constants = _constants(request, config)
     signature = {name: _type_of(name, request.dtype, constants) for name in kernel.arg_names}
