@@ -44,6 +44,8 @@ ROWS_TOGETHER = 256
 _SAMPLED_ROWS = 256
 # Arrays that need not hold everything at once hold about so many numbers.
 _SOME = 1 << 22
+# A table of which fewer than one cell in so many is marked is marked cell by cell.
+_FEW = 8
 # So many parts of queries are looked at together at most. Of a striped layout these may be parts of
 # all ranks, which have the same labels.
 _SOME_PARTS = 128
@@ -271,10 +273,10 @@ def _mark_by_label(
         order.mark(of_label, None, sure, np.arange(len(shown)))
         has = np.zeros((len(parts), len(shown)), bool)
         has[part[firsts], label[firsts]] = True
-        of_part = _any(has, of_label)
-        needed[:, parts] |= _any(of_part, order.of_rank).T
-        run, run_of = np.unique(q.part_run[parts], return_inverse=True)
-        met[run] |= _any(np.arange(len(run))[:, None] == run_of, of_part)
+        of_set, set_of = _by_set(has, of_label)
+        needed[:, parts] |= _any(of_set, order.of_rank)[set_of].T
+        for run, marked in zip(q.part_run[parts].tolist(), of_set[set_of], strict=True):
+            met[run] |= marked
 
         begins |= others.changes(places)
         firsts = np.flatnonzero(begins)
@@ -290,6 +292,21 @@ def _mark_by_label(
             by_part = np.argsort(at, kind="stable")
             rest = _Intervals(*(x[by_part] for x in (at, rest.start, rest.stop)))
             order.mark(met, needed, rest, q.part_run)
+
+
+def _by_set(has: _Flags, of_label: _Flags) -> tuple[_Flags, Positions]:
+    """What is marked for any label of a set of labels, `[sets, n]`; and for each part, its set.
+
+    has: `[parts, labels]`, which labels a part has. Of a striped layout many parts have the same.
+    of_label: `[labels, n]`.
+    """
+    sets: dict[bytes, int] = {}
+    set_of = np.array([sets.setdefault(row.tobytes(), len(sets)) for row in has])
+    of_set = np.zeros((len(sets), of_label.shape[1]), bool)
+    for own, marked in zip(sets, of_set, strict=True):
+        for number in np.flatnonzero(np.frombuffer(own, bool)).tolist():
+            marked |= of_label[number]
+    return of_set, set_of
 
 
 def _any(a: _Flags, b: _Flags) -> _Flags:
@@ -360,11 +377,14 @@ class _Order:
             # Other parts end before the interval, or begin after it.
             a = begin + np.searchsorted(np.maximum.accumulate(high), seen.start)
             b = begin + np.searchsorted(low, seen.stop)
-            # These have `step` positions in common with it, or lie inside it.
-            no_later_ends_before = np.minimum.accumulate(high[::-1])[::-1]
-            first = begin + np.searchsorted(no_later_ends_before, seen.start + step - 1)
-            last = begin + np.searchsorted(low, seen.stop - step, side="right")
-            last = np.where(seen.stop - seen.start >= step, np.maximum(first, last), first)
+            if step == 1 and (high[:-1] <= high[1:]).all():  # then it meets all others
+                first, last = a, b
+            else:
+                # These have `step` positions in common with it, or lie inside it.
+                no_later_ends_before = np.minimum.accumulate(high[::-1])[::-1]
+                first = begin + np.searchsorted(no_later_ends_before, seen.start + step - 1)
+                last = begin + np.searchsorted(low, seen.stop - step, side="right")
+                last = np.where(seen.stop - seen.start >= step, np.maximum(first, last), first)
             self._mark(met, q_run, first, last)
             if needed is not None:
                 for some in _slices(len(first), len(self._count)):
@@ -385,6 +405,10 @@ class _Order:
         """Marks in `met` that runs of queries meet the parts from one place to another."""
         there = np.flatnonzero(first < last)
         q_run, first, last = q_run[there], first[there], last[there]
+        if (last - first).sum() * _FEW < met.size:
+            for number, place in _pairs(first, last):
+                met[q_run[number], place] = True
+            return
         places = len(self.parts) + 1
         for some in _slices(len(met), places):
             a, b = np.searchsorted(q_run, (some.start, some.stop))
@@ -392,12 +416,11 @@ class _Order:
                 continue
             num_runs = q_run[b - 1] + 1 - some.start
             at = (q_run[a:b] - some.start) * places
-            edges = np.zeros(num_runs * places, bool)
-            for bounds in apart(at + first[a:b], at + last[a:b]):
-                edges[bounds] = True
-            # Between two edges everything is met, then nothing, and so on.
-            np.logical_xor.accumulate(edges, out=edges)
-            met[some.start : some.start + num_runs] |= edges.reshape(-1, places)[:, :-1]
+            bounds = np.stack(apart(at + first[a:b], at + last[a:b]), -1).ravel()
+            # Up to the first bound nothing is met, then everything up to the next, and so on.
+            lengths = np.diff(bounds, prepend=0, append=num_runs * places)
+            meets = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+            met[some.start : some.start + num_runs] |= meets.reshape(-1, places)[:, :-1]
 
 
 def _pairs(first: Positions, last: Positions) -> Iterator[tuple[Positions, Positions]]:

@@ -147,9 +147,11 @@ class BlockSparse(Mask):
     def _runs(self) -> Spans:
         """The spans of each row of the table: `[batch, query blocks, width]`."""
         batch, rows, columns = self._table.shape
-        # A column more on either side, in which nothing is named.
-        named = np.pad(self._table, ((0, 0), (0, 0), (1, 1)))
-        edges = np.flatnonzero(named[..., 1:] != named[..., :-1])
+        # Beside the table nothing is named.
+        changed = np.empty((batch, rows, columns + 1), bool)
+        changed[..., :1], changed[..., -1:] = self._table[..., :1], self._table[..., -1:]
+        np.not_equal(self._table[..., 1:], self._table[..., :-1], out=changed[..., 1:-1])
+        edges = np.flatnonzero(changed)
         ends = np.searchsorted(edges, np.arange(1, batch * rows + 1) * (columns + 1))
         # In each row, runs start and stop in turn.
         of_row = np.diff(ends, prepend=0) // 2
