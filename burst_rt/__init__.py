@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from burst_rt import errors, telemetry
     from burst_rt.attention.api import BurstAttention, Explanation, burst_attention, explain
     from burst_rt.attention.autograd import BurstAttentionFunction
-    from burst_rt.attention.cache import KVCache, Step
+    from burst_rt.attention.cache import KVCache
+    from burst_rt.attention.cache_step import Step
     from burst_rt.attention.call import Call, make_call
     from burst_rt.attention.checkpointing import checkpoint, keep_attention
     from burst_rt.attention.sharding import ContextLayout
@@ -69,7 +70,7 @@ _HOME = {
     "ShardedBatch": "batches",
     "Spans": "planning.masks",
     "Stats": "runtime.runtime",
-    "Step": "attention.cache",
+    "Step": "attention.cache_step",
     "average_gradients": "runtime.mean",
     "burst_attention": "attention.api",
     "checkpoint": "attention.checkpointing",

@@ -129,6 +129,7 @@ class Context:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums a contiguous float32, float64 or int64 tensor over the ranks, in place.
 
+        No gradient flows through the sum, so that x must not require grad where grad is enabled.
         Collective; blocks at most `timeout_s` for each of its two rounds. Every rank gets the same
         bits. Raises InputError on every rank alike.
         """

@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from burst_rt.attention.cache import KVCache, Step, is_count
+from burst_rt.attention.cache import KVCache
+from burst_rt.attention.cache_step import Step
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.hf.cached_call import CachedCall
@@ -28,6 +29,7 @@ from burst_rt.hf.hooks import HookedCache, attach, check_model, detach, what_lay
 from burst_rt.hf.prepare import prepare
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.hf.spread import spread
+from burst_rt.planning.masks.positions import is_count
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["Cache", "CachedPart"]

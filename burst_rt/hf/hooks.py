@@ -24,11 +24,11 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from burst_rt.attention.cache import is_count
 from burst_rt.context import Context
 from burst_rt.errors import BurstError, InputError
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.hf.spread import of_rank_0
+from burst_rt.planning.masks.positions import is_count
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["HookedCache", "attach", "check_model", "detach", "what_layers_keep"]

@@ -41,6 +41,11 @@ def _refuses(x: object) -> InputError | None:
     )
     if not isinstance(x, torch.Tensor):
         return InputError(f"{where} {type(x).__name__}")
+    if x.requires_grad and torch.is_grad_enabled():
+        return InputError(
+            "all_reduce: expected a tensor that does not require grad, got one that does: no "
+            "gradient flows through this sum; give x.detach(), or call under torch.no_grad()"
+        )
     dense = x.layout == torch.strided and x.is_contiguous()
     if x.dtype in _SUMMED and dense and x.device.type in ("cpu", "cuda") and not x.is_neg():
         return None

@@ -314,6 +314,22 @@ def test_all_reduce_is_a_change_that_autograd_sees() -> None:
     burst_rt.run_local(2, check)
 
 
+def test_all_reduce_refuses_what_needs_a_gradient() -> None:
+    def check(ctx: Context) -> None:
+        w = torch.ones(1, requires_grad=True)
+        # One rank's tensor is enough, and no rank's is changed.
+        x = w * 2 if ctx.rank else torch.ones(1)
+        before = x.clone()
+        with pytest.raises(InputError, match="expected a tensor that does not require grad"):
+            ctx.all_reduce(x)
+        assert torch.equal(x, before)
+        with torch.no_grad():
+            assert ctx.all_reduce(w).item() == 2
+        assert ctx.all_reduce((w * 3).detach()).item() == 12
+
+    burst_rt.run_local(2, check)
+
+
 def test_backward_twice_through_one_graph() -> None:
     def run(ctx: Context) -> None:
         q, k, v = _qkv(ctx)

@@ -571,7 +571,9 @@ def test_what_the_ranks_of_a_host_cannot_all_have_is_refused(
     """Where a host gives out more memory than it has, taking it would succeed, and using it end
     the job."""
     need = 2 * 512 * 2 * 2 * (8 + 8) * 4  # ranks x tokens x sequences x layers x channels x bytes
-    monkeypatch.setattr("burst_rt.attention.cache.free_host_bytes", lambda: need + spare_bytes)
+    monkeypatch.setattr(
+        "burst_rt.attention.cache_memory.free_host_bytes", lambda: need + spare_bytes
+    )
 
     def reserve(ctx: Context) -> tuple[str, int]:
         cache = _filled(ctx)

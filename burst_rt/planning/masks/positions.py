@@ -19,7 +19,7 @@ from burst_rt.planning.masks.base import Mask, Relation, Rule
 from burst_rt.planning.masks.pieces import Piece
 from burst_rt.planning.masks.spans import BEGIN, END, Positions, Spans, one_span
 
-__all__ = ["Causal", "Chunked", "First", "Full", "Prefix", "SlidingWindow", "integer"]
+__all__ = ["Causal", "Chunked", "First", "Full", "Prefix", "SlidingWindow", "integer", "is_count"]
 
 # Further than any key is from any query; numbers beyond it mean as much.
 _FAR = 1 << 60
@@ -278,6 +278,11 @@ class Chunked(Mask):
             return Relation.EMPTY
         one = first_q == last_q == first_kv == last_kv
         return Relation.FULL if one else Relation.PARTIAL
+
+
+def is_count(number: object, least: int) -> bool:
+    """Whether this is an integer of at least `least`."""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 def integer(value: object, least: int) -> int | None:

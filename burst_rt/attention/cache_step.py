@@ -1,0 +1,590 @@
+"""A step of a cache: one forward of a model, whose layers attend one after the other.
+
+The ranks have agreed on the step (`KVCache.step`); its layers attend without another word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+
+from burst_rt.attention.cache_memory import KVMemory, Layer
+from burst_rt.attention.call import CAUSAL, check_factors, check_scores
+from burst_rt.attention.decode import DecodePlan, plan_decode, run_decode
+from burst_rt.attention.planner import Plan, PlanKey
+from burst_rt.attention.run import plain_math, run_forward
+from burst_rt.attention.setup import Setup
+from burst_rt.errors import ConfigError, InputError
+from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
+from burst_rt.kernels.decode import Seen
+from burst_rt.planning.cached import Cached, Rows, in_columns
+from burst_rt.planning.masks import Mask, Positions
+from burst_rt.planning.masks.positions import is_count
+from burst_rt.planning.problem import ScoreOptions
+from burst_rt.planning.strategies import check_name
+from burst_rt.runtime.agreement import Contract
+from burst_rt.runtime.reductions import all_reduce
+
+if TYPE_CHECKING:
+    from burst_rt.attention.cache import KVCache
+
+__all__ = ["History", "Step"]
+
+_ATTEND = "KVCache.attend"
+_CONTRACT = Contract({"call": _ATTEND})
+_STALE = "another step has been begun since, or the cache's rows were changed"
+
+
+# Some of the new tokens: rows of the batch, and their tokens. None: all tokens of all rows.
+_Some: TypeAlias = tuple[slice, slice | list[int]] | None
+
+
+class _Views(NamedTuple):
+    """One layer's shard as a step uses it."""
+
+    # Where new keys and values go, and which of the new tokens go there.
+    targets: list[tuple[torch.Tensor, torch.Tensor, _Some]]
+    filled: Layer  # the columns that are filled after the step
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call of `Step.attend` that was checked.
+
+    It stands for all layers of the step that are called alike: to check each of them would take
+    longer than a small task.
+    """
+
+    words: str  # what all ranks must have said
+    structure: Mask  # what queries see of the cache
+    terms: ScoreTerms  # but for sinks, which are each layer's own
+    decode: tuple[DecodePlan, Seen] | None  # None: the tokens are spread
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The attention of one layer to a chunk: the `Forward` that runs it."""
+
+    setup: Setup
+    forward_plan: Plan
+    scale: float | None
+    forward_contract: Contract = _CONTRACT
+    agreed: ClassVar[bool] = True
+
+
+class History:
+    """What was done to a cache, which every rank does alike.
+
+    lengths, padding: tokens of each sequence, and how many of them are padding at its left.
+    said: what the layers of the last step were called with. reordered: what rows became since then.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.lengths, self.padding = [0] * batch, [0] * batch
+        self.said = ""
+        self.reordered: list[list[int]] = []
+        self._last = 0  # of the steps begun and the changes of rows, which are numbered together
+        self._uncommitted: int | None = None  # a step that lacks its commit alone
+
+    def begin(self) -> int:
+        """A step begins: its number. A step begun before can go on no more."""
+        self._last += 1
+        return self._last
+
+    def goes_on(self, step: int) -> bool:
+        """Whether nothing was begun or changed since a step."""
+        return step == self._last
+
+    def attended(self, step: int) -> None:
+        """All layers of a step have attended, so that it lacks its commit alone."""
+        self._uncommitted = step
+
+    @property
+    def lacks_commit(self) -> bool:
+        """Whether the last step lacks its commit alone."""
+        return self._uncommitted == self._last
+
+    def commit(self, new: Sequence[int], padding: Sequence[int], said: str) -> None:
+        """A step ends: the sequences have so many new tokens."""
+        self.lengths = [at + more for at, more in zip(self.lengths, new, strict=True)]
+        self.padding = list(padding)
+        self.said = said
+        self._uncommitted = None
+
+    def truncate(self, lengths: list[int]) -> None:
+        """The sequences keep so many tokens."""
+        self._last += 1
+        self.lengths = lengths
+        self.padding = [min(p, n) for p, n in zip(self.padding, lengths, strict=True)]
+
+    def reorder(self, rows: list[int]) -> None:
+        """Row i becomes what row `rows[i]` was. A step that lacks its commit lacks it still."""
+        lost = self.lacks_commit
+        self._last += 1
+        if lost:
+            self._uncommitted = self._last
+        self.reordered.append(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+        self.padding = [self.padding[row] for row in rows]
+
+
+class Step:
+    """One step of a cache; made by `KVCache.step`.
+
+    sharded: whether this rank has its own new tokens only. num_tokens: how many tokens of each row
+    this rank's tensors have.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        memory: KVMemory,
+        history: History,
+        rows: Rows,
+        tokens: tuple[int, ...],
+        *,
+        sharded: bool,
+    ) -> None:
+        self.cache, self.sharded = cache, sharded
+        self._memory, self._history = memory, history
+        self._rows, self._tokens = rows, tokens
+        self._dealt, self._rank = memory.dealt, memory.rank
+        self.num_tokens = rows.queries(self._dealt, self._rank) if sharded else max(tokens)
+        self._plans: dict[object, Plan] = {}
+        self._seen: dict[Mask, Seen] = {}
+        self._views: list[_Views] = []
+        self._views_of: object = None  # the list of layers that these are views of
+        self._known: dict[object, _Call] = {}  # by all that a check looks at, but for the layer
+        self._called: list[tuple[int, _Call]] = []  # by layer, for the next step
+        self._done = False
+        self._waiting = set(range(cache.num_layers))  # layers that have not attended
+        self._number = history.begin()
+        memory.written = max(memory.written, *rows.after)
+
+    @cached_property
+    def _places(self) -> Positions:
+        """Where this rank's tokens stand in their rows; -1 for none. `[rows, num_tokens]`."""
+        found = []
+        for before, after in zip(self._rows.before, self._rows.after, strict=True):
+            at = np.arange(self.num_tokens, dtype=np.int64)
+            if self.sharded:
+                first = self._dealt.count(before, self._rank)
+                at = self._dealt.position(first + at, self._rank)
+            else:
+                at += before
+            found.append(np.where(at < after, at, -1))
+        return np.stack(found)
+
+    @cached_property
+    def valid(self) -> torch.Tensor:
+        """Which of this rank's tokens there are: bool `[batch, num_tokens]`."""
+        return self._on_device(self._places >= 0)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Where this rank's tokens stand in their sequences: int64 `[batch, num_tokens]`.
+
+        Left padding counts. 0 where there is no token.
+        """
+        return self._on_device(np.maximum(self._places, 0))
+
+    @cached_property
+    def _index(self) -> torch.Tensor:
+        """Which of the new tokens this rank's are: int64 `[batch, num_tokens]`."""
+        before = np.array(self._rows.before, np.int64)[:, None]
+        return self._on_device(np.maximum(self._places - before, 0))
+
+    @property
+    def last_owner(self) -> tuple[int, ...]:
+        """For each row, a rank that has the row's last new token, as the last of its own."""
+        batch = self.cache.batch
+        owners = [self._dealt.owner(max(0, after - 1)) for after in self._rows.after]
+        owners = owners if self.sharded else [0] * len(owners)
+        return tuple(owners * batch if len(owners) == 1 else owners)
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's `[batch, num_tokens, ...]` of all new tokens `[batch, tokens, ...]`.
+
+        Rows with fewer tokens than others end with whatever comes. Local.
+        """
+        if x.ndim < 2 or x.shape[:2] != (self.cache.batch, max(self._tokens)):
+            self._refuse(
+                f"cut: x must be [batch, tokens, ...] of {self.cache.batch} sequences and "
+                f"{max(self._tokens)} new tokens, got shape {tuple(x.shape)}"
+            )  # fmt: skip
+        if not self.sharded:
+            return x
+        index = self._index.view(*self._index.shape, *(1,) * (x.ndim - 2))
+        return x.gather(1, index.expand(*self._index.shape, *x.shape[2:]))
+
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        """Of each row the values of its last new token, on every rank.
+
+        Collective where the tokens are spread (`sharded`): every rank calls it, and it blocks at
+        most `timeout_s`; otherwise local. No gradients.
+
+        x: `[batch, num_tokens, ...]` of this rank's tokens; float64, float32, bfloat16 or float16.
+
+        Returns `[batch, ...]`, the same values on every rank; zeros for a row without new tokens.
+        Raises InputError on every rank that waits for this one.
+        """
+        rows = (self.cache.batch, self.num_tokens)
+        if not isinstance(x, torch.Tensor) or x.shape[:2] != rows or x.dtype not in DTYPES:
+            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+            self._refuse(
+                f"last: x must be floating point [batch, this rank's tokens of the step, "
+                f"...] = {rows}, got {got}"
+            )  # fmt: skip
+        runtime = self.cache.setup.runtime
+        # Every number of these dtypes is one of the wider dtype, and a sum with zeros is exact.
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        found = torch.zeros(len(x), *x.shape[2:], dtype=wide, device=x.device)
+        for row, (owner, new) in enumerate(zip(self.last_owner, self._tokens, strict=True)):
+            own = new and (owner == self._rank or not self.sharded)
+            if own:
+                at = int((self._places[row if len(self._places) > 1 else 0] >= 0).sum())
+                found[row] = x[row, at - 1].detach()
+        return (all_reduce(runtime, found) if self.sharded else found).to(x.dtype)
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        mask: Mask | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        strategy: str = "auto",
+    ) -> torch.Tensor:
+        """Adds this rank's keys and values to a layer, and attends to all that the layer has.
+
+        Collective: every rank calls it for every layer, in one order. Blocks until this rank's part
+        is done; another rank may come as late as `timeout_s`. No gradients.
+
+        q: `[batch, num_tokens, heads, head_dim]`; k, v: the same with the cache's kv heads and, of
+            v, its v_head_dim; all of the cache's dtype.
+        mask: what queries see beside being causal, by positions in the sequence: SlidingWindow(w),
+            for example. It has spans, and tells no rows apart. Documents and BlockSparse must be
+            for `capacity` tokens.
+        scale, softcap, sinks: as in `burst_attention`.
+        strategy: of a prefill: "auto", "ring-kv" (keys travel), "ring-q" (queries travel), or
+            another one of `burst_attention`.
+
+        Returns out `[batch, num_tokens, heads, v_head_dim]`; of a decode the same bits on every
+        rank. Raises InputError on every rank that makes the same call, also for a layer that has
+        attended in this step; PeerLost and Stalled. An InputError of one rank alone breaks the
+        context, because the others are in the call: they raise ContractMismatch, PeerLost or
+        ProtocolError. Where memory runs out on a rank, every rank raises DeviceError, and the
+        context is broken. Raises ConfigError once the context is closed.
+        """
+        cache = self.cache
+        runtime = cache.setup.runtime
+        runtime.check_open()
+        try:
+            self._check_turn(layer)
+            call = self._checked(QKV(q, k, v), sinks, mask, scale, softcap, strategy)
+        except InputError as error:
+            runtime.refuse(_ATTEND, error)
+        self._called.append((layer, call))
+        terms = call.terms if sinks is None else call.terms._replace(sinks=sinks)
+        with plain_math(q.device.type):
+            if self._views_of is not self._memory.layers:
+                self._view()
+            targets, filled = self._views[layer]
+            for keys, values, chosen in targets:
+                keys.copy_(k if chosen is None else k[chosen])
+                values.copy_(v if chosen is None else v[chosen])
+            if call.decode is None:
+                out = self._prefill(layer, q, call.structure, scale, terms, strategy)
+            else:
+                plan, seen = call.decode
+                out = run_decode(
+                    cache.setup, _CONTRACT, plan, QKV(q, *filled), seen, scale=scale, terms=terms
+                )
+        self._waiting.discard(layer)
+        if not self._waiting:
+            self._history.attended(self._number)
+        return out
+
+    def explain(self, num_heads: int, mask: Mask | None = None, strategy: str = "auto") -> str:
+        """How a layer of this step would attend, in words: what travels, bytes, memory. Local."""
+        check_name(strategy)
+        structure = CAUSAL if mask is None else self._structure(mask)
+        if self.sharded:
+            return self._plan(num_heads, structure, ScoreTerms(), strategy).explain()
+        return self._plan_decode(num_heads, ScoreOptions()).explain()
+
+    def commit(self) -> None:
+        """Ends the step: the tokens are cached. Local. Calls after the first do nothing.
+
+        Raises InputError, on every rank that waits for this one, where a layer has not attended,
+        or where another step has been begun since, or the cache's rows were changed.
+        """
+        if not self._done:
+            waiting = self._waiting
+            if waiting or not self._history.goes_on(self._number):
+                why = f"layer {min(waiting)} has not attended" if waiting else _STALE
+                self._refuse(f"commit: {why}; begin another: cache.step(n)")
+            self._done = True
+            rows = len(self._rows)
+            padding = self._rows.padding * (self.cache.batch if rows == 1 else 1)
+            self._history.commit(self._tokens, padding, _in_words(self._called))
+            if self.sharded:  # all layers have been cleared behind the step's tokens
+                self._memory.written = max(self._rows.after)
+
+    def _structure(self, mask: Mask) -> Mask:
+        if not isinstance(mask, Mask):
+            raise InputError(
+                f"{_ATTEND}: mask must be a burst_rt.Mask such as SlidingWindow(1023), got "
+                f"{type(mask).__name__}"
+            )
+        if not mask.has_spans or mask.batch > 1 or mask.mover is not None:
+            raise InputError(
+                f"{_ATTEND}: mask must have spans and be one for all sequences, got {mask!r}; "
+                "give left padding to KVCache.step, and use a cache for each document"
+            )
+        capacity = self.cache.capacity
+        misfit = mask.refuses(capacity, capacity, 1)
+        if misfit is not None:
+            raise InputError(
+                f"{_ATTEND}: mask must be for as many tokens as the cache has room for (capacity), "
+                f"or for any number, got one of another number: {misfit}"
+            )
+        return CAUSAL & mask
+
+    def _check_turn(self, layer: int) -> None:
+        """Raises InputError where the layer may not attend now."""
+        cache, where = self.cache, _ATTEND
+        if self._done:
+            raise InputError(f"{where}: this step has been committed; begin another: cache.step(n)")
+        if not self._history.goes_on(self._number):
+            raise InputError(f"{where}: {_STALE}; begin another: cache.step(n)")
+        if not (is_count(layer, 0) and layer < cache.num_layers):
+            raise InputError(
+                f"{where}: layer must be a number from 0 to {cache.num_layers - 1}, got {layer!r}"
+            )
+        if layer not in self._waiting:
+            raise InputError(
+                f"{where}: layer {layer} has attended in this step; expected each layer once; give "
+                "every layer its own number"
+            )
+
+    def _checked(
+        self,
+        qkv: QKV,
+        sinks: torch.Tensor | None,
+        mask: Mask | None,
+        scale: float | None,
+        softcap: float | None,
+        strategy: str,
+    ) -> _Call:
+        """The call, which was checked now or for an earlier layer. Raises InputError."""
+        options = (mask, scale, softcap, strategy)
+        said = (
+            *options, *map(type, options), torch.is_grad_enabled(), *map(_look, (*qkv, sinks)),
+        )  # fmt: skip
+        try:
+            call = self._known.get(said)
+        except TypeError:  # what has no hash has not passed
+            call = None
+        if call is not None:
+            return call
+        structure = CAUSAL if mask is None else self._structure(mask)
+        num_heads = self._check(qkv, (scale, softcap), strategy)
+        check_scores(_ATTEND, qkv.q, structure, scale, softcap, None, sinks)
+        decode = None
+        if not self.sharded:
+            scores = ScoreOptions(softcap=softcap is not None, sinks=sinks is not None)
+            decode = self._plan_decode(num_heads, scores), self._what_is_seen(structure)
+        call = self._known[said] = _Call(
+            words=f"{num_heads} heads, mask {mask!r}, scale {scale}, softcap {softcap}, "
+            f"strategy {strategy}, {'no ' * (sinks is None)}sinks",
+            structure=structure, terms=ScoreTerms(softcap), decode=decode,
+        )  # fmt: skip
+        return call
+
+    def _check(self, qkv: QKV, factors: tuple[float | None, ...], strategy: str) -> int:
+        """The number of q's heads. Raises InputError for what does not fit the step."""
+        cache, where = self.cache, _ATTEND
+        check_name(strategy)
+        check_factors(where, *factors)
+        q_shape = _shape(qkv.q)
+        heads = q_shape[2] if len(q_shape) == 4 else 0
+        rows = (cache.batch, self.num_tokens)
+        expected = QKV(
+            (*rows, heads, cache.head_dim),  # type: ignore[arg-type]  # shapes, by the same names
+            (*rows, cache.num_kv_heads, cache.head_dim),  # type: ignore[arg-type]
+            (*rows, cache.num_kv_heads, cache.v_head_dim),  # type: ignore[arg-type]
+        )
+        device = cache.setup.runtime.device
+        for name, x, shape in zip("qkv", qkv, expected, strict=True):
+            if (
+                _shape(x) != shape
+                or x.dtype != cache.dtype
+                or x.device != device
+                or x.layout != torch.strided
+            ):
+                got = type(x).__name__
+                if isinstance(x, torch.Tensor):
+                    its_shape = "a nested shape" if x.is_nested else f"shape {_shape(x)}"
+                    got = f"{x.dtype} of {its_shape} on {x.device} ({x.layout})"
+                raise InputError(
+                    f"{where}: {name} must be a dense {cache.dtype} tensor on {device} of shape "
+                    f"{shape} ([batch, this rank's tokens of the step, heads, head_dim]), got {got}"
+                )
+        if not heads or heads % cache.num_kv_heads:
+            raise InputError(
+                f"{where}: the number of q's heads must be a multiple of the cache's "
+                f"{cache.num_kv_heads} kv heads, got {heads}"
+            )
+        if torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
+            raise InputError(
+                f"{where}: q, k and v must not require grad, because a cache has no backward; call "
+                "the model under torch.inference_mode()"
+            )
+        return heads
+
+    def _places_in_shard(self) -> list[tuple[tuple[slice, slice], _Some]]:
+        """Where new tokens go, (rows of the batch, columns of the shard), and which of them go."""
+        count, owner = self._dealt.count, self._dealt.owner
+        found: list[tuple[tuple[slice, slice], _Some]] = []
+        rows = list(zip(self._rows.before, self._rows.after, strict=True))
+        for number, (before, after) in enumerate(rows):
+            first, last = count(before, self._rank), count(after, self._rank)
+            if first == last:
+                continue
+            tokens: slice | list[int] = slice(last - first)
+            if not self.sharded and last - first < after - before:
+                tokens = [at - before for at in range(before, after) if owner(at) == self._rank]
+            batch = slice(None) if len(rows) == 1 else slice(number, number + 1)
+            every = len(rows) == 1 and last - first == self.num_tokens
+            found.append(((batch, slice(first, last)), None if every else (batch, tokens)))
+        return found
+
+    def _view(self) -> None:
+        """Makes the views of all layers at once.
+
+        Between two layers a model and its keys sweep the processor's caches, and an operator of
+        torch that finds its code in none of them takes ten times as long.
+        """
+        layers, filled, places = self._memory.layers, self._num_columns, self._places_in_shard()
+        # Layers outside inference mode could not write to views made inside it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._views = [
+                _Views(
+                    [(k[at], v[at], chosen) for at, chosen in places],
+                    Layer(k.narrow(1, 0, filled), v.narrow(1, 0, filled)),
+                )
+                for k, v in layers
+            ]
+        self._views_of = layers
+
+    @cached_property
+    def _num_columns(self) -> int:
+        """How many columns of this rank's shard are filled after the step."""
+        return max(self._dealt.count(after, self._rank) for after in self._rows.after)
+
+    def _prefill(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        structure: Mask,
+        scale: float | None,
+        terms: ScoreTerms,
+        strategy: str,
+    ) -> torch.Tensor:
+        setup = self.cache.setup
+        try:
+            plan = self._plan(q.shape[2], structure, terms, strategy)
+        except (ConfigError, InputError) as error:
+            setup.runtime.refuse(_ATTEND, error)
+        columns = self._rows.columns(self._dealt, self._rank)
+        self._memory.clear(layer, self._rows)
+        k, v = (x.narrow(1, 0, columns) for x in self._memory.layers[layer])
+        out, _ = run_forward(_Chunk(setup, plan, scale), QKV(q, k, v), terms)
+        return out
+
+    def _plan(self, num_heads: int, structure: Mask, terms: ScoreTerms, strategy: str) -> Plan:
+        """The plan of a prefill; layers with the same mask share it."""
+        cache = self.cache
+        scores = ScoreOptions(softcap=terms.softcap is not None, sinks=terms.sinks is not None)
+        key = (structure, num_heads, scores, strategy)
+        plan = self._plans.get(key)
+        if plan is None:
+            problem = Cached(structure, self._dealt, self._rows).problem(
+                batch=cache.batch, num_heads=num_heads, num_kv_heads=cache.num_kv_heads,
+                head_dim=cache.head_dim, v_head_dim=cache.v_head_dim,
+                input_bytes=cache.dtype.itemsize, sum_bytes=sum_dtype(cache.dtype).itemsize,
+                scores=scores,
+            )  # fmt: skip
+            setup = cache.setup
+            plan = self._plans[key] = setup.planner.plan(
+                PlanKey(
+                    forward=True,
+                    problem=problem,
+                    strategy=strategy,
+                    kernel=setup.kernel,
+                    dtype=cache.dtype,
+                    device=setup.runtime.device,
+                    partials=setup.partials,
+                )
+            )
+        return plan
+
+    def _plan_decode(self, num_heads: int, scores: ScoreOptions) -> DecodePlan:
+        cache = self.cache
+        q_shape = (cache.batch, self.num_tokens, num_heads, cache.head_dim)
+        return plan_decode(
+            cache.setup, q_shape, cache.num_kv_heads, cache.v_head_dim, cache.dtype,
+            keys=cache.capacity, scores=scores,
+        )  # fmt: skip
+
+    def _what_is_seen(self, structure: Mask) -> Seen:
+        """What the queries of a decode see of this rank's shard: one object for all layers."""
+        seen = self._seen.get(structure)
+        if seen is None:
+            spans = self._rows.spans(structure, self._places)
+            own = in_columns(spans, self._dealt, self._rank)
+            seen = self._seen[structure] = Seen(own, self._num_columns)
+        return seen
+
+    def _refuse(self, reason: str) -> NoReturn:
+        error = InputError(f"KVCache.step: {reason}")
+        self.cache.setup.runtime.refuse("KVCache.step", error)
+
+    def _on_device(self, x: np.ndarray[Any, Any]) -> torch.Tensor:
+        found = torch.from_numpy(x).to(self.cache.setup.runtime.device)
+        return found.expand(self.cache.batch, -1)
+
+
+def _in_words(called: list[tuple[int, _Call]]) -> str:
+    """The layers of a step in the order of their calls, and what each was called with."""
+    found = []
+    for words, group in groupby(called, lambda each: each[1].words):
+        layers = [layer for layer, _ in group]
+        first, last = layers[0], layers[-1]
+        in_order = len(layers) > 1 and layers == list(range(first, last + 1))
+        told = f"{first} to {last}" if in_order else ", ".join(map(str, layers))
+        found.append(f"layer{'s' * (len(layers) > 1)} {told}: {words}")
+    return "; ".join(found)
+
+
+def _shape(x: object) -> tuple[int, ...]:
+    """A tensor's shape; () of what is no tensor, or a nested one."""
+    return tuple(x.shape) if isinstance(x, torch.Tensor) and not x.is_nested else ()
+
+
+def _look(x: object) -> object:
+    """All that a check looks at of an argument that should be a tensor."""
+    if not isinstance(x, torch.Tensor) or x.is_nested:
+        return type(x)
+    return x.shape, x.dtype, x.device, x.layout, x.requires_grad
