@@ -17,7 +17,7 @@ from burst_rt.attention.setup import Setup
 from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.errors import BurstError, InputError
 from burst_rt.job.ending import exit_code_of, in_words
-from burst_rt.kernels import PARTIALS
+from burst_rt.kernels import KERNELS, PARTIALS
 from burst_rt.planning.masks import Mask
 from burst_rt.runtime.ends import Comm, Group
 from burst_rt.runtime.joining import check_seconds, join
@@ -224,6 +224,10 @@ def init(
     try:
         check_seconds("timeout_s", timeout_s)
         check_seconds("stall_s", stall_s)
+        if kernel != "auto" and kernel not in KERNELS:
+            raise InputError(
+                f"init: kernel must be 'auto' or one of {sorted(KERNELS)}, got {kernel!r}"
+            )
         if partials not in PARTIALS:
             raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
     except InputError as error:

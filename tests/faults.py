@@ -56,7 +56,7 @@ _IN_A_CALL = {
     "later-tile": "burst_attention",
     "backward": "backward of burst_attention",
     "sum": "all_reduce",
-    "decode": "KVCache.attend",
+    "decode": "Step.attend",
 }
 _PHASES = (
     *_BEFORE_JOINING, "joined", "between", "before", "awaited", *_IN_A_CALL, "layer", "exit",

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from burst_rt.attention.cache_memory import KVMemory, Layer
-from burst_rt.attention.call import CAUSAL, check_factors, check_scores
+from burst_rt.attention.call import CAUSAL, check_factors, check_scores, check_values
 from burst_rt.attention.decode import DecodePlan, plan_decode, run_decode
 from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.run import plain_math, run_forward
@@ -28,7 +28,7 @@ from burst_rt.planning.masks import Mask, Positions
 from burst_rt.planning.masks.positions import is_count
 from burst_rt.planning.problem import ScoreOptions
 from burst_rt.planning.strategies import check_name
-from burst_rt.runtime.agreement import Contract
+from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.runtime.reductions import all_reduce
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["History", "Step"]
 
-_ATTEND = "KVCache.attend"
+_ATTEND = "Step.attend"
 _CONTRACT = Contract({"call": _ATTEND})
 _STALE = "another step has been begun since, or the cache's rows were changed"
 
@@ -75,7 +75,7 @@ class _Chunk:
     forward_plan: Plan
     scale: float | None
     forward_contract: Contract = _CONTRACT
-    agreed: ClassVar[bool] = True
+    agreed: ClassVar[AgreedWhen] = AgreedWhen.WITH_OTHERS
 
 
 class History:
@@ -288,14 +288,16 @@ class Step:
         """
         cache = self.cache
         runtime = cache.setup.runtime
-        runtime.check_open()
+        runtime.check_usable()
         try:
             self._check_turn(layer)
             call = self._checked(QKV(q, k, v), sinks, mask, scale, softcap, strategy)
+            terms = call.terms if sinks is None else call.terms._replace(sinks=sinks)
+            if cache.setup.check_finite:  # before the values are in the cache
+                check_values(_ATTEND, QKV(q, k, v), terms)
         except InputError as error:
             runtime.refuse(_ATTEND, error)
         self._called.append((layer, call))
-        terms = call.terms if sinks is None else call.terms._replace(sinks=sinks)
         with plain_math(q.device.type):
             if self._views_of is not self._memory.layers:
                 self._view()
@@ -317,7 +319,7 @@ class Step:
 
     def explain(self, num_heads: int, mask: Mask | None = None, strategy: str = "auto") -> str:
         """How a layer of this step would attend, in words: what travels, bytes, memory. Local."""
-        check_name(strategy)
+        check_name(strategy, "Step.explain")
         structure = CAUSAL if mask is None else self._structure(mask)
         if self.sharded:
             return self._plan(num_heads, structure, ScoreTerms(), strategy).explain()
@@ -415,7 +417,7 @@ class Step:
     def _check(self, qkv: QKV, factors: tuple[float | None, ...], strategy: str) -> int:
         """The number of q's heads. Raises InputError for what does not fit the step."""
         cache, where = self.cache, _ATTEND
-        check_name(strategy)
+        check_name(strategy, where)
         check_factors(where, *factors)
         q_shape = _shape(qkv.q)
         heads = q_shape[2] if len(q_shape) == 4 else 0

@@ -25,7 +25,7 @@ from burst_rt.kernels import DTYPES, QKV, ScoreTerms, deterministic, sum_dtype
 from burst_rt.planning.masks import Causal, Full, Mask
 from burst_rt.planning.problem import Problem, ScoreOptions
 from burst_rt.planning.strategies import check_name
-from burst_rt.runtime.agreement import Contract
+from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.version import __version__
 
 __all__ = [
@@ -94,7 +94,7 @@ class Call:
     v_head_dim: int  # of v and out
     cells: str = ""  # `cells_said` of the mask
 
-    agreed: ClassVar[bool] = False  # the ranks agree on each call by itself
+    agreed: ClassVar[AgreedWhen] = AgreedWhen.OPENING
 
     @cached_property
     def q_shape(self) -> tuple[int, int, int, int]:
@@ -341,7 +341,7 @@ def check_kinds(
     The compiler traces this function: a compiled call reads the numbers of layouts and masks, and
     decides by the two flags, before the op that checks the rest.
     """
-    where = "burst_attention"
+    where = _WHERE
     for name, given in (("layout", layout), ("kv_layout", kv_layout)):
         if not isinstance(given, ContextLayout) and (name == "layout" or given is not None):
             raise InputError(
@@ -421,7 +421,7 @@ def _check_tensors(
     """Checks this rank's tensors. Raises InputError."""
     device = layout.runtime.device
     for name, x in (("q", q), ("k", k), ("v", v)):
-        where = f"burst_attention: {name}"
+        where = f"{_WHERE}: {name}"
         if not isinstance(x, torch.Tensor):
             raise InputError(f"{where} must be a torch.Tensor, got {type(x).__name__}")
         expected = f"{where} must be a dense tensor [batch, tokens, heads, head_dim], got"
@@ -539,12 +539,11 @@ def _check_of_heads(
         raise InputError(f"{where} must be on {q.device}, q's device, got {x.device}")
 
 
-def check_values(qkv: QKV, terms: ScoreTerms) -> None:
+def check_values(where: str, qkv: QKV, terms: ScoreTerms) -> None:
     """Raises InputError where a tensor holds a value that is not finite. Reads all values."""
     tensors = qkv._asdict() | {"alibi_slopes": terms.alibi_slopes, "sinks": terms.sinks}
     for name, x in tensors.items():
         if x is not None and not bool(torch.isfinite(x).all()):
             raise InputError(
-                f"burst_attention: {name} must hold finite values (check_finite is on), got inf or "
-                "NaN"
+                f"{where}: {name} must hold finite values (check_finite is on), got inf or NaN"
             )

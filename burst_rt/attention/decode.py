@@ -22,7 +22,7 @@ from burst_rt.kernels.decode import Seen
 from burst_rt.planning.masks import Full
 from burst_rt.planning.problem import ScoreOptions
 from burst_rt.planning.strategies.decode import Decode
-from burst_rt.runtime.agreement import Contract
+from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.scheduler import Schedule
 
 __all__ = ["DecodePlan", "bucket_of", "plan_decode", "run_decode"]
@@ -96,7 +96,7 @@ def run_decode(
         runtime.fail(failed)
     _, free = runtime.perform(
         contract, plan.schedule, run.operations, run.memory,
-        subject=plan, takes=plan.explain, agreed=True, one_of_several=True,
+        subject=plan, takes=plan.explain, agreed=AgreedWhen.WITH_OTHERS,
     )  # fmt: skip
     runtime.machine.give_back(plan, run.slots, free)
     run.forget()

@@ -16,7 +16,7 @@ from burst_rt.attention.setup import Setup
 from burst_rt.drivers import Progress, is_out_of_memory
 from burst_rt.errors import ConfigError, DeviceError, InputError
 from burst_rt.kernels import QKV, Gradients, Results, ScoreTerms
-from burst_rt.runtime.agreement import Contract
+from burst_rt.runtime.agreement import AgreedWhen, Contract
 
 __all__ = [
     "Forward",
@@ -48,8 +48,8 @@ class Forward(Protocol):
     def scale(self) -> float | None: ...
 
     @property
-    def agreed(self) -> bool:
-        """Whether the ranks have agreed on it as one of several calls: a rank may come late."""
+    def agreed(self) -> AgreedWhen:
+        """When the ranks agree on the call."""
 
 
 def run_forward(
@@ -65,7 +65,7 @@ def run_forward(
         try:
             check_not_captured(runtime.device)
             if setup.check_finite:
-                check_values(qkv, terms)
+                check_values(contract.call, qkv, terms)
             plan = call.forward_plan
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
@@ -74,7 +74,7 @@ def run_forward(
         _, free = runtime.perform(
             contract, plan.schedule, run.operations, run.memory,
             progress=binding.progress, subject=plan, takes=partial(_takes, plan),
-            agreed=call.agreed, one_of_several=call.agreed,
+            agreed=call.agreed,
         )  # fmt: skip
         runtime.machine.give_back(plan, run.slots, free)
         run.forget()
@@ -175,7 +175,7 @@ def _bound(
         message = f"out of memory on {runtime.device}: {_takes(plan)}"
         refused = DeviceError(message, rank=runtime.rank)
         refused.__cause__ = error
-        if call.agreed:
+        if call.agreed is AgreedWhen.WITH_OTHERS:
             runtime.fail(refused)
         runtime.refuse(contract.call, refused)
 

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from burst_rt.transport import ControlGroup
 if TYPE_CHECKING:
     from burst_rt.drivers import Watch
 
-__all__ = ["Agreed", "Agreement", "Contract"]
+__all__ = ["Agreed", "AgreedWhen", "Agreement", "Contract"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,16 @@ class Contract:
         """62 bits that stand for the words, the same on every rank and in every process."""
         text = repr(sorted(self.words.items())).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+
+
+class AgreedWhen(Enum):
+    """When the ranks agree on a call."""
+
+    OPENING = "as the call opens"
+    BEFORE = "before the call, on this call alone"
+    # A rank may come to the call late: nothing need move for `timeout_s`. Where a rank waits here
+    # for one that waits in a later call, it raises ContractMismatch.
+    WITH_OTHERS = "before the call, on several calls at once"
 
 
 class Agreement:

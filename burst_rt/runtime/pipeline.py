@@ -10,7 +10,7 @@ import torch
 
 from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, ConfigError, InputError, InternalError
-from burst_rt.runtime.agreement import Contract
+from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Buffer, Graph, Op, Part, Schedule, Trace, check_world
 from burst_rt.transport import Memory
@@ -127,7 +127,7 @@ class Pipeline:
             - {"add", *ops}
         )
         if missing:
-            error = InputError(
+            error = error or InputError(
                 f"Pipeline.run: ops must have a function for each operation; missing: {missing}"
             )
         contract = Contract({"call": "Pipeline.run", "graphs": self.fingerprint})
@@ -156,7 +156,7 @@ class Pipeline:
 
         driver, _ = self.runtime.perform(
             contract, self.schedule, {Op: perform}, memory,
-            progress=self.progress, agreed=True, counted=False,
+            progress=self.progress, agreed=AgreedWhen.BEFORE, counted=False,
         )  # fmt: skip
         return driver.trace
 

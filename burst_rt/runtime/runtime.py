@@ -39,7 +39,7 @@ from burst_rt.errors import (
 )
 from burst_rt.job.ending import end_job, exit_code_of, in_words, mpi_takes_threads
 from burst_rt.job.flight import own_flight
-from burst_rt.runtime.agreement import Agreed, Agreement, Contract
+from burst_rt.runtime.agreement import Agreed, AgreedWhen, Agreement, Contract
 from burst_rt.runtime.machine import Machine
 from burst_rt.runtime.observer import Observer
 from burst_rt.runtime.process import process
@@ -172,6 +172,19 @@ class Runtime:
                 "this context is closed; make another with burst_rt.init", rank=self.rank
             )
 
+    def check_usable(self) -> None:
+        """Raises ConfigError where the runtime is closed, PeerLost where an earlier call broke it.
+
+        Does not block.
+        """
+        self.check_open()
+        if self.broken is not None:
+            raise PeerLost(
+                f"rank {self.rank}: this context broke in an earlier call ({self.broken}); start "
+                "the job again",
+                rank=self.rank,
+            ) from self.broken
+
     def perform(
         self,
         contract: Contract,
@@ -182,8 +195,7 @@ class Runtime:
         progress: Progress | None = None,
         subject: object = None,
         takes: Callable[[], str] | None = None,
-        agreed: bool = False,
-        one_of_several: bool = False,
+        agreed: AgreedWhen = AgreedWhen.OPENING,
         counted: bool = True,
     ) -> tuple[BaseDriver, DeviceEvent | None]:
         """Runs a schedule on all ranks, once the ranks agree on it. Collective.
@@ -198,11 +210,8 @@ class Runtime:
         progress: the function that long operations call, where there are any.
         subject: what the schedule was made from, for the observer.
         takes: says how much memory the call takes, for the error when memory runs out.
-        agreed: whether the ranks have agreed on the call by `agree`. If so, the schedule need not
-            open with an agreement, and one that it opens with is done at once.
-        one_of_several: whether it is one of several calls that the ranks agreed on at once. A rank
-            may come to it late then: nothing need move for `timeout_s`. A rank that waits in a
-            later call instead is found out.
+        agreed: when the ranks agree on the call. Unless they do so at its opening, the schedule
+            need not open with an agreement, and one that it opens with is done at once.
         counted: whether `stats` counts the call.
 
         Returns the driver, which has the trace, and the device event after which the call's memory
@@ -211,18 +220,23 @@ class Runtime:
         afterwards.
         """
         with self._exclusive:
-            if not agreed:
+            if agreed is AgreedWhen.OPENING:
                 self._enter()
+            else:
+                self.check_usable()
+            several = agreed is AgreedWhen.WITH_OTHERS
             started_s = time.perf_counter()
             sent, received = self.transport.bytes_sent, self.transport.bytes_received
             opening: Agreement | Agreed = (
-                Agreed(self._number) if agreed else Agreement(self.control, self._number, contract)
+                Agreement(self.control, self._number, contract)
+                if agreed is AgreedWhen.OPENING
+                else Agreed(self._number)
             )
             options = DriverOptions(
                 operations=operations, memory=memory, watch=self.watch,
                 opening=opening, timeout_s=self.timeout_s,
-                stall_s=self.timeout_s if one_of_several else self.stall_s, takes=takes,
-                flight=self.flight, one_of_several=one_of_several,
+                stall_s=self.timeout_s if several else self.stall_s, takes=takes,
+                flight=self.flight, one_of_several=several,
             )  # fmt: skip
             with _InCall(self, contract.call):
                 driver = self.machine.driver(schedule, options)
@@ -393,13 +407,7 @@ class Runtime:
         Raises ConfigError where the runtime is closed, PeerLost where it is broken or a rank has
         left.
         """
-        self.check_open()
-        if self.broken is not None:
-            raise PeerLost(
-                f"rank {self.rank}: this context broke in an earlier call ({self.broken}); start "
-                "the job again",
-                rank=self.rank,
-            ) from self.broken
+        self.check_usable()
         try:
             self.watch.require_all()
         except BaseException as error:

@@ -25,7 +25,7 @@ def test_the_program_of_the_page_has_the_tokens_of_one_process(num_ranks: int, l
 def test_a_layer_that_one_rank_calls_wrong_ends_the_job_with_that_error(tokens: int) -> None:
     job = run_job(_PROGRAMS / "cache_layer.py", 2, [str(tokens)])
     assert job.exit_code in {ContractMismatch.exit_code, InputError.exit_code}, job.text
-    assert "InputError: KVCache.attend: " in job.text
+    assert "InputError: Step.attend: " in job.text
 
 
 def test_caches_of_two_contexts_end_at_the_deadline_with_nothing_sent(tmp_path: Path) -> None:

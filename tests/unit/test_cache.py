@@ -828,6 +828,41 @@ def test_a_layers_call_after_the_context_is_closed_is_refused() -> None:
         step.attend(0, *_tensors(step))
 
 
+def test_a_broken_context_takes_no_further_layer() -> None:
+    def run(ctx: Context) -> None:
+        step = _cache(ctx).step(1)
+        q, k, v = _tensors(step)
+        with pytest.raises((InputError, ContractMismatch, PeerLost)):
+            step.attend(0, q[..., :-1] if ctx.rank else q, k, v)
+        assert ctx.runtime.broken is not None
+        with pytest.raises(PeerLost, match="this context broke in an earlier call"):
+            step.attend(1, q, k, v)
+
+    run_local(2, run)
+
+
+@pytest.mark.parametrize("tokens", [1, 30])  # a decode and a prefill
+@pytest.mark.parametrize("which", range(3))
+def test_values_that_are_not_finite_stay_out_of_the_cache(tokens: int, which: int) -> None:
+    with burst_rt.init(check_finite=True) as ctx:
+        step = _cache(ctx).step(tokens)
+        right = _tensors(step)
+        wrong = [x.clone() for x in right]
+        wrong[which][-1, -1, -1, -1] = float("nan")
+        with pytest.raises(InputError, match=f"Step.attend: {'qkv'[which]} must hold finite"):
+            step.attend(0, *wrong)
+        assert step.attend(0, *right).isfinite().all()
+
+
+def test_an_error_about_a_layers_strategy_names_the_call() -> None:
+    with burst_rt.init() as ctx:
+        step = _cache(ctx).step(1)
+        with pytest.raises(InputError, match=r"Step\.attend: strategy must be one of"):
+            step.attend(0, *_tensors(step), strategy="square")
+        with pytest.raises(InputError, match=r"Step\.explain: strategy must be one of"):
+            step.explain(2, strategy="square")
+
+
 def _positions(dealt: Dealt, rank: int, length: int) -> Sequence[int]:
     return [p for p in range(length) if p // dealt.block % dealt.world_size == rank]
 

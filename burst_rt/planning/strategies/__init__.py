@@ -91,16 +91,15 @@ class Choice(NamedTuple):
     seconds: Mapping[str, float] | None = None
 
 
-def check_name(strategy: object) -> tuple[str, int | None]:
-    """A strategy's name and the number of ranks in it, if any. Raises InputError."""
+def check_name(strategy: object, where: str = "burst_attention") -> tuple[str, int | None]:
+    """A strategy's name and the number of ranks in it, if any. Raises InputError, about `where`."""
     name, colon, number = strategy.partition(":") if isinstance(strategy, str) else ("", "", "")
     if name not in STRATEGIES or (
         colon and (name not in _SIZED or not re.fullmatch(r"[1-9][0-9]{0,8}", number))
     ):
         known = [f"{known}[:N]" if known in _SIZED else known for known in STRATEGIES]
         raise InputError(
-            f"burst_attention: strategy must be one of {known} (N: ranks, 1 or more), got "
-            f"{strategy!r}"
+            f"{where}: strategy must be one of {known} (N: ranks, 1 or more), got {strategy!r}"
         )
     return name, int(number) if colon else None
 
