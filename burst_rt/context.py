@@ -139,8 +139,8 @@ class Context:
         """Builds and verifies the graphs of a custom pipeline. Local; does not block.
 
         build: `build(rank)` returns the graph of a rank, and must be the same pure function on
-        every rank. Raises InputError, and ConfigError for tags that the transport cannot take, that
-        says what does not fit. See examples/.
+        every rank. See examples/. Raises InputError for graphs that do not fit together, and
+        ConfigError for tags that the transport cannot take.
         """
         return make_pipeline(self.runtime, build)
 

@@ -21,7 +21,7 @@ import torch
 from torch._library.effects import EffectType
 from torch.library import _register_effectful_op
 
-from burst_rt.attention.call import Call, Needs, make_call
+from burst_rt.attention.call import Call, NeedsGrad, make_call
 from burst_rt.attention.run import run_backward, run_forward
 from burst_rt.attention.sharding import LAYOUTS, ContextLayout
 from burst_rt.errors import ConfigError, InputError
@@ -46,7 +46,8 @@ numbers.is_tracing = torch.compiler.is_compiling
 class BurstAttentionFunction(torch.autograd.Function):
     """`apply(q, k, v, call)` -> (out, lse): attention over the ranks of the call's context.
 
-    `apply(q, k, v, call, alibi_slopes, sinks)`, one or both of them None, where the call has them.
+    `apply(q, k, v, call, alibi_slopes, sinks)` where the call has slopes or sinks; None for the one
+    that the call lacks.
     call: what `make_call` returned for these tensors. Collective, and blocks, in the forward and in
     the backward; see `burst_attention` for shapes and deadlines. lse is differentiable.
     Deterministic.
@@ -128,8 +129,9 @@ def _check_against(call: Call, qkv: QKV, terms: ScoreTerms) -> None:
     ):
         error = InputError(
             f"{name}: the call was made for alibi_slopes of shape {call.alibi_slopes} and "
-            f"{call.num_heads} sinks of {call.sinks} on {device}, got {slopes} and {sinks}, "
-            f"{sorted(lengths)} long; apply it to the tensors it was made for"
+            f"{call.num_heads} sinks of {call.sinks} on {device}, got {slopes} and {sinks}, with "
+            f"{sorted(length for (length,) in lengths)} numbers; apply it to the tensors it was "
+            "made for"
         )
         call.setup.runtime.refuse(name, error)
     for x, shape in zip(qkv, (call.q_shape, call.kv_shape, call.v_shape), strict=True):
@@ -169,7 +171,7 @@ def terms_of(
     softcap: float | None,
     strategy: str,
     return_lse: bool,
-    needs: Needs,
+    needs: NeedsGrad,
 ) -> Terms:
     """A call as the ops' arguments. The compiler traces this function, so it only reads numbers."""
     mask_number = mask._burst_rt_number or _number_of_constant(mask)

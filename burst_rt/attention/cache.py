@@ -23,7 +23,7 @@ from burst_rt.attention.cache_step import History, Step
 from burst_rt.attention.setup import Setup
 from burst_rt.errors import BurstError, InputError
 from burst_rt.kernels import DTYPES
-from burst_rt.planning.cached import Dealt, Rows
+from burst_rt.planning.cached import BatchRows, Dealt
 from burst_rt.planning.masks.positions import integer, is_count
 
 __all__ = ["DECODED_TOGETHER", "KVCache"]
@@ -204,7 +204,8 @@ class KVCache:
         """Row i becomes what row `rows[i]` was, as beam search needs it. Local, as `truncate`.
 
         rows: `[batch]`, any integers of 0 to batch - 1; every rank gives the same, which the ranks
-        compare in the next step. A step that lacks its commit alone must be dropped all the same.
+        compare in the next step. After `reorder`, a step that lacks its commit alone must still be
+        dropped.
         """
         try:
             chosen = [operator.index(row) for row in rows]
@@ -272,7 +273,7 @@ class KVCache:
             self,
             self._memory,
             self._history,
-            Rows.of(self._history.lengths, new, pads, self.capacity),
+            BatchRows.of(self._history.lengths, new, pads, self.capacity),
             tuple(new),
             sharded=sharded,
         )

@@ -8,7 +8,7 @@ import torch
 
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import DeviceError
-from burst_rt.planning.cached import Dealt, Rows
+from burst_rt.planning.cached import BatchRows, Dealt
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.runtime.free_memory import free_host_bytes
 from burst_rt.runtime.runtime import Runtime
@@ -114,7 +114,7 @@ class KVMemory:
                 for x in layer:
                     x[:, :used].copy_(x[:, :used].index_select(0, index))
 
-    def clear(self, layer: int, rows: Rows) -> None:
+    def clear(self, layer: int, rows: BatchRows) -> None:
         """Zeros in the place of tokens that were forgotten, behind those of a step.
 
         They may be NaN; kernels load whole blocks, and what is hidden is multiplied by 0.

@@ -23,7 +23,7 @@ from burst_rt.attention.setup import Setup
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Seen
-from burst_rt.planning.cached import Cached, Rows, in_columns
+from burst_rt.planning.cached import BatchRows, Cached, in_columns
 from burst_rt.planning.masks import Mask, Positions
 from burst_rt.planning.masks.positions import is_count
 from burst_rt.planning.problem import ScoreOptions
@@ -146,7 +146,7 @@ class Step:
         cache: KVCache,
         memory: KVMemory,
         history: History,
-        rows: Rows,
+        rows: BatchRows,
         tokens: tuple[int, ...],
         *,
         sharded: bool,
@@ -211,7 +211,7 @@ class Step:
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's `[batch, num_tokens, ...]` of all new tokens `[batch, tokens, ...]`.
 
-        Rows with fewer tokens than others end with whatever comes. Local.
+        What stands behind a row's tokens means nothing; see `valid`. Local.
         """
         if x.ndim < 2 or x.shape[:2] != (self.cache.batch, max(self._tokens)):
             self._refuse(
@@ -224,7 +224,7 @@ class Step:
         return x.gather(1, index.expand(*self._index.shape, *x.shape[2:]))
 
     def last(self, x: torch.Tensor) -> torch.Tensor:
-        """Of each row the values of its last new token, on every rank.
+        """The values of each row's last new token, on every rank.
 
         Collective where the tokens are spread (`sharded`): every rank calls it, and it blocks at
         most `timeout_s`; otherwise local. No gradients.

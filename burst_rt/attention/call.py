@@ -32,7 +32,7 @@ __all__ = [
     "CAUSAL",
     "FULL",
     "Call",
-    "Needs",
+    "NeedsGrad",
     "Options",
     "check_factors",
     "check_kinds",
@@ -50,7 +50,7 @@ FULL, CAUSAL = Full(), Causal()
 _WHERE = "burst_attention"
 
 # Whether q, k, v and sinks need gradients.
-Needs = tuple[bool, bool, bool, bool]
+NeedsGrad = tuple[bool, bool, bool, bool]
 
 
 class Options(TypedDict):
@@ -112,7 +112,7 @@ class Call:
         return (*self.kv_shape[:3], self.v_head_dim)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> NeedsGrad:
         """What needs gradients."""
         return (*self.needs_grad, self.sinks_need_grad)
 
@@ -229,7 +229,7 @@ def make_call(
     dropout_p: float = 0.0,
     strategy: str = "auto",
     return_lse: bool = False,
-    needs_grad: Needs | None = None,
+    needs_grad: NeedsGrad | None = None,
 ) -> Call:
     """The call of `burst_attention` with these arguments. Local; does not block.
 
@@ -303,7 +303,7 @@ def make_call(
 
 def needs_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-) -> Needs:
+) -> NeedsGrad:
     """What needs a gradient: autograd is on and the tensor requires a gradient."""
     wants = torch.is_grad_enabled()
     needs_q, needs_k, needs_v, needs_sinks = (

@@ -50,8 +50,8 @@ from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["Graphs", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
 
-# Both directions of how many calls are kept with what their graphs were made from, for tables of
-# the other direction; it grows with the square of the world.
+# So many programs, those of two calls in both directions, keep what their graphs were made from,
+# which the other direction's tables need. It grows with the square of the world.
 _DETAILED = 2 * 2
 # How many ways are known as verified.
 _KNOWN_WAYS = 4096
@@ -251,18 +251,15 @@ class Planner:
         self._rankings.clear()
 
     def _make(self, key: PlanKey) -> Plan:
-        world = key.problem.world_size
+        problem, world = key.problem, key.problem.world_size
         if key.strategy == "auto" and self._hardware is not None and 1 < world <= FORECAST_UP_TO:
             choice = fastest_strategy(
-                key.problem,
-                self._hardware,
-                forward=key.forward,
-                ranks_per_node=self._ranks_per_node,
-                ranking=self._ranking(key),
-            )
+                problem, self._hardware, forward=key.forward,
+                ranks_per_node=self._ranks_per_node, ranking=self._ranking(key),
+            )  # fmt: skip
         else:
             choice = choose(
-                key.problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node
+                problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node
             )
 
         own = choice.program.graph(self._rank, self._lanes)
@@ -270,17 +267,10 @@ class Planner:
             task.op.pieces for task in own.tasks if isinstance(task.op, (ForwardTile, BackwardTile))
         )
         work = Work(
-            key.device,
-            key.dtype,
-            key.problem.head_dim,
-            key.problem.mask,
-            key.forward,
-            choice.program.ring_size,
-            tiles,
-            key.partials,
-            key.problem.scores,
-            key.problem.v_head_dim,
-        )
+            device=key.device, dtype=key.dtype, head_dim=problem.head_dim, mask=problem.mask,
+            forward=key.forward, ring_size=choice.program.ring_size, tiles=tiles,
+            partials=key.partials, scores=problem.scores, v_head_dim=problem.v_head_dim,
+        )  # fmt: skip
         picked = pick(work, choice.kernel or key.kernel)
         schedule = Schedule.of(self.lowered(choice.program, own))
         return Plan(

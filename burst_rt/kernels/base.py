@@ -163,7 +163,7 @@ class State(NamedTuple):
 class Tile(NamedTuple):
     """What is to be computed.
 
-    A position tuple has one run for each block of its side, in local order. A kernel that evaluates
+    A position tuple has the runs of its side, in local order. A kernel that evaluates
     the mask itself may use the positions and ignore the pieces.
     """
 
@@ -363,10 +363,12 @@ def fold(
 ) -> None:
     """Folds a part into some rows of the running state, with weight exp(lse - m).
 
-    The part is out `[batch, rows, heads, d]` and lse `[batch, heads, rows]`. weight: None for a
-    normalised part; of another running state, whose acc is out and whose m is lse, it is l. first:
-    it is the first part of these rows, and what the state holds for them is overwritten; it is
-    normalised.
+    The part is out `[batch, rows, heads, d]` and lse `[batch, heads, rows]`.
+
+    weight: None for a normalised part. Where the part is another state's acc and m, weight is that
+        state's l.
+    first: whether the part is the first of these rows. It is then normalised, and overwrites what
+        the state holds for the rows.
     """
     acc, m, l = state.at(rows)  # noqa: E741
     if first:

@@ -48,7 +48,7 @@ from burst_rt.kernels.cuts import (
     STRIP,
     STRIP_COLUMNS,
     Cut,
-    Part,
+    PartSize,
     parts_of,
     parts_under_the_mask,
 )
@@ -64,10 +64,10 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 # Large enough that adding up the parts costs about one percent.
-_PART = Part(4096, 4096, 1, edge=128, largest=1024, strips=False)
+_PART = PartSize(4096, 4096, 1, edge=128, largest=1024, strips=False)
 # For a tile of small pieces, or under a mask, which is made as a matrix: fewer rows and columns,
 # more heads.
-_SMALL_PART = Part(1024, 1024, 4, edge=128, largest=1024, strips=False)
+_SMALL_PART = PartSize(1024, 1024, 4, edge=128, largest=1024, strips=False)
 # A tile is one of small pieces where these have so many rows, or columns, on average.
 _SMALL_SIDE = 1536
 # In the backward more is won by taking triangles apart.
@@ -75,7 +75,7 @@ _LARGEST_BACKWARD = 1536
 # The most cells of a mask that are made at once, of all batch rows and heads that it tells apart.
 _MOST_MASKED = 1 << 24
 # Where each head has a matrix of distances of its own.
-_DISTANCES_PART = Part(512, 512, 1)
+_DISTANCES_PART = PartSize(512, 512, 1)
 # The cells of all heads' matrices of scores, about. They fit into the cache, and the C library does
 # not give their memory back to the system after each part, to get it again page by page.
 _MATRIX_CELLS = 3 << 16
@@ -189,14 +189,14 @@ class CpuKernel(Kernel):
                         _backward_part(queries, some, some_tile, cut, sums)
                     tile.progress()
 
-    def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> Part:
+    def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> PartSize:
         """The most of a tile that one call of the fused kernel does."""
         part = self._size_of(tile, qkv)
         if forward or not part.edge:
             return part
         return part._replace(largest=_LARGEST_BACKWARD)
 
-    def _size_of(self, tile: Tile, qkv: QKV) -> Part:
+    def _size_of(self, tile: Tile, qkv: QKV) -> PartSize:
         if tile.terms.softcap is not None:
             return _matrix_part(qkv.q.shape[0] * (qkv.q.shape[2] // qkv.k.shape[2]))
         if tile.terms.alibi_slopes is not None:
@@ -273,10 +273,10 @@ def cpu_capabilities() -> Mapping[str, Any]:  # flags, numbers, names
     return found
 
 
-def _matrix_part(heads: int) -> Part:
+def _matrix_part(heads: int) -> PartSize:
     """Parts for matrices of scores of so many heads, of all batch rows."""
     side = max(128, isqrt(_MATRIX_CELLS // heads) // 64 * 64)
-    return Part(side, side, 1)
+    return PartSize(side, side, 1)
 
 
 def _is_handful(qkv: QKV) -> bool:
@@ -293,14 +293,14 @@ def _in_every_row(pieces: tuple[Piece, ...], num_rows: int) -> bool:
     return rows == num_rows
 
 
-def _parts(tile: Tile, part: Part, together: bool) -> Iterable[tuple[slice, Iterable[Cut]]]:
+def _parts(tile: Tile, part: PartSize, together: bool) -> Iterable[tuple[slice, Iterable[Cut]]]:
     """The tile in runs of rows of bounded size, each with its cuts."""
     if any(piece.masked for piece in tile.pieces):
         return parts_under_the_mask(tile, part, together)
     return parts_of(tile.pieces, part, together)
 
 
-def _some_heads(qkv: QKV, part: Part) -> Iterator[tuple[slice, slice]]:
+def _some_heads(qkv: QKV, part: PartSize) -> Iterator[tuple[slice, slice]]:
     """The heads of q, and of k and v, for each call."""
     num_kv_heads, step = qkv.k.shape[2], part.kv_heads * torch.get_num_threads()
     group = qkv.q.shape[2] // num_kv_heads

@@ -15,7 +15,7 @@ import torch
 
 from burst_rt.kernels.base import QKV, Tile, Work
 from burst_rt.kernels.cpu import CpuKernel, cpu_capabilities
-from burst_rt.kernels.cuts import Part
+from burst_rt.kernels.cuts import PartSize
 from burst_rt.kernels.vendor import refuses_partials, remarks_on_partials
 from burst_rt.planning.problem import TileShape
 
@@ -58,7 +58,7 @@ class CpuBf16Kernel(CpuKernel):
         """See `Kernel.remarks`: whether partials are in 16 bits."""
         return remarks_on_partials(work)
 
-    def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> Part:
+    def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> PartSize:
         """See `CpuKernel.part_of`. What a single call may do is not taken apart.
 
         Nor are lower triangles in the backward, up to so many rows as a call has: small ones cost

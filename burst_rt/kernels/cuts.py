@@ -32,7 +32,7 @@ from typing import NamedTuple, TypeAlias
 from burst_rt.kernels.base import Tile
 from burst_rt.planning.masks import Piece, Relation
 
-__all__ = ["STRIP", "STRIP_COLUMNS", "Cut", "Part", "parts_of", "parts_under_the_mask"]
+__all__ = ["STRIP", "STRIP_COLUMNS", "Cut", "PartSize", "parts_of", "parts_under_the_mask"]
 
 # What the mask shows of some rows and columns of a tile.
 _Relation: TypeAlias = Callable[[slice, slice], Relation]
@@ -44,12 +44,11 @@ STRIP = 32
 STRIP_COLUMNS = 16384
 
 
-class Part(NamedTuple):
+class PartSize(NamedTuple):
     """The most of a tile that one call of the fused kernel does.
 
-    The kernel spreads heads over threads. More than one head for each thread gains nothing and lets
-    transfers move on less often: with all heads at once a call can take the better part of a
-    second.
+    The kernel spreads heads over threads. One head for each thread is enough. Transfers move on
+    between calls, and with all heads at once a call can take the better part of a second.
     """
 
     q_len: int  # rows
@@ -96,7 +95,7 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=64)
 def parts_of(
-    pieces: tuple[Piece, ...], part: Part, together: bool
+    pieces: tuple[Piece, ...], part: PartSize, together: bool
 ) -> tuple[tuple[slice, tuple[Cut, ...]], ...]:
     """The pieces of a tile in runs of rows of bounded size, each with its cuts.
 
@@ -109,14 +108,14 @@ def parts_of(
 
 
 def parts_under_the_mask(
-    tile: Tile, part: Part, together: bool
+    tile: Tile, part: PartSize, together: bool
 ) -> Iterator[tuple[slice, Iterator[Cut]]]:
     """What `parts_of` gives, for a tile that has pieces under the mask."""
     return _parts(tile.pieces, part, together, tile.relation)
 
 
 def _parts(
-    all_pieces: tuple[Piece, ...], part: Part, together: bool, relation: _Relation | None
+    all_pieces: tuple[Piece, ...], part: PartSize, together: bool, relation: _Relation | None
 ) -> Iterator[tuple[slice, Iterator[Cut]]]:
     edges = sorted({edge for piece in all_pieces for edge in (piece.q_start, piece.q_stop)})
     pieces: list[Piece] = []
@@ -135,7 +134,7 @@ def _parts(
 
 
 def _cuts(
-    relation: _Relation | None, pieces: list[Piece], rows: slice, part: Part
+    relation: _Relation | None, pieces: list[Piece], rows: slice, part: PartSize
 ) -> Iterator[Cut]:
     """What some rows, all of which are in every piece, are to compute.
 
@@ -234,7 +233,7 @@ def _taken_apart(cut: Cut, edge: int, most: int, *, whole: bool = False) -> Iter
         edge *= 2
 
 
-def _band(rows: slice, window: slice, part: Part) -> Iterator[Cut]:
+def _band(rows: slice, window: slice, part: PartSize) -> Iterator[Cut]:
     """A band. window: what its first row sees."""
     width, num_rows = window.stop - window.start, rows.stop - rows.start
     if not part.strips:

@@ -7,7 +7,8 @@ and column c of rank r is position c // block * block * W + r * block + c % bloc
 A chunk of new tokens is an attention problem like any other. Its queries and its keys are numbered
 rank by rank: first the queries (columns) of rank 0, then those of rank 1. Where rows of the batch
 have different lengths, one number stands for another position in each row; `Cached` knows which.
-Rows are sent by lengths that are rounded up (`Rows.room`), so that few chunks need a new graph.
+Which rows are sent is decided by lengths that are rounded up (`BatchRows.room`), so that few chunks
+need a new graph.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from burst_rt.planning.masks.spans import END, beside, intersect, one_span
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.planning.problem import Problem, ScoreOptions
 
-__all__ = ["Cached", "Dealt", "Rows", "in_columns"]
+__all__ = ["BatchRows", "Cached", "Dealt", "in_columns"]
 
 # The least that lengths are rounded to, in tokens of all ranks.
 _LEAST_ROOM = 1024
@@ -59,8 +60,9 @@ class Dealt:
     def count(self, length: int | Positions, rank: int | Positions) -> int | Positions:
         """How many of the first `length` positions belong to a rank.
 
-        It is the column of position `length` where the rank owns it. Worked example: in blocks of 4
-        over 2 ranks, of 10 positions 6 belong to rank 0 (0 to 3, 8 and 9) and 4 to rank 1.
+        Where the rank owns position `length`, this is the column of that position. Worked example:
+        in blocks of 4 over 2 ranks, of 10 positions 6 belong to rank 0 (0 to 3, 8 and 9) and 4 to
+        rank 1.
         """
         turns, rest = divmod(length, self.block * self.world_size)
         own = rest - rank * self.block
@@ -76,7 +78,7 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """The rows of a batch while a chunk is added: one number for each row, or one for all."""
 
     before: tuple[int, ...]  # tokens that were cached before
@@ -87,12 +89,12 @@ class Rows:
     @staticmethod
     def of(
         before: Sequence[int], tokens: Sequence[int], padding: Sequence[int], capacity: int
-    ) -> Rows:
+    ) -> BatchRows:
         """Rows that are all alike are one row."""
         numbers = list(zip(before, tokens, padding, strict=True))
         alike = numbers[:1] if len(set(numbers)) == 1 else numbers
         before, tokens, padding = (tuple(each) for each in zip(*alike, strict=True))
-        return Rows(before, tokens, padding, capacity)
+        return BatchRows(before, tokens, padding, capacity)
 
     def __len__(self) -> int:
         return len(self.before)
@@ -147,7 +149,7 @@ class Cached(Mask):
 
     structure: Mask  # what a query sees by its position in its row
     dealt: Dealt
-    rows: Rows
+    rows: BatchRows
 
     @property
     def batch(self) -> int:
@@ -158,7 +160,7 @@ class Cached(Mask):
     def alike(self) -> Mask:
         """See `Mask.alike`: one row of rounded lengths, without padding."""
         tokens, room = min(_rounded_up(max(self.rows.tokens)), self.rows.capacity), self.rows.room
-        rows = Rows((max(0, room - tokens),), (tokens,), (0,), max(room, tokens))
+        rows = BatchRows((max(0, room - tokens),), (tokens,), (0,), max(room, tokens))
         return Cached(self.structure, self.dealt, rows)
 
     @property
@@ -252,7 +254,7 @@ class _Sent(Mask):
             starts.min((0, 1), keepdims=True).clip(0),
             np.where(starts < stops, stops, 0).max((0, 1), keepdims=True).clip(0, self.room),
         )
-        rows = Rows((0,), (self.room,), (0,), self.room)
+        rows = BatchRows((0,), (self.room,), (0,), self.room)
         found = _numbered(hull, self.dealt, _firsts(_layout(self.dealt, rows, False)))
         shape = (1, len(q), found.width)
         return Spans(*(np.broadcast_to(bound, shape) for bound in found))
@@ -281,7 +283,7 @@ def in_columns(spans: Spans, dealt: Dealt, rank: int) -> Spans:
 
 
 @lru_cache(maxsize=64)
-def _layout(dealt: Dealt, rows: Rows, queries: bool) -> Layout:
+def _layout(dealt: Dealt, rows: BatchRows, queries: bool) -> Layout:
     count = rows.queries if queries else rows.columns
     runs, first = [], 0
     for rank in range(dealt.world_size):

@@ -44,9 +44,9 @@ ROWS_TOGETHER = 256
 _SAMPLED_ROWS = 256
 # Arrays that need not hold everything at once hold about so many numbers.
 _SOME = 1 << 22
-# A table of which fewer than one cell in so many is marked is marked cell by cell.
+# Where fewer than one cell of a table in so many is to be marked, they are marked one by one.
 _FEW = 8
-# So many parts of queries are looked at together at most. Of a striped layout these may be parts of
+# The most parts of queries that are looked at together. Of a striped layout these may be parts of
 # all ranks, which have the same labels.
 _SOME_PARTS = 128
 
@@ -84,11 +84,11 @@ def find_needs(
         return _by_relation(mask, q, kv)
     if mask.rule is Rule.NOT_LATER:
         return _not_later(q, kv)
-    order, apart = _Order(kv), mask.by_label()
+    order, by_label = _Order(kv), mask.by_label()
     in_order = np.zeros((len(q.runs), len(kv.part_run)), bool)
     needed = np.zeros((kv.num_ranks, len(q.part_run)), bool)
-    if apart and 1 in (apart[0].batch, apart[1].batch):
-        _mark_by_label(*apart, q, kv.end, order, in_order, needed)
+    if by_label and 1 in (by_label[0].batch, by_label[1].batch):
+        _mark_by_label(*by_label, q, kv.end, order, in_order, needed)
     else:
         for seen in _seen(mask, q, kv.end):
             order.mark(in_order, needed, seen, q.part_run)
@@ -248,9 +248,9 @@ def _mark_by_label(
 ) -> None:
     """Marks what `labelled & others` shows; see `_Order.mark`. labelled: a mask with labels.
 
-    What `others` shows to all rows of a label at hand is marked for the label, and handed on to the
-    parts that have rows of it. What it shows to some of them only is marked part by part: under a
-    causal mask, blocks on the diagonal.
+    Keys that `others` shows to all rows of a label are marked once for the label, and then for the
+    parts that have rows of it. Keys that it shows to some of these rows only are marked part by
+    part: under a causal mask, those of the blocks on the diagonal.
     """
     # Parts of the same positions come together: of a striped layout, those of all ranks.
     by_position = np.argsort(q.part_start, kind="stable")
@@ -278,17 +278,16 @@ def _mark_by_label(
         for run, marked in zip(q.part_run[parts].tolist(), of_set[set_of], strict=True):
             met[run] |= marked
 
-        begins |= others.changes(places)
-        firsts = np.flatnonzero(begins)
-        together = others.seen_together(places, firsts, end)
-        a, b = (x[label[firsts]][:, None] for x in (start, stop))
+        alike = np.flatnonzero(begins | others.changes(places))  # the first rows of groups
+        together = others.seen_together(places, alike, end)
+        a, b = (x[label[alike]][:, None] for x in (start, stop))
         for first, last in (
             (together.starts[0], np.minimum(together.stops[0], a)),
             (np.maximum(together.starts[0], b), together.stops[0]),
         ):
             group, number = np.nonzero(first < last)
-            rest = _meeting(spans, label[firsts[group]], first[group, number], last[group, number])
-            at = parts[part[firsts[group[rest.part]]]]
+            rest = _meeting(spans, label[alike[group]], first[group, number], last[group, number])
+            at = parts[part[alike[group[rest.part]]]]
             by_part = np.argsort(at, kind="stable")
             rest = _Intervals(*(x[by_part] for x in (at, rest.start, rest.stop)))
             order.mark(met, needed, rest, q.part_run)
@@ -391,7 +390,8 @@ class _Order:
                     meets = self._count[:, first[some]] < self._count[:, last[some]]
                     rank, number = np.nonzero(meets)
                     needed[rank, seen.part[some][number]] = True
-            # Of the rest, the first position that does not lie before the interval decides.
+            # A part of the rest meets the interval if the part's first position that does not lie
+            # before the interval lies in it.
             for number, place in chain(_pairs(a, np.minimum(first, b)), _pairs(last, b)):
                 before = np.maximum(seen.start[number] - self._low[place], 0)
                 at = self._low[place] + step * -(-before // step)

@@ -1,7 +1,7 @@
 """How much memory a host still has for this process.
 
-Linux hands out more memory than there is, and ends a process that uses it. So who takes much of it
-asks before.
+Linux hands out more memory than there is, and ends a process that uses it. So a cache asks
+before it takes much.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 | device | transport | network lane | a message is |
 |---|---|---|---|
-| cpu | local, mpi | of the host | host memory |
+| cpu | local, mpi, torch | of the host | host memory |
 | cpu | staged | of the host, copies beside it | a chunk of host memory (staging without a GPU) |
-| cuda | nccl | a stream | device memory |
+| cuda | nccl, torch (its NCCL) | a stream | device memory |
 | cuda | mpi, local | of the host | device memory (an MPI that takes it: `burst-rt doctor` tells) |
 | cuda | staged | of the host, copies on two streams | a pinned chunk of host memory |
 

@@ -1,7 +1,7 @@
 """How a rank that cannot make its next call says so to the ranks that wait for it.
 
 A rank may be in several groups (data parallel beside context parallel). The wrong argument may be
-the very argument that would have told in which group the call was meant. The error must reach the
+the one that names the group. The error must reach the
 ranks that wait, in the group where they wait, and no other call may take the error.
 """
 

@@ -23,7 +23,7 @@ from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.bench.report import Cell, publish
 from burst_rt.launch.plan.model import MODELS, Model, parse_model
 from burst_rt.launch.plan.paper import FIRST_TOKEN_S, FITTED, STRATEGIES
-from burst_rt.planning.cached import Cached, Dealt, Rows
+from burst_rt.planning.cached import BatchRows, Cached, Dealt
 from burst_rt.planning.forecast import fastest_strategy, of_choice
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Full, Mask
@@ -103,7 +103,7 @@ def prefill(
     for first in range(0, tokens, chunk or tokens):
         new = min(chunk or tokens, tokens - first)
         linear_s += _linear_s(model, -(-new // num_shares), hardware, tensor_parallel, fp8)
-        rows = Rows((first,), (new,), (0,), tokens)
+        rows = BatchRows((first,), (new,), (0,), tokens)
         problem = Cached(structure, Dealt(_BLOCK, num_shares), rows).problem(
             batch=1, num_heads=shape.num_heads // tensor_parallel,
             num_kv_heads=shape.num_kv_heads // tensor_parallel, head_dim=shape.head_dim,

@@ -39,7 +39,7 @@ from burst_rt.errors import (
     InputError,
     PeerLost,
 )
-from burst_rt.planning.cached import Cached, Dealt, Rows
+from burst_rt.planning.cached import BatchRows, Cached, Dealt
 from burst_rt.planning.masks import Positions, Spans, spans_of
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
@@ -613,7 +613,7 @@ def _twice(cache: KVCache) -> None:
         step.attend(0, *_tensors(step))
 
 
-_BY_ROW = Cached(Causal(), Dealt(4, 1), Rows((0, 0), (1, 2), (0, 0), 99))
+_BY_ROW = Cached(Causal(), Dealt(4, 1), BatchRows((0, 0), (1, 2), (0, 0), 99))
 
 
 def _shorter(ctx: Context, cache: KVCache) -> None:
@@ -885,7 +885,7 @@ def test_columns_and_positions_are_one_formula(world: int, block: int) -> None:
 @pytest.mark.parametrize("world", [1, 3, 12])
 def test_a_chunk_sees_by_the_numbers_of_its_columns(world: int) -> None:
     """`Cached.spans` and `Cached.pieces` against the structure, cell by cell."""
-    rows = Rows((30, 0, 7), (20, 41, 1), (3, 0, 5), 99)
+    rows = BatchRows((30, 0, 7), (20, 41, 1), (3, 0, 5), 99)
     dealt = Dealt(4, world)
     for structure in (Causal(), Causal() & (SlidingWindow(9) | First(2))):
         mask = Cached(structure, dealt, rows)
@@ -920,7 +920,9 @@ def test_a_chunk_sees_by_the_numbers_of_its_columns(world: int) -> None:
 
 def test_the_chunk_that_forecasts_are_made_for_has_no_more_tokens_than_there_is_room() -> None:
     """Its mask may be for no more."""
-    mask = Cached(Causal() & Documents([60, 40]), Dealt(16, 2), Rows((10,), (90,), (0,), 100)).alike
+    mask = Cached(
+        Causal() & Documents([60, 40]), Dealt(16, 2), BatchRows((10,), (90,), (0,), 100)
+    ).alike
     q_layout, kv_layout = mask.layouts or (None, None)
     assert q_layout is not None
     assert kv_layout is not None
@@ -931,7 +933,7 @@ def test_the_chunk_that_forecasts_are_made_for_has_no_more_tokens_than_there_is_
 @pytest.mark.parametrize("strategy", ["ring-kv", "ring-q"])
 def test_graphs_of_a_chunk_are_rehearsed(strategy: str) -> None:
     """Every value is made from the right ones, in any order of events."""
-    mask = Cached(Causal(), Dealt(16, 4), Rows((200,), (120,), (0,), 999))
+    mask = Cached(Causal(), Dealt(16, 4), BatchRows((200,), (120,), (0,), 999))
     problem = mask.problem(
         batch=1, num_heads=2, num_kv_heads=1, head_dim=8, input_bytes=4, sum_bytes=4
     )  # fmt: skip
@@ -991,7 +993,7 @@ def test_the_ranks_agree_once_a_step(tokens: int) -> None:
 
 
 def _chunk(before: int, tokens: int, structure: Mask, world: int = 4) -> Problem:
-    rows = Rows((before,), (tokens,), (0,), 1 << 20)
+    rows = BatchRows((before,), (tokens,), (0,), 1 << 20)
     return Cached(structure, Dealt(128, world), rows).problem(
         batch=1, num_heads=8, num_kv_heads=8, head_dim=64, input_bytes=2, sum_bytes=4
     )  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burst_rt import Causal
-from burst_rt.kernels.cuts import Cut, Part, parts_of
+from burst_rt.kernels.cuts import Cut, PartSize, parts_of
 from burst_rt.planning.masks import Piece
 from burst_rt.planning.masks.pieces import cut
 from burst_rt.planning.masks.spans import Spans
@@ -56,7 +56,7 @@ def _cells_of(cut: Cut) -> Iterator[tuple[slice, slice, torch.Tensor]]:
 @given(
     _piece(),
     st.builds(
-        Part,
+        PartSize,
         st.sampled_from([7, 32, 1000]),
         st.sampled_from([5, 64, 1000]),
         st.just(1),
@@ -68,7 +68,7 @@ def _cells_of(cut: Cut) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     st.sampled_from([3, 64]),
 )
 def test_cuts_are_what_is_seen_each_once(
-    drawn: tuple[Piece, str], part: Part, together: bool, strip: int
+    drawn: tuple[Piece, str], part: PartSize, together: bool, strip: int
 ) -> None:
     piece, kind = drawn
     truth = torch.zeros(200, 200, dtype=torch.int64)
@@ -137,5 +137,5 @@ def test_alike_blocks_are_one_call() -> None:
     """
     for size, edge, expected in ((4, 1, [4, 2, 1]), (1000, 128, [7, 1, 3, 1, 1, 1, 1])):
         (piece,) = Causal().pieces(range(size), range(size))
-        ((_, cuts),) = parts_of((piece,), Part(4096, 4096, 1, edge, largest=1024), True)
+        ((_, cuts),) = parts_of((piece,), PartSize(4096, 4096, 1, edge, largest=1024), True)
         assert [cut.num_blocks for cut in cuts] == expected

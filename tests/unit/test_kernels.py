@@ -35,7 +35,7 @@ from burst_rt.kernels import (
 )
 from burst_rt.kernels.bands import scratch_of_band
 from burst_rt.kernels.base import fold
-from burst_rt.kernels.cuts import Part
+from burst_rt.kernels.cuts import PartSize
 from burst_rt.planning.masks import Piece, Relation
 from burst_rt.planning.problem import TileShape
 
@@ -229,8 +229,8 @@ def assert_right_in_tiles(kernel: Kernel, block: Block, *, split: bool) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so small that every piece crosses them, and divides by none."""
-    monkeypatch.setattr("burst_rt.kernels.cpu._PART", Part(32, 48, 1))
-    monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_PART", Part(21, 21, 1))
+    monkeypatch.setattr("burst_rt.kernels.cpu._PART", PartSize(32, 48, 1))
+    monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_PART", PartSize(21, 21, 1))
     monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_SIDE", 21)
 
 
@@ -256,7 +256,7 @@ def test_triangles_and_bands_taken_apart_add_up_to_the_spec(
 ) -> None:
     """Down to 4 rows; blocks alike are batch rows where there is one."""
     for part in ("_PART", "_SMALL_PART"):
-        monkeypatch.setattr(f"burst_rt.kernels.cpu.{part}", Part(60, 48, 1, edge=4, largest=60))
+        monkeypatch.setattr(f"burst_rt.kernels.cpu.{part}", PartSize(60, 48, 1, edge=4, largest=60))
     monkeypatch.setattr("burst_rt.kernels.cuts.STRIP", 7)
     assert_right(KERNELS["cpu"], make_block(name, dtype, batch=batch))
 
@@ -275,7 +275,7 @@ def test_bands_in_strips_add_up_to_the_spec(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some rows at a time, in strips of 3 rows, two at once; the last one is shorter."""
-    part = Part(rows, 48, 3, edge=4, largest=60, strips=False)
+    part = PartSize(rows, 48, 3, edge=4, largest=60, strips=False)
     monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_PART", part)
     for number, value in {"_ROWS": 12, "_FEWEST": 3, "_STRIP_ROWS": 3}.items():
         monkeypatch.setattr(f"burst_rt.kernels.bands.{number}", value)

@@ -13,7 +13,7 @@ from burst_rt.scheduler import HOST_LANES, Graph, Lane, Op, Transfer
 
 __all__ = ["AGREE", "Footprint", "Program"]
 
-# Every graph opens with this task; nothing is sent before it is done.
+# Every graph of an attention call opens with this task; nothing is sent before it is done.
 AGREE = Op("agree")
 
 

@@ -17,8 +17,8 @@ the whole shard at home.
 The owner keeps its own contribution at home. Sums travel block by block, each as soon as its last
 tile is done, so that a rank's first tiles of a hop do not wait for all tiles of the previous rank.
 Under the full mask, for which positions do not matter, a shard travels as one block where no sums
-travel or its tokens are few: half the tasks, and larger tiles. lse and delta of a block travel
-whole, and m and l of a state: they are few bytes.
+travel or its tokens are few: half the tasks, and larger tiles. lse and delta of a block, and m
+and l of a state, travel whole, because they are few bytes.
 
 The mask decides in two ways. Which rows each rank needs (`Ring.needed`) shapes the graphs: rings
 with equal `way` have equal graphs but for pieces and costs. The pieces of tiles and their costs are
