@@ -21,7 +21,7 @@ import torch
 from burst_rt.attention.cache_memory import KVMemory, KVShape
 from burst_rt.attention.cache_step import History, Step
 from burst_rt.attention.setup import Setup
-from burst_rt.errors import BurstError, InputError
+from burst_rt.errors import BurstError, DeviceError, InputError
 from burst_rt.kernels import DTYPES
 from burst_rt.planning.cached import BatchRows, Dealt
 from burst_rt.planning.masks.positions import integer, is_count
@@ -104,7 +104,7 @@ class KVCache:
             error = self._memory.lacks(capacity)
         runtime.agree(words, error)
         # Every rank has looked at the host's free memory before any rank takes some of it.
-        runtime.agree(words, self._memory.take(capacity))
+        self._take(words, capacity)
         self._history = History(batch)
         # The caches of a context are told apart by the call that made them.
         self._name = f"made in call {runtime.number}"
@@ -135,6 +135,13 @@ class KVCache:
             )
         return None
 
+    def _take(self, words: dict[str, str], capacity: int) -> None:
+        """Takes memory on every rank, or on none: then raises DeviceError on every rank."""
+        layers = self._memory.allocate(capacity)
+        self.setup.runtime.agree(words, layers if isinstance(layers, DeviceError) else None)
+        assert not isinstance(layers, DeviceError)
+        self._memory.adopt(layers, capacity)
+
     @property
     def capacity(self) -> int:
         """The most tokens of a sequence, left padding included."""
@@ -162,21 +169,15 @@ class KVCache:
         Raises, on every rank, InputError for less than there is, and DeviceError where memory is
         out; the cache is then as before.
         """
-        runtime, memory = self.setup.runtime, self._memory
         error: BurstError | None = None
-        before = memory.layers, memory.capacity
         if not is_count(capacity, self.capacity):
             error = InputError(
                 f"KVCache.reserve: capacity must be an integer of at least {self.capacity}, which "
                 f"there is, got {capacity!r}"
             )
         words = {"call": "KVCache.reserve", "cache": self._name, "capacity": str(capacity)}
-        runtime.agree(words, error or memory.lacks(capacity))
-        try:
-            runtime.agree(words, memory.take(capacity))
-        except BurstError:
-            memory.layers, memory.capacity = before
-            raise
+        self.setup.runtime.agree(words, error or self._memory.lacks(capacity))
+        self._take(words, capacity)
 
     def truncate(self, lengths: _Counts) -> None:
         """Forgets the last tokens: sequences keep `lengths` tokens. Local.

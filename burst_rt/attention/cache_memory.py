@@ -44,7 +44,7 @@ class KVShape(NamedTuple):
 
 
 class KVMemory:
-    """One rank's shard of the keys and values of a cache. It has no memory until `take`.
+    """One rank's shard of the keys and values of a cache. It has no memory until `adopt`.
 
     dealt: which rank has which token. Local, all of it.
     """
@@ -54,16 +54,18 @@ class KVMemory:
         self.dealt, self.rank = dealt, runtime.rank
         self.layers: list[Layer] = []
         self.capacity = 0  # tokens of each sequence, over all ranks
-        self.written = 0  # the most tokens that a row has had, forgotten ones included
+        self.written = 0  # the most tokens that a row may have had, forgotten ones included
 
     @property
     def nbytes(self) -> int:
         """Bytes that the shard takes."""
         return self._num_columns(self.capacity) * self._shape.column_bytes
 
-    def take(self, capacity: int) -> DeviceError | None:
-        """Takes memory for `capacity` tokens of each sequence, and gives back what there was; what
-        is cached stays. Returns why there is not enough.
+    def allocate(self, capacity: int) -> list[Layer] | DeviceError:
+        """Memory for `capacity` tokens of each sequence, with what is cached in it.
+
+        Returns the error where there is not enough: one that is raised here would hold what was
+        taken so far.
         """
         shape, device = self._shape, self._runtime.device
         new: list[Layer] = []
@@ -86,8 +88,19 @@ class KVMemory:
             if not is_out_of_memory(error):
                 raise
             return self._too_large(capacity)
-        self.layers, self.capacity = new, capacity
-        return None
+        return new
+
+    def adopt(self, layers: list[Layer], capacity: int) -> None:
+        """Goes on with the memory that `allocate` gave, and gives back what there was."""
+        self.layers, self.capacity = layers, capacity
+
+    def begin(self, rows: BatchRows) -> None:
+        """A step begins: its tokens may be written."""
+        self.written = max(self.written, *rows.after)
+
+    def cleared(self, rows: BatchRows) -> None:
+        """A step has ended in which `clear` was called for all layers."""
+        self.written = max(rows.after)
 
     def lacks(self, capacity: int) -> DeviceError | None:
         """Why the ranks of this host cannot all take memory for so many tokens, or None.

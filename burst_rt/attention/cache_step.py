@@ -165,7 +165,7 @@ class Step:
         self._done = False
         self._waiting = set(range(cache.num_layers))  # layers that have not attended
         self._number = history.begin()
-        memory.written = max(memory.written, *rows.after)
+        memory.begin(rows)
 
     @cached_property
     def _places(self) -> Positions:
@@ -341,7 +341,7 @@ class Step:
             padding = self._rows.padding * (self.cache.batch if rows == 1 else 1)
             self._history.commit(self._tokens, padding, _in_words(self._called))
             if self.sharded:  # all layers have been cleared behind the step's tokens
-                self._memory.written = max(self._rows.after)
+                self._memory.cleared(self._rows)
 
     def _structure(self, mask: Mask) -> Mask:
         if not isinstance(mask, Mask):

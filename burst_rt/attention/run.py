@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from burst_rt.attention.call import Call, check_values
-from burst_rt.attention.execute import Binding, run_types
+from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun, run_types
 from burst_rt.attention.planner import Plan
 from burst_rt.attention.setup import Setup
 from burst_rt.drivers import Progress, is_out_of_memory
@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _NONE = ScoreTerms()
+_R = TypeVar("_R", ForwardRun, BackwardRun)
 _NOTHING = nullcontext()
 
 
@@ -69,15 +70,8 @@ def run_forward(
             plan = call.forward_plan
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
-        with _bound(call, contract, plan, qkv, terms) as binding:
-            run = run_types(type(plan.choice.program)).forward(binding)
-        _, free = runtime.perform(
-            contract, plan.schedule, run.operations, run.memory,
-            progress=binding.progress, subject=plan, takes=partial(_takes, plan),
-            agreed=call.agreed,
-        )  # fmt: skip
-        runtime.machine.give_back(plan, run.slots, free)
-        run.forget()
+        make = run_types(type(plan.choice.program)).forward
+        run = _performed(call, contract, plan, make, qkv, terms)
         return run.out, run.lse
 
 
@@ -95,14 +89,8 @@ def run_backward(
             plan = call.backward_plan
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
-        with _bound(call, contract, plan, qkv, terms, results) as binding:
-            run = run_types(type(plan.choice.program)).backward(binding)
-        _, free = runtime.perform(
-            contract, plan.schedule, run.operations, run.memory,
-            progress=binding.progress, subject=plan, takes=partial(_takes, plan),
-        )  # fmt: skip
-        runtime.machine.give_back(plan, run.slots, free)
-        run.forget()
+        make = run_types(type(plan.choice.program)).backward
+        run = _performed(call, contract, plan, make, qkv, terms, results)
         dsinks = run.dsinks
         if dsinks is not None and terms.sinks is not None:
             dsinks = dsinks.to(terms.sinks.dtype)
@@ -142,24 +130,25 @@ def _plain_math(device_type: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _bound(
+def _performed(
     call: Forward,
     contract: Contract,
     plan: Plan,
+    make: Callable[[Binding], _R],
     qkv: QKV,
     terms: ScoreTerms,
     results: Results | None = None,
-) -> Iterator[Binding]:
-    """Inside, a call's tensors are bound; if memory runs out, every rank raises DeviceError.
+) -> _R:
+    """Binds a call's tensors and performs the plan; the run has the results. Collective.
 
-    Binding takes all memory of the call but the tiles' scratch, before anything is sent. To refuse
-    the call blocks at most `timeout_s`. One of several calls that the ranks agreed on at once
-    cannot be refused: there this rank fails.
+    To bind takes all memory of the call but the tiles' scratch, before anything is sent. If memory
+    runs out, every rank raises DeviceError: the call is refused, which blocks at most `timeout_s`.
+    One of several calls that the ranks agreed on at once cannot be refused: there this rank fails.
     """
     runtime = call.setup.runtime
+    takes = partial(_takes, plan)
     try:
-        yield Binding(
+        binding = Binding(
             plan=plan,
             machine=runtime.machine,
             scale=call.scale,
@@ -169,15 +158,22 @@ def _bound(
             results=None if results is None else results.detach(),
             terms=terms.bound(plan.key.dtype, plan.key.problem.batch),
         )
+        run = make(binding)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        message = f"out of memory on {runtime.device}: {_takes(plan)}"
-        refused = DeviceError(message, rank=runtime.rank)
+        refused = DeviceError(f"out of memory on {runtime.device}: {takes()}", rank=runtime.rank)
         refused.__cause__ = error
         if call.agreed is AgreedWhen.WITH_OTHERS:
             runtime.fail(refused)
         runtime.refuse(contract.call, refused)
+    _, free = runtime.perform(
+        contract, plan.schedule, run.operations, run.memory,
+        progress=binding.progress, subject=plan, takes=takes, agreed=call.agreed,
+    )  # fmt: skip
+    runtime.machine.give_back(plan, run.slots, free)
+    run.forget()
+    return run
 
 
 def _takes(plan: Plan) -> str:

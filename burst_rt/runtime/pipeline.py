@@ -89,47 +89,12 @@ class Pipeline:
         Raises InputError and ConfigError (a wrong argument) and ContractMismatch (different graphs)
         on every rank alike, before anything is sent; PeerLost, Stalled and DeviceError later.
         """
-        error: BurstError | None = None
-        for name, given, of in (
-            ("buffers", buffers, "tensors, by the names of buffers"),
-            ("ops", ops, "functions, by the names of operations"),
-        ):
-            if not isinstance(given, Mapping):
-                error = error or InputError(
-                    f"Pipeline.run: {name} must be a mapping of {of}, got {type(given).__name__}"
-                )
-        if error is None and (unknown := sorted(set(buffers) - set(self._parts))):
-            error = InputError(
-                f"Pipeline.run: buffers must be among the graph's {sorted(self._parts)}, got "
-                f"{unknown}"
-            )
+        error = self._refuses_names(buffers, ops)
         if error is not None:
             self.runtime.refuse("Pipeline.run", error)
-        moved = {m.part for task in self.graph.tasks for m in (*task.sends, *task.recvs)}
-        bound_to: dict[int, torch.Tensor] = {}
-        absent: list[Part] = []
-        cut: dict[str, Any] = {}
-        for part_id in sorted(moved | _named(self.graph)):
-            part = self.graph.parts[part_id]
-            if part.buffer not in buffers and not part.initialised:
-                absent.append(part)
-                continue
-            if error is None and part.buffer not in cut:
-                parts = self._parts[part.buffer]
-                cut[part.buffer], error = _cut(buffers.get(part.buffer), parts)
-            tensor = _bound(cut, part)
-            error = error or self._refuses(part, tensor, part_id in moved)
-            if error is None:
-                bound_to[part_id] = tensor
-        error = error or self._overlap(bound_to)
-        missing = sorted(
-            {task.op.name for task in self.graph.tasks if task.op and task.lane != "control"}
-            - {"add", *ops}
-        )
-        if missing:
-            error = error or InputError(
-                f"Pipeline.run: ops must have a function for each operation; missing: {missing}"
-            )
+        tasks = self.graph.tasks
+        moved = frozenset(m.part for task in tasks for m in (*task.sends, *task.recvs))
+        bound_to, absent, error = self._bind(buffers, moved)
         contract = Contract({"call": "Pipeline.run", "graphs": self.fingerprint})
         # The ranks agree before anything else, because a user's graph need not open with an
         # agreement.
@@ -159,6 +124,55 @@ class Pipeline:
             progress=self.progress, agreed=AgreedWhen.BEFORE, counted=False,
         )  # fmt: skip
         return driver.trace
+
+    def _refuses_names(self, buffers: object, ops: object) -> BurstError | None:
+        """Why the arguments are no buffers and functions of this graph, or None."""
+        for name, given, of in (
+            ("buffers", buffers, "tensors, by the names of buffers"),
+            ("ops", ops, "functions, by the names of operations"),
+        ):
+            if not isinstance(given, Mapping):
+                return InputError(
+                    f"Pipeline.run: {name} must be a mapping of {of}, got {type(given).__name__}"
+                )
+        assert isinstance(buffers, Mapping)
+        assert isinstance(ops, Mapping)
+        if unknown := sorted(set(buffers) - set(self._parts)):
+            return InputError(
+                f"Pipeline.run: buffers must be among the graph's {sorted(self._parts)}, got "
+                f"{unknown}"
+            )
+        named = {task.op.name for task in self.graph.tasks if task.op and task.lane != "control"}
+        if missing := sorted(named - {"add", *ops}):
+            return InputError(
+                f"Pipeline.run: ops must have a function for each operation; missing: {missing}"
+            )
+        return None
+
+    def _bind(
+        self, buffers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], moved: frozenset[int]
+    ) -> tuple[dict[int, torch.Tensor], list[Part], BurstError | None]:
+        """The tensors of parts, the parts that the run makes itself, and what is wrong, if any.
+
+        moved: the parts that are sent or received.
+        """
+        error: BurstError | None = None
+        bound_to: dict[int, torch.Tensor] = {}
+        absent: list[Part] = []
+        cut: dict[str, Any] = {}
+        for part_id in sorted(moved | _named(self.graph)):
+            part = self.graph.parts[part_id]
+            if part.buffer not in buffers and not part.initialised:
+                absent.append(part)
+                continue
+            if error is None and part.buffer not in cut:
+                parts = self._parts[part.buffer]
+                cut[part.buffer], error = _cut(buffers.get(part.buffer), parts)
+            tensor = _bound(cut, part)
+            error = error or self._refuses(part, tensor, part_id in moved)
+            if error is None:
+                bound_to[part_id] = tensor
+        return bound_to, absent, error or self._overlap(bound_to)
 
     def _overlap(self, bound_to: Mapping[int, torch.Tensor]) -> BurstError | None:
         """Why messages would overwrite each other, or None.
