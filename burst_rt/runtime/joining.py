@@ -158,37 +158,11 @@ def _decide(
 ) -> Joined:
     """What `join` does once the ranks can talk to each other; blocks and raises as `join` does."""
     control = ends.control
-    where, mine = torch.device("cpu"), {}
-    try:
-        if wrong is not None:
-            raise wrong
-        if transport not in TRANSPORTS:
-            raise ConfigError(
-                f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}"
-            )
-        where = resolve_device(device)
-        facts = _facts(where, ends.kind)
-        mine = asdict(facts) | {"asked": transport}
-        # All ranks plan with the same machine file, or they would plan differently.
-        planned = find_hardware(where.type) if control.rank == 0 and control.size > 1 else None
-        mine["hardware"] = to_toml(planned) if planned else ""
-    except (ConfigError, InputError) as error:
-        # The error is raised later: the other ranks are waiting, and must raise the same error.
-        mine = {"error": error.message, "class": type(error).__name__}
-    except RuntimeError as error:  # torch's: the facts are the first to touch the device
-        why = f"init: {where} failed: {error}; look at the device (nvidia-smi)"
-        mine = {"error": why, "class": DeviceError.__name__}
+    where, mine = _own_word(ends, device, transport, wrong)
     pending = control.allgather(json.dumps(mine).encode())
     Watch(control).wait_for(pending, within_s, "burst_rt.init")
     said = [json.loads(raw) for raw in pending.result()]
-    for peer, word in enumerate(said):
-        if "error" in word:
-            kind = _TOLD[word["class"]]
-            raise kind(
-                word["error"] if len(said) == 1 else f"rank {peer}: {word['error']}",
-                rank=control.rank,
-                peer=peer,
-            )
+    _raise_told(said, control.rank)
     asked = [word.pop("asked") for word in said]
     text, *_ = [word.pop("hardware") for word in said]
     hardware = parse_hardware(text, "of rank 0") if text else None
@@ -198,46 +172,79 @@ def _decide(
             "give every rank the same transport"
         )
     ranks = [Facts(**word) for word in said]
-    taken, per_node = (
-        choose_transport(transport, ranks),
-        ranks_per_node([rank.host for rank in ranks]),
-    )
+    hosts = [rank.host for rank in ranks]
+    taken, per_node = choose_transport(transport, ranks), ranks_per_node(hosts)
     # No machine file says what staging costs. Where messages are staged the planner goes by bytes.
-    hardware = (
-        None
-        if hardware is None or taken.name == "staged"
-        else fitted(hardware, per_node, control.size)
-    )
-    ranks_here = [rank.host for rank in ranks].count(ranks[control.rank].host)
+    if hardware is not None:
+        staged = taken.name == "staged"
+        hardware = None if staged else fitted(hardware, per_node, control.size)
+    own = ranks[control.rank]
     presence = Presence(
         thread=ends.thread,
         job_rank=ends.job_rank,
         job_size=ends.job_size,
-        host=ranks[control.rank].host,
+        host=own.host,
         device=str(where),
-        gpu=ranks[control.rank].gpu,
+        gpu=own.gpu,
         pci=_pci_address(where),
     )
-    if taken.name not in ("nccl", "torch") or where.type == "cpu":
-        machine = Machine(
-            where, taken, ends.transport,
-            ranks_per_node=per_node, ranks_here=ranks_here, hardware=hardware,
-        )  # fmt: skip
-        return Joined(machine, control, presence, within_s)
-    wire = NcclTransport(
-        _communicator(taken.name, ends, where, within_s),
-        control.rank,
-        control.size,
-        within_s,
-        partial(torch.cuda.set_device, where),
-        partial(_connect, where),
-    )
-    ends.transport.close()
+    wire = None
+    if taken.name in ("nccl", "torch") and where.type != "cpu":
+        wire = NcclTransport(
+            _communicator(taken.name, ends, where, within_s),
+            control.rank,
+            control.size,
+            within_s,
+            partial(torch.cuda.set_device, where),
+            partial(_connect, where),
+        )
+        ends.transport.close()
     machine = Machine(
-        where, taken, None, wire,
-        ranks_per_node=per_node, ranks_here=ranks_here, hardware=hardware,
+        where, taken, ends.transport if wire is None else None, wire,
+        ranks_per_node=per_node, ranks_here=hosts.count(own.host), hardware=hardware,
     )  # fmt: skip
     return Joined(machine, control, presence, within_s)
+
+
+def _own_word(
+    ends: Ends, device: str, transport: str, wrong: BurstError | None
+) -> tuple[torch.device, dict[str, Any]]:
+    """This rank's device, and what it tells the others: its facts, or an error.
+
+    The error is raised later: the other ranks are waiting, and must raise the same error.
+    """
+    where = torch.device("cpu")
+    try:
+        if wrong is not None:
+            raise wrong
+        if transport not in TRANSPORTS:
+            raise ConfigError(
+                f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}"
+            )
+        where = resolve_device(device)
+        facts = asdict(_facts(where, ends.kind))
+        # All ranks plan with the same machine file, or they would plan differently.
+        first = ends.control.rank == 0 and ends.control.size > 1
+        planned = find_hardware(where.type) if first else None
+        hardware = to_toml(planned) if planned else ""
+        return where, {**facts, "asked": transport, "hardware": hardware}
+    except (ConfigError, InputError) as error:
+        return where, {"error": error.message, "class": type(error).__name__}
+    except RuntimeError as error:  # torch's: the facts are the first to touch the device
+        why = f"init: {where} failed: {error}; look at the device (nvidia-smi)"
+        return where, {"error": why, "class": DeviceError.__name__}
+
+
+def _raise_told(said: list[dict[str, Any]], rank: int) -> None:
+    """Raises the error that a rank has told, if one has."""
+    for peer, word in enumerate(said):
+        if "error" in word:
+            kind = _TOLD[word["class"]]
+            raise kind(
+                word["error"] if len(said) == 1 else f"rank {peer}: {word['error']}",
+                rank=rank,
+                peer=peer,
+            )
 
 
 def _communicator(
