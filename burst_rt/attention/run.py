@@ -71,7 +71,13 @@ def run_forward(
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
         make = run_types(type(plan.choice.program)).forward
-        run = _performed(call, contract, plan, make, qkv, terms)
+        run = _bound(call, contract, plan, make, qkv, terms)
+        _, free = runtime.perform(
+            contract, plan.schedule, run.operations, run.memory,
+            progress=run.progress, subject=plan, takes=partial(_takes, plan), agreed=call.agreed,
+        )  # fmt: skip
+        runtime.machine.give_back(plan, run.slots, free)
+        run.forget()
         return run.out, run.lse
 
 
@@ -90,7 +96,13 @@ def run_backward(
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
         make = run_types(type(plan.choice.program)).backward
-        run = _performed(call, contract, plan, make, qkv, terms, results)
+        run = _bound(call, contract, plan, make, qkv, terms, results)
+        _, free = runtime.perform(
+            contract, plan.schedule, run.operations, run.memory,
+            progress=run.progress, subject=plan, takes=partial(_takes, plan),
+        )  # fmt: skip
+        runtime.machine.give_back(plan, run.slots, free)
+        run.forget()
         dsinks = run.dsinks
         if dsinks is not None and terms.sinks is not None:
             dsinks = dsinks.to(terms.sinks.dtype)
@@ -130,7 +142,7 @@ def _plain_math(device_type: str) -> Iterator[None]:
         yield
 
 
-def _performed(
+def _bound(
     call: Forward,
     contract: Contract,
     plan: Plan,
@@ -139,14 +151,13 @@ def _performed(
     terms: ScoreTerms,
     results: Results | None = None,
 ) -> _R:
-    """Binds a call's tensors and performs the plan; the run has the results. Collective.
+    """Binds a call's tensors: the run that is to be performed.
 
     To bind takes all memory of the call but the tiles' scratch, before anything is sent. If memory
     runs out, every rank raises DeviceError: the call is refused, which blocks at most `timeout_s`.
     One of several calls that the ranks agreed on at once cannot be refused: there this rank fails.
     """
     runtime = call.setup.runtime
-    takes = partial(_takes, plan)
     try:
         binding = Binding(
             plan=plan,
@@ -158,22 +169,17 @@ def _performed(
             results=None if results is None else results.detach(),
             terms=terms.bound(plan.key.dtype, plan.key.problem.batch),
         )
-        run = make(binding)
+        return make(binding)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        refused = DeviceError(f"out of memory on {runtime.device}: {takes()}", rank=runtime.rank)
+        refused = DeviceError(
+            f"out of memory on {runtime.device}: {_takes(plan)}", rank=runtime.rank
+        )
         refused.__cause__ = error
         if call.agreed is AgreedWhen.WITH_OTHERS:
             runtime.fail(refused)
         runtime.refuse(contract.call, refused)
-    _, free = runtime.perform(
-        contract, plan.schedule, run.operations, run.memory,
-        progress=binding.progress, subject=plan, takes=takes, agreed=call.agreed,
-    )  # fmt: skip
-    runtime.machine.give_back(plan, run.slots, free)
-    run.forget()
-    return run
 
 
 def _takes(plan: Plan) -> str:

@@ -14,7 +14,8 @@ import torch
 from click.testing import CliRunner
 from generating import PROMPT, SEQ_LEN, make_options, make_run, plain_text
 
-from burst_rt import KVCache, run_local
+from burst_rt import run_local
+from burst_rt.attention.cache_memory import KVMemory
 from burst_rt.errors import ConfigError, DeviceError
 from burst_rt.launch.generate.loop import choose, generate
 from burst_rt.launch.generate.models import ByteStreamer
@@ -184,10 +185,10 @@ def test_what_only_ranks_can_refuse_is_refused_on_every_rank(
         with pytest.raises(ConfigError, match=re.escape(said)):
             _generate(2, checkpoint=run, **options)
 
-    def refuse(self: KVCache, capacity: int) -> DeviceError:
+    def refuse(self: KVMemory, capacity: int) -> DeviceError:
         return DeviceError("KVCache: out of memory: use more ranks", rank=0)
 
-    monkeypatch.setattr(KVCache, "_take", refuse)
+    monkeypatch.setattr(KVMemory, "allocate", refuse)
     with pytest.raises(ConfigError, match="out of memory: use more ranks"):
         _generate(2, checkpoint=run, prompt="a")
 
