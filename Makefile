@@ -124,6 +124,9 @@ clean: ## remove what was built, but not .venv
 	@test -n "$(PYTHON)" || { echo "burst_rt needs Python 3.11 or newer: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
+# The extras that a stamp stands for; none, where it has no name.
+extras = $(subst -,$(comma),$(patsubst .venv/installed-%,%,$@))
+
 $(sort $(ALL) $(RUN) $(DOCS)): setup.cfg pyproject.toml constraints.txt | .venv/bin/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(subst -,$(comma),$(patsubst .venv/installed-%,%,$@))]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.$(if $(extras),[$(extras)])'
 	touch $@

@@ -116,7 +116,8 @@ class MpiLauncher:
 
     @staticmethod
     def _exported() -> list[str]:
-        return [*_THREAD_VARIABLES, *(name for name in VARIABLES.values() if name in os.environ)]
+        asked = (*VARIABLES.values(), "BURST_RT_JOIN_S")
+        return [*_THREAD_VARIABLES, *(name for name in asked if name in os.environ)]
 
     def environment(
         self, num_ranks: int, threads: int | None, job_dir: Path | str, mpi_args: Sequence[str] = ()
