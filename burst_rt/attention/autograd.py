@@ -129,9 +129,8 @@ def _check_against(call: Call, qkv: QKV, terms: ScoreTerms) -> None:
     ):
         error = InputError(
             f"{name}: the call was made for alibi_slopes of shape {call.alibi_slopes} and "
-            f"{call.num_heads} sinks of {call.sinks} on {device}, got {slopes} and {sinks}, with "
-            f"{sorted(length for (length,) in lengths)} numbers; apply it to the tensors it was "
-            "made for"
+            f"{call.num_heads} sinks of {call.sinks} on {device}, got {slopes} and {sinks}, of "
+            f"shapes {[tuple(x.shape) for x in given]}; apply it to the tensors it was made for"
         )
         call.setup.runtime.refuse(name, error)
     for x, shape in zip(qkv, (call.q_shape, call.kv_shape, call.v_shape), strict=True):

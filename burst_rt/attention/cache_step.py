@@ -293,7 +293,7 @@ class Step:
             self._check_turn(layer)
             call = self._checked(QKV(q, k, v), sinks, mask, scale, softcap, strategy)
             terms = call.terms if sinks is None else call.terms._replace(sinks=sinks)
-            if cache.setup.check_finite:  # before the values are in the cache
+            if cache.setup.check_finite:
                 check_values(_ATTEND, QKV(q, k, v), terms)
         except InputError as error:
             runtime.refuse(_ATTEND, error)

@@ -65,7 +65,8 @@ def run_forward(
     with autocast_off(qkv.q.device.type):
         try:
             check_not_captured(runtime.device)
-            if setup.check_finite:
+            # A layer of a step has checked its values before they were cached.
+            if setup.check_finite and call.agreed is AgreedWhen.OPENING:
                 check_values(contract.call, qkv, terms)
             plan = call.forward_plan
         except (ConfigError, InputError) as error:

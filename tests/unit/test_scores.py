@@ -375,6 +375,9 @@ def test_the_module_explain_and_the_public_function() -> None:
         assert torch.equal(apply(q, k, v, call, slopes, sinks)[0], expected)
         with pytest.raises(InputError, match="alibi_slopes of shape"):
             apply(q, k, v, call)
+        for wrong in (sinks[:3], sinks[0]):
+            with pytest.raises(InputError, match="apply it to the tensors it was made for"):
+                apply(q, k, v, call, slopes, wrong)
 
 
 def test_ranks_without_queries_have_no_share_of_the_gradient_of_sinks() -> None:
