@@ -29,8 +29,8 @@ run: $(RUN) ## train a small model on 2 ranks (under 3 minutes)
 
 # What needs no MPI job of its own runs a test on each core; a core that has none left takes over some of another's.
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
-# MPI jobs of up to 5 ranks: half their time goes by waiting. Tests that share jobs are one group (xdist_group), the largest group first.
-JOBS := -n 2 --dist loadgroup
+# MPI jobs of up to 5 ranks: half their time goes by waiting. Tests of a file share jobs, so a file is run by one process.
+JOBS := -n 2 --dist loadfile
 
 test: $(ALL) ## all tests
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -37,16 +36,18 @@ __all__ = ["Cache", "CachedPart"]
 _NAME = "hf.Cache"
 
 
-@dataclass(eq=False)
 class CachedPart:
     """One call of a model with a cache, for the attention function. See `shard.Part`."""
 
-    ctx: Context
-    step: Step
-    position_ids: torch.Tensor  # of this rank's tokens
-    largest_position: int  # of all ranks' tokens
-    # Of the models whose rotary embeddings were told the largest position (`rotary.Watch`).
-    told: set[object] = field(default_factory=set)
+    def __init__(
+        self, ctx: Context, step: Step, position_ids: torch.Tensor, largest_position: int
+    ) -> None:
+        self.ctx = ctx
+        self.step = step
+        self.position_ids = position_ids  # of this rank's tokens
+        self.largest_position = largest_position  # of all ranks' tokens
+        # Of the models whose rotary embeddings were told the largest position (`rotary.Watch`).
+        self.told: set[object] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedPart:
         return self  # wrappers copy a model's arguments

@@ -11,6 +11,8 @@ import inspect
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.context import Context, require_context
@@ -48,13 +50,15 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     tokens, is refused too. "longrope" and "dynamic" rotary scaling look at the largest position of
     all ranks from now on.
 
-    Models that are not in `TESTED`, or have another head than the tested ones, compute logits and
-    loss of a short sequence over the ranks, and on each rank with attn_implementation="eager".
-    Collective then; blocks as `burst_attention` does. loss: False leaves the loss out, for models
-    that compute it by themselves and are called without labels: `burst_rt.cross_entropy` makes the
-    loss of all tokens of the logits.
+    Models that are not in `TESTED`, or have another head than the tested ones, or a forward that is
+    not transformers', compute logits and loss of a short sequence over the ranks, and on each rank
+    with attn_implementation="eager". Their weights are on the context's device then. Collective
+    then; blocks as `burst_attention` does. loss: False leaves the loss out, for models that compute
+    it by themselves and are called without labels: `burst_rt.cross_entropy` makes the loss of all
+    tokens of the logits.
 
-    Raises InputError on every rank where the two differ by more than rounding.
+    Raises InputError on every rank where the two differ by more than rounding, and where weights
+    are elsewhere.
     """
     require_context(ctx, "hf.prepare")
     if not isinstance(model, torch.nn.Module):
@@ -65,7 +69,7 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
         return model
     set_prepared(ctx)
     watch = watch_of(model) or watch_positions(model)
-    tested = _is_tested(type(model).__module__) and type(model).__name__.endswith(_HEADS)
+    tested = _is_tested(model)
     known = tested or watch.compared == "with loss"
     if not (known or (watch.compared and not loss)):
         watch.compared = "with loss" if loss else "without loss"
@@ -86,8 +90,18 @@ def is_prepared(layer: torch.nn.Module) -> bool:
     return watch is not None and (watch.checks or bool(watch.compared))
 
 
-def _is_tested(module: str) -> bool:
-    return module.removeprefix(_FOLDER).partition(".")[0] in TESTED and module.startswith(_FOLDER)
+def _is_tested(model: torch.nn.Module) -> bool:
+    # `fully_shard` puts a class of its own before the model's.
+    kind = next(x for x in type(model).__mro__ if not issubclass(x, FSDPModule))
+    folder = kind.__module__.removeprefix(_FOLDER).partition(".")[0]
+    # Libraries of faster losses put a forward of their own in the place of transformers'.
+    forward = inspect.unwrap(model.forward).__module__
+    return (
+        kind.__module__.startswith(_FOLDER)
+        and folder in TESTED
+        and kind.__name__.endswith(_HEADS)
+        and forward.startswith("transformers.")
+    )
 
 
 def _check_call(
@@ -127,12 +141,22 @@ def _check_output(module: torch.nn.Module, part: Part, output: Any) -> None:
 def _compare(model: Any, ctx: Context, loss: bool) -> None:
     """Raises InputError on every rank where ranks do not compute what one process computes."""
     name, modes = type(model).__name__, {module: module.training for module in model.modules()}
-    # Quantised weights are integers; what is computed of them is of the other weights' type.
-    dtypes = [p.dtype for p in model.parameters() if p.dtype in _ROUNDING]
-    rounding = max((_ROUNDING[dtype] for dtype in dtypes), default=_ROUNDING[torch.float32])
+    # FSDP2 may keep its shards elsewhere.
+    found = {p.device.type for p in model.parameters() if not isinstance(p, DTensor)}
+    if found - {ctx.device.type}:
+        error = InputError(
+            f"hf.prepare: {name}: expected weights on {ctx.device}, where a short sequence is to "
+            f"be computed, got some on {', '.join(sorted(found))}; call model.to(ctx.device) before"
+        )
+        refuse("hf.prepare", error, ctx.runtime)
     model.eval()
     try:
-        off = _largest(_logits_off(model, ctx), ctx)
+        off_here, computed_in = _logits_off(model, ctx)
+        # Quantised weights are integers; what is computed of them is of the other weights' type.
+        # FSDP2 may keep weights of one type and compute in another.
+        dtypes = {computed_in, *(p.dtype for p in model.parameters())} & _ROUNDING.keys()
+        rounding = max((_ROUNDING[dtype] for dtype in dtypes), default=_ROUNDING[torch.float32])
+        off = _largest(off_here, ctx)
         if not off <= rounding:
             raise InputError(
                 f"hf.prepare: {name} over {ctx.world_size} ranks is not what it is on one process: "
@@ -188,8 +212,8 @@ def _batch(model: Any, ctx: Context) -> dict[str, torch.Tensor]:
     return batch | {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else batch
 
 
-def _logits_off(model: Any, ctx: Context) -> float:
-    """How far this rank's logits are from one process's, over the largest."""
+def _logits_off(model: Any, ctx: Context) -> tuple[float, torch.dtype]:
+    """How far this rank's logits are from one process's, over the largest; and their type."""
     batch = _batch(model, ctx)
     whole = _alone(model, batch, ctx)[0]
     part = _cut(batch, ctx)
@@ -200,7 +224,7 @@ def _logits_off(model: Any, ctx: Context) -> float:
     meant = layout.shard(batch["attention_mask"]).to(off.device)
     if model.config.is_encoder_decoder:
         meant = torch.ones_like(meant)
-    return float((off * meant).max() / whole.abs().max())
+    return float((off * meant).max() / whole.abs().max()), output[0].dtype
 
 
 def _loss_off(model: Any, ctx: Context) -> float:

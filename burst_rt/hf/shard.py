@@ -7,7 +7,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -31,20 +30,34 @@ _OF_KERNELS = ("max_length_q", "max_length_k", "seq_idx")
 _DECODER = "decoder_"
 
 
-@dataclass(eq=False)
 class Part:
-    """How a batch is cut, for the attention function and the loss."""
+    """How a batch is cut, for the attention function and the loss.
 
-    ctx: Context
-    batch: ShardedBatch
-    group: RanksOrGroup  # whose tokens the loss is a mean of
-    # What a decoder attends to beside itself: its encoder's batch, and which tokens are no padding.
-    encoder: ShardedBatch | None = None
-    unpadded: Mask = FULL
-    # Of the prepared models that were called with it (`prepare`).
-    told: set[object] = field(default_factory=set)
-    attended: bool = False  # whether any layer has attended by it
-    excused: bool = False  # whether something else says that no layer has attended by it
+    group: whose tokens the loss is a mean of. encoder, unpadded: what a decoder attends to beside
+    itself: its encoder's batch, and which tokens are no padding.
+
+    It is no dataclass: of a dataclass among the arguments of a module's forward, FSDP2's mixed
+    precision makes another one.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        batch: ShardedBatch,
+        group: RanksOrGroup,
+        *,
+        encoder: ShardedBatch | None = None,
+        unpadded: Mask = FULL,
+    ) -> None:
+        self.ctx = ctx
+        self.batch = batch
+        self.group = group
+        self.encoder = encoder
+        self.unpadded = unpadded
+        # Of the prepared models that were called with it (`prepare`).
+        self.told: set[object] = set()
+        self.attended = False  # whether any layer has attended by it
+        self.excused = False  # whether something else says that no layer has attended by it
 
     def __del__(self) -> None:
         """Warns of a part that no layer has attended by. After an error that is no news."""

@@ -18,8 +18,6 @@ from tolerances import ERROR, RATIO
 
 from burst_rt.errors import PeerLost
 
-# A world's job runs once.
-pytestmark = pytest.mark.xdist_group("attention")
 _PROGRAMS = Path(__file__).parent / "programs"
 _WORLDS = (1, 2, 3, 4, 5)
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

@@ -34,7 +34,7 @@ def _check(losses: list[float], make_optimizer: MakeOptimizer) -> None:
 
 
 def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
-    found = _losses(tmp_path, 4, *_WITH_SGD, "zero")
+    found = _losses(tmp_path, 4, *_WITH_SGD, "zero", "arguments")
     for name in _WITH_SGD:
         _check(found[name], sgd)
     # The second half on half the ranks, from what the four have saved.

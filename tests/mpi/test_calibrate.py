@@ -14,7 +14,6 @@ import pytest
 
 from burst_rt.planning.machines import load_hardware
 
-pytestmark = pytest.mark.xdist_group("calibrate")
 _SHAPE = ("--repeats", "1", "--heads", "2")
 
 

@@ -21,7 +21,6 @@ from burst_rt.launch.run import kill_job
 from burst_rt.launch.train.export import export
 from burst_rt.telemetry.record import Record, replay
 
-pytestmark = pytest.mark.xdist_group("generate_command")
 _NUM_TOKENS = 24
 
 

@@ -20,7 +20,6 @@ from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
 from burst_rt.telemetry.record import Record, replay
 
-pytestmark = pytest.mark.xdist_group("hosts")
 _TROUBLE = str(Path(__file__).parent / "programs" / "host_trouble.py")
 # On a busy machine four ranks take long to start.
 _START_S = 120.0

@@ -12,7 +12,6 @@ import torch
 from jobs import run_job
 from small_models import KINDS, NAMES, truth
 
-pytestmark = pytest.mark.xdist_group("models")
 _PROGRAM = Path(__file__).parent / "programs" / "models.py"
 _LARGEST = 1e-5  # of the largest value, in float32
 

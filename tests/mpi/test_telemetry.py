@@ -22,7 +22,6 @@ from burst_rt.telemetry.record import Record, replay
 from burst_rt.telemetry.summary import summarise
 from burst_rt.telemetry.views import Snapshot
 
-pytestmark = pytest.mark.xdist_group("telemetry")
 _TESTS = Path(__file__).parents[1]
 _PROGRAM = Path(__file__).parent / "programs" / "watched.py"
 _DEADLINE_S = 60.0

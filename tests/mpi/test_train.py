@@ -33,7 +33,6 @@ from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
 from burst_rt.telemetry.starting import HUB_MODULE
 
-pytestmark = pytest.mark.xdist_group("train")
 _JOB_DEADLINE_S = 90.0
 _STEPS = 50
 # 251 is prime: no world divides it.

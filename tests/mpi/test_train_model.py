@@ -40,8 +40,6 @@ from burst_rt.launch.train.loop import evaluate, train
 from burst_rt.launch.train.model import Decoder, learning_rate
 from burst_rt.launch.train.pretrained import ShardedPretrained, open_folder
 
-pytestmark = pytest.mark.xdist_group("train_model")
-
 # Primes: no world divides them.
 _SEQ_LEN, _HELDOUT = 61, 3
 _STEPS, _KEPT, _BATCH, _LR = 6, 3, 2, 1e-3

@@ -4,12 +4,14 @@ want of one.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,7 +72,7 @@ def test_the_sanitizers_see_a_tile_such_as_models_have() -> None:
         for step in STEPS
         if step.needs == "compute-sanitizer"
     }
-    collected = _collected(root, *words)
+    (collected,) = _collected(root, words)
     chosen = [
         cases[found]
         for found in re.findall(r"test_rings_against_the_spec\[(.+)-\d+-\w+\]", collected)
@@ -150,18 +152,12 @@ def test_every_test_of_a_step_is_there() -> None:
     root = Path(__file__).resolve().parents[2]
     for step in STEPS:
         assert all((root / word).exists() for word in step.words if word.startswith("tests/"))
+    tiles = ("tests/interpreted/test_tiles.py",)
+    chosen = [step.words for step in STEPS if step.name.startswith("tiles")]
     whole, *halves = (
-        re.search(
-            r"(\d+)(?:/\d+)? tests collected",
-            _collected(root, "tests/interpreted/test_tiles.py", *words),
-        )
-        for words in (
-            (),
-            *(
-                step.words[step.words.index("-k") :]
-                for step in STEPS
-                if step.name.startswith("tiles")
-            ),
+        re.search(r"(\d+)(?:/\d+)? tests collected", collected)
+        for collected in _collected(
+            root, tiles, *((*tiles, *words[words.index("-k") :]) for words in chosen)
         )
     )
     assert whole is not None
@@ -170,23 +166,27 @@ def test_every_test_of_a_step_is_there() -> None:
     assert sum(counts) == int(whole[1])
 
 
-def _collected(root: Path, *words: str) -> str:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *words,
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+_COLLECT = """
+import json, sys, pytest
+for words in json.load(sys.stdin):
+    pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *words])
+    print("next")
+"""
+
+
+def _collected(root: Path, *calls: Sequence[str]) -> list[str]:
+    """What pytest collects, called with these words; all by one process, which takes torch once."""
     done = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-P", "-c", _COLLECT],
+        cwd=root,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        input=json.dumps(calls),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
-    return done.stdout
+    return done.stdout.split("next\n")[: len(calls)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -23,6 +23,7 @@ from small_models import TOKENS, make_batch, make_model
 from torch.nn.functional import cross_entropy
 from transformers import masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import burst_rt
 import burst_rt.hf
@@ -194,6 +195,25 @@ def _mixtral() -> Any:
     return model
 
 
+def _with_a_loss_of_its_own() -> Any:
+    """A Llama with a forward in the place of its own, as libraries of fused losses put one."""
+
+    def forward(self: Any, input_ids: Any, labels: Any = None, **options: Any) -> Any:
+        shifted = options.pop("shift_labels", None)
+        logits = self.lm_head(self.model(input_ids, **options)[0])
+        if labels is None:
+            return CausalLMOutputWithPast(logits=logits)
+        if shifted is None:
+            shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        meant = torch.as_tensor(shifted != -100)
+        losses = logits.log_softmax(-1).gather(-1, shifted.clamp_min(0)[..., None])[..., 0]
+        return CausalLMOutputWithPast(loss=-losses[meant].mean(), logits=logits)
+
+    model = make_model("Llama")
+    model.forward = MethodType(forward, model)
+    return model
+
+
 def _bart() -> Any:
     config = transformers.BartConfig(
         vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
@@ -331,6 +351,11 @@ def test_a_batch_is_tensors_by_name_and_its_number_the_same() -> None:
 
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "a fused loss": (_with_a_loss_of_its_own, _prepared, "computes its loss by itself"),
+    "weights elsewhere": (
+        lambda: _small("Qwen2Config", "Qwen2ForCausalLM")().to("meta"), _prepared,
+        r"expected weights on cpu, where .* got some on meta; call model\.to\(ctx\.device\)",
+    ),
     "a shard without the keyword": (
         lambda: make_model("Llama"), _naive, "expected the keyword 'burst_rt', got none",
     ),

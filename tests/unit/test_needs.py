@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 from itertools import permutations, product
 from operator import and_
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from graphs import Window, as_ring, bytes_of, graphs_of, problem
 from mask_truths import FUNCTIONS, MASKS, Sizes, truth_of
-from spec import errors_of, reference
+from spec import Attention, errors_of, reference
 from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
@@ -182,6 +182,30 @@ def _drawn(tokens: int, chance: random.Random) -> Mask:
     return Causal() & Documents(lengths)
 
 
+_LENGTHS = [150, 20, 330, 100, 500]
+_MASKS: dict[str, Mask] = {
+    "window and first": _WINDOW | First(8),
+    "documents": Documents(_LENGTHS),
+    "blocks": BlockSparse(_table(0.06)[:18, :18], 64),
+    "function": Mask.from_function(
+        lambda b, h, q, kv: (q + kv) % 3 > 0, Documents(_LENGTHS), "third"
+    ),
+    **{f"drawn {seed}": _drawn(_TOKENS, random.Random(seed)) for seed in range(3)},
+}
+
+
+def _case(mask: Mask) -> Case:
+    return Case(_TOKENS, heads=2, kv_heads=1, head_dim=8, batch=2, mask=mask)
+
+
+@cache
+def _truth(name: str) -> Attention:
+    at = torch.arange(_TOKENS)
+    third = Documents(_LENGTHS).allows(at[:, None], at) & ((at[:, None] + at) % 3 > 0)
+    case = _case(_MASKS[name])
+    return reference(*case.inputs(), mask=third if name == "function" else case.mask)
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize(
     "strategy", ["ring-kv", "burst", "ring-q", "direct", "bidirectional", "two-level:2"]
@@ -191,28 +215,10 @@ def test_memory_that_no_row_was_sent_to_is_not_read(
 ) -> None:
     """Fresh memory holds NaN in all tests; where blocks come in part, a read of the rest shows."""
     monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
-    chance = random.Random(f"{strategy} {kind}")
-    lengths = [150, 20, 330, 100, 500]
-    blocks = BlockSparse(_table(0.06)[:18, :18], 64)
-    within = Mask.from_function(lambda b, h, q, kv: (q + kv) % 3 > 0, Documents(lengths), "third")
-    at = torch.arange(_TOKENS)
-    told = Documents(lengths).allows(at[:, None], at) & ((at[:, None] + at) % 3 > 0)
-    masks = [_WINDOW | First(8), _drawn(_TOKENS, chance), Documents(lengths), blocks, within]
-    for mask in masks:
-        case = Case(
-            _TOKENS,
-            heads=2,
-            kv_heads=1,
-            head_dim=8,
-            batch=2,
-            mask=mask,
-            kind=kind,
-            strategy=strategy,
-        )
-        found = attend_over_threads(4, case)
-        expected = reference(*case.inputs(), mask=told if mask is within else mask)
-        for name, error in errors_of(found, expected).items():
-            assert error < ERROR[case.dtype], (mask, name)
+    for name, mask in _MASKS.items():
+        found = attend_over_threads(4, replace(_case(mask), kind=kind, strategy=strategy))
+        for field, error in errors_of(found, _truth(name)).items():
+            assert error < ERROR[torch.float32], (name, field)
 
 
 @pytest.mark.parametrize(("strategy", "forward"), [("ring-q", True), ("burst", False)])

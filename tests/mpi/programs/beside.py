@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -145,6 +146,47 @@ def zero(folder: Path) -> list[float]:
         weights, moments = get_state_dict(model, optimizer)
         save({"model": weights, "optimizer": moments}, checkpoint_id=path)
     return losses
+
+
+class Takes(nn.Module):
+    """Attends by what it is called with. `attend` is a function of all its arguments."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self._attend = nn.Linear(16, 16), attend
+
+    def forward(self, x: torch.Tensor, *things: object) -> torch.Tensor:
+        return self._attend(self.linear(x).unflatten(-1, (2, 8)), *things)
+
+
+def arguments(folder: Path) -> list[float]:
+    """Layouts, batches and masks as arguments of a module that FSDP2 shards.
+
+    With a policy for mixed precision FSDP2 goes through all arguments.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    ids = torch.arange(2 * TOKENS).view(2, TOKENS)
+    batch = {"input_ids": ids, "position_ids": ids % 29}
+    with burst_rt.init(group=mesh["cp"]) as ctx:
+        part = burst_rt.shard_batch(batch, ctx)
+
+        def attend(
+            x: torch.Tensor, given: burst_rt.ShardedBatch, layout: object, mask: burst_rt.Mask
+        ) -> torch.Tensor:
+            assert layout is part.layout is given.layout
+            assert x.dtype == torch.bfloat16
+            return burst_rt.burst_attention(x, x, x, layout=given.layout, mask=mask & given.mask)
+
+        x = part.layout.shard(torch.rand(2, TOKENS, 16, generator=torch.Generator().manual_seed(0)))
+        torch.manual_seed(0)  # the same weights on every rank
+        module = Takes(attend)
+        expected = attend(
+            module.linear(x).bfloat16().unflatten(-1, (2, 8)), part, part.layout, burst_rt.Causal()
+        )
+        fully_shard(module, mesh=mesh["cp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        found = module(x, part, part.layout, burst_rt.Causal())
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    return []
 
 
 def check_mean_over_ranks() -> None:

@@ -12,7 +12,9 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from small_generation import BATCHES, PROMPT, Generated, generate, make_decoder
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import burst_rt
 import burst_rt.hf
@@ -39,6 +41,10 @@ def main(ctx: burst_rt.Context, truths: dict[str, dict[str, Generated]]) -> dict
         assert not model._forward_pre_hooks or ctx.world_size > 1  # what `prepare` has left
     found["a rank's tokens"] = _largest(_most_tokens(ctx), ctx)
     found["rank 0 decides"] = _largest(_difference_with_noise(ctx, truths["Llama"]), ctx)
+    if ctx.world_size > 1:
+        dist.init_process_group("gloo")
+        found["FSDP2"] = _largest(_difference_under_fsdp2(ctx, truths["Llama"]), ctx)
+        dist.destroy_process_group()
     return found
 
 
@@ -55,16 +61,22 @@ def _largest(x: float, ctx: burst_rt.Context) -> float:
     return ctx.all_reduce(everyones).max().item()
 
 
-def _most_tokens(ctx: burst_rt.Context) -> float:
-    """The most tokens that this rank runs through the embedding or an MLP in one call."""
-    model = make_decoder("Llama", "burst_rt")
+def _count_tokens(*modules: torch.nn.Module) -> list[int]:
+    """A list that gets the number of tokens of each call of these modules from now on."""
     counts: list[int] = []
 
     def count(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         counts.append(args[0].shape[1])
 
-    model.model.embed_tokens.register_forward_pre_hook(count)
-    model.model.layers[1].mlp.register_forward_pre_hook(count)
+    for module in modules:
+        module.register_forward_pre_hook(count)
+    return counts
+
+
+def _most_tokens(ctx: burst_rt.Context) -> float:
+    """The most tokens that this rank runs through the embedding or an MLP in one call."""
+    model = make_decoder("Llama", "burst_rt")
+    counts = _count_tokens(model.model.embed_tokens, model.model.layers[1].mlp)
     cache = burst_rt.hf.Cache(model, ctx, capacity=PROMPT, block=_BLOCK)
     counts.clear()  # of the token by which the cache is made
     prompt = torch.ones(1, PROMPT, dtype=torch.int64)
@@ -83,6 +95,18 @@ def _difference_with_noise(ctx: burst_rt.Context, truths: dict[str, Generated]) 
         return output.flip(-1) if ctx.rank and decoding else output
 
     model.lm_head.register_forward_hook(spoil)
+    return _difference(generate(model, "chunks", cache), truths["chunks"])
+
+
+def _difference_under_fsdp2(ctx: burst_rt.Context, truths: dict[str, Generated]) -> float:
+    """With a policy FSDP2 goes through the arguments of each layer."""
+    model, policy = make_decoder("Llama", "burst_rt"), MixedPrecisionPolicy(torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    counts = _count_tokens(model.model.embed_tokens)
+    cache = burst_rt.hf.Cache(model, ctx, capacity=128, block=_BLOCK)
+    assert counts == [1], "a tested model was compared"
     return _difference(generate(model, "chunks", cache), truths["chunks"])
 
 

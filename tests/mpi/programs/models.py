@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from small_models import gradients, make_batch, make_model, seen
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import burst_rt
@@ -55,9 +55,11 @@ def main(ctx: burst_rt.Context, truths: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 def _shard_parameters(model: Any) -> Any:
+    # With a policy FSDP2 goes through the arguments of each layer.
+    policy = MixedPrecisionPolicy(torch.float32, torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
 
 
 def _differences(
