@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from decodes import CASES, decode
-from spec import Attention, errors_of, reference, relative_error, single_process
+from spec import Attention, errors_of, relative_error, single_process
 from tolerances import ERROR, RATIO
 from worlds import Case, attend, attend_over_threads
 
@@ -65,14 +65,6 @@ class Parity(Mask):
         return (q_position % 2 == 0) & (kv_position >= 0)
 
 
-def truth_of(case: Case) -> Attention:
-    inputs = case.inputs()
-    dlse = inputs.dlse if case.lse_grad else None
-    return reference(
-        inputs.q, inputs.k, inputs.v, inputs.dout, dlse, mask=case.mask, scale=case.scale
-    )
-
-
 def assert_right(result: Attention, truth: Attention, dtype: torch.dtype = torch.float32) -> None:
     for name, error in errors_of(result, truth).items():
         # lse is kept in the type of the sums.
@@ -106,7 +98,7 @@ _PROMISED = {
 def test_errors_are_those_of_one_process(name: str) -> None:
     """At most 1.5 times torch's own, for all worlds; the layouts and strategies take turns."""
     case = _PROMISED[name].but(lse_grad=False)
-    truth = truth_of(case)
+    truth = case.truth
     expected = errors_of(single_process(*case.inputs()[:4], mask=case.mask), truth)
     turns = list(itertools.product(KINDS, ("burst", "ring-kv", "ring-q")))
     for i, world_size in enumerate(_WORLDS):
@@ -132,7 +124,7 @@ def test_every_layout_and_strategy_in_every_world(
     world_size: int, kind: str, strategy: str, mask: Mask
 ) -> None:
     case = Case(63, heads=4, kv_heads=2, batch=2, mask=mask, kind=kind, strategy=strategy)
-    assert_right(attend_over_threads(world_size, case), truth_of(case))
+    assert_right(attend_over_threads(world_size, case), case.truth)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,7 +166,7 @@ def test_every_other_strategy(world_size: int, kind: str, strategy: str, mask: M
     case = cases[(list(KINDS).index(kind) + isinstance(mask, Causal)) % 3].but(
         mask=mask, kind=kind, strategy=strategy
     )
-    assert_right(attend_over_threads(world_size, case), truth_of(case), case.dtype)
+    assert_right(attend_over_threads(world_size, case), case.truth, case.dtype)
 
 
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
@@ -195,7 +187,7 @@ def test_short_and_unequal_lengths(
         case = Case(
             lengths[0], kv_len=lengths[1], mask=mask, kind=kind, kv_kind=kv_kind, strategy=strategy
         )
-        truth = truth_of(case)
+        truth = case.truth
         for world_size in (2, 5):
             assert_right(attend_over_threads(world_size, case), truth)
 
@@ -206,7 +198,7 @@ def test_rows_that_see_no_key(strategy: str) -> None:
     for mask, blind in ((Causal(), slice(0, 30)), (Parity(), slice(1, None, 2))):
         case = Case(50, kv_len=20, mask=mask, strategy=strategy)
         result = attend_over_threads(3, case)
-        assert_right(result, truth_of(case))
+        assert_right(result, case.truth)
         assert not result.out[:, blind].any()
         assert (result.lse[:, :, blind] == -torch.inf).all()
         assert result.dq is not None
@@ -251,7 +243,7 @@ def test_nan_that_comes_for_rows_that_see_no_key_goes_nowhere(mask: Mask, strate
 def test_masks_of_ones_own(mask: Mask, strategy: str) -> None:
     for kind in KINDS:
         case = Case(100, heads=4, kv_heads=2, mask=mask, kind=kind, strategy=strategy)
-        assert_right(attend_over_threads(3, case), truth_of(case))
+        assert_right(attend_over_threads(3, case), case.truth)
 
 
 def test_a_narrow_window_sends_to_neighbours_only() -> None:
@@ -275,14 +267,14 @@ def test_a_narrow_window_sends_to_neighbours_only() -> None:
 @pytest.mark.parametrize("head_dim", [1, 3, 16, 40, 64, 80, 128, 256])
 def test_head_sizes(head_dim: int) -> None:
     case = Case(70, heads=2, head_dim=head_dim, mask=Causal())
-    assert_right(attend_over_threads(2, case), truth_of(case))
+    assert_right(attend_over_threads(2, case), case.truth)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 2), (8, 1), (3, 3)])
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
 def test_head_counts(heads: int, kv_heads: int, strategy: str) -> None:
     case = Case(70, heads=heads, kv_heads=kv_heads, mask=Causal(), strategy=strategy)
-    assert_right(attend_over_threads(3, case), truth_of(case))
+    assert_right(attend_over_threads(3, case), case.truth)
 
 
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
@@ -301,14 +293,14 @@ def test_types(dtype: torch.dtype, batch: int, strategy: str, kernel: str) -> No
         strategy=strategy,
     )
     result = attend_over_threads(3, case, kernel=kernel)
-    assert_right(result, truth_of(case), dtype)
+    assert_right(result, case.truth, dtype)
     assert result.lse.dtype == sum_dtype(dtype)
     assert {x.dtype for x in (result.out, *result[2:]) if x is not None} == {dtype}
 
 
 def test_errors_do_not_grow_with_the_world() -> None:
     case = Case(640, heads=2, head_dim=32, mask=Causal(), lse_grad=False)
-    truth = truth_of(case)
+    truth = case.truth
     by_world = {
         world_size: errors_of(attend_over_threads(world_size, case), truth)
         for world_size in (1, 2, 4, 8, 16)
@@ -323,7 +315,7 @@ def test_errors_do_not_grow_with_the_world() -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.3, 4, 1e-8])
 def test_scales(scale: float) -> None:
     case = Case(50, mask=Causal(), scale=scale)
-    assert_right(attend_over_threads(2, case), truth_of(case))
+    assert_right(attend_over_threads(2, case), case.truth)
 
 
 def test_large_scores() -> None:
@@ -333,7 +325,7 @@ def test_large_scores() -> None:
     case = Case(100, mask=Causal(), scale=60.0)
     inputs = case.inputs()
     result = burst_rt.run_local(3, lambda ctx: attend(ctx, case, inputs))[0]
-    truth = truth_of(case)
+    truth = case.truth
     assert all(torch.isfinite(x).all() for x in result if x is not None)
     # Rounding of the scores themselves, 500 x roundoff, becomes relative error of the weights.
     assert relative_error(result.out, truth.out) < 500 * ERROR[torch.float32]
