@@ -202,8 +202,9 @@ def _ask(
     try:
         return method(*arguments)
     except Exception as error:
-        # A compiler makes the object before the graph runs, and sets its fields afterwards.
-        inside = mask._burst_rt_number == UNNUMBERED
+        # A compiler makes the object before the graph runs, and sets its fields afterwards: the
+        # number, too.
+        inside = getattr(mask, "_burst_rt_number", UNNUMBERED) == UNNUMBERED
         raise InputError(
             f"{_name(mask)}: {what} raised {type(error).__name__}: {error}"
             f"{_INSIDE if inside else ''}"

@@ -57,6 +57,10 @@ class Watch:
         self.compared = ""  # with one process: "with loss", "without loss" or not yet
         self.checks = False  # whether every call's output is looked at
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A model is pickled without the call that it was last in.
+        return {**self.__dict__, "_call": None}
+
     def before_model(
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:

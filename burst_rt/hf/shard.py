@@ -28,6 +28,8 @@ KEYWORD = "burst_rt"
 # Arguments of kernels that are not used here; a packed batch brings them along.
 _OF_KERNELS = ("max_length_q", "max_length_k", "seq_idx")
 _DECODER = "decoder_"
+# Labelled tokens of a step: the loss is the sum over this number.
+_NUMBER = "num_items_in_batch"
 
 
 class Part:
@@ -60,8 +62,12 @@ class Part:
         self.excused = False  # whether something else says that no layer has attended by it
 
     def __del__(self) -> None:
-        """Warns of a part that no layer has attended by. After an error that is no news."""
-        said = self.attended or self.excused or getattr(sys, "last_type", None) is not None
+        """Warns of a part that no layer has attended by. After an error that is no news.
+
+        A call of a prepared model attends, or ends with an error.
+        """
+        ended = bool(self.told) or getattr(sys, "last_type", None) is not None
+        said = self.attended or self.excused or ended
         if not said and self.ctx.world_size > 1 and not sys.is_finalizing():
             warnings.warn(
                 "burst_rt.hf.shard: a part of a batch is gone, and no layer has attended by it: a "
@@ -135,9 +141,10 @@ def shard(
         if name not in _OF_KERNELS:
             per_token = name.removeprefix(_DECODER) in BATCH_NAMES and x is not None
             spread = per_token or (isinstance(x, torch.Tensor) and x.ndim > 0)
+            spread = spread and name != _NUMBER
             (tensors if spread else others)[name] = x
-    if "num_items_in_batch" in others:
-        _check_number(others["num_items_in_batch"], ctx, check)
+    if _NUMBER in others:
+        _check_number(others[_NUMBER], ctx, check)
     ranks = ctx if group is None else group
     if any(name.startswith(_DECODER) for name in tensors):
         return {**others, **_shard_both(tensors, ctx, layout, ranks, check)}
@@ -243,10 +250,11 @@ def _check_number(number: Any, ctx: Context, check: bool) -> None:
         value = float(number)
     except (TypeError, ValueError):
         value = math.nan
-    if not 0 < value < math.inf or isinstance(number, (str, bytes)):
+    shape = getattr(number, "shape", ())
+    if not 0 < value < math.inf or isinstance(number, (str, bytes)) or shape:
         error = InputError(
             "hf.shard: num_items_in_batch: expected the number of labelled tokens of the step, "
-            f"above 0; got {number!r}"
+            f"above 0; got {number!r}{', which is no single number' if shape else ''}"
         )
         refuse("hf.shard", error, ctx.runtime)
     if check:

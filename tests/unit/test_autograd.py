@@ -8,7 +8,7 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from worlds import Case, attend_over_threads
 
 import burst_rt
-from burst_rt import Causal, Context, ContextLayout, Documents, Mask, Relation
+from burst_rt import Causal, Context, ContextLayout, Documents, Mask, Relation, SlidingWindow
 from burst_rt.attention import autograd
 from burst_rt.attention import run as attention_run
 from burst_rt.attention.sharding import LAYOUTS
@@ -439,6 +439,23 @@ class _Window(Mask):
 
     def allows(self, q_position: Any, kv_position: Any) -> Any:
         return (kv_position <= q_position) & (kv_position >= q_position - self.width)
+
+
+_DOCUMENTS = Documents([7, 9])
+
+
+@pytest.mark.skipif(not _WHOLE, reason="before torch 2.13 the call is not compiled")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("mask", [lambda: SlidingWindow(5, 0), lambda: Causal() & _DOCUMENTS])
+def test_a_mask_that_is_made_inside_is_refused(ctx: Context, mask: Callable[[], Mask]) -> None:
+    layout = ctx.layout(16)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return burst_rt.burst_attention(q, k, v, layout=layout, mask=mask())
+
+    with pytest.raises(InputError, match="cannot be made inside a compiled function: make it out"):
+        torch.compile(call, backend="eager")(*_qkv(ctx))
+    assert ctx.all_reduce(torch.ones(1)).item() == 1  # the context is usable
 
 
 @pytest.mark.skipif(not _WHOLE, reason="before torch 2.13 the call is not compiled")

@@ -5,6 +5,7 @@ models are right over ranks is tested in tests/mpi/test_models.py.
 from __future__ import annotations
 
 import gc
+import io
 import math
 import re
 import warnings
@@ -342,6 +343,8 @@ def test_a_batch_is_tensors_by_name_and_its_number_the_same() -> None:
             burst_rt.hf.shard([batch], ctx)  # type: ignore[arg-type]
         with pytest.raises(ContractMismatch, match=r"got \[10.0, 11.0\] by rank"):
             burst_rt.hf.shard({**batch, "num_items_in_batch": 10 + ctx.rank}, ctx)
+        with pytest.raises(InputError, match=r"got tensor\(\[7\]\), which is no single number"):
+            burst_rt.hf.shard({**batch, "num_items_in_batch": torch.tensor([7])}, ctx)
         part = burst_rt.hf.shard({**batch, "num_items_in_batch": torch.tensor(7)}, ctx)
         assert part["num_items_in_batch"] == 7
         part["burst_rt"].excused = True
@@ -614,8 +617,40 @@ def test_parts_that_were_used_or_refused_are_not_warned_of() -> None:
             with pytest.raises(InputError, match="expected a model that was prepared"):
                 model(**part)
 
+    def interrupted(parts: list[dict[str, Any]]) -> None:
+        """As by a loop that leaves out a batch for which there is no memory."""
+        mine = burst_rt.hf.prepare(deepcopy(model), parts[0]["burst_rt"].ctx)
+        mine.model.layers[0].register_forward_pre_hook(_out_of_memory)
+        for part in parts:
+            with pytest.raises(MemoryError):
+                mine(**part)
+
     assert _warnings_of(2, attending) == []
     assert _warnings_of(2, failing) == []
+    assert _warnings_of(2, interrupted) == []
+
+
+def _out_of_memory(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    raise MemoryError
+
+
+def test_a_prepared_model_is_saved_whole_after_a_call() -> None:
+    model, batch = make_model("Llama"), make_batch("Llama", "plain")
+    model.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> list[float]:
+        mine, losses = burst_rt.hf.prepare(deepcopy(model), ctx), []
+        for _ in range(2):
+            part = burst_rt.hf.shard(batch, ctx)
+            losses.append(mine(**part).loss.item())
+            file = io.BytesIO()
+            torch.save(mine, file)
+            file.seek(0)
+            mine = torch.load(file, weights_only=False)
+        return losses
+
+    for first, second in burst_rt.run_local(2, run, timeout_s=60):
+        assert first == second
 
 
 def test_without_a_prepared_model_there_are_no_parts() -> None:
