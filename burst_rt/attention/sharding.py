@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from burst_rt.attention.mask_check import check_mask
@@ -23,29 +25,17 @@ __all__ = ["AUTO", "LAYOUTS", "ContextLayout", "choose_layout"]
 AUTO = "auto"
 
 
+@dataclass(frozen=True)
 class ContextLayout:
-    """Which tokens each rank of a context holds. Made by `Context.layout`; it never changes.
+    """Which tokens each rank of a context holds. Made by `Context.layout`."""
 
-    It is no dataclass: of a dataclass among the arguments of a module's forward, FSDP2's mixed
-    precision makes another one.
-    """
+    setup: Setup = field(repr=False)  # the context's setup
+    map: Layout  # the positions of every rank
+    # Compiled programs know the layout by this number; no other object has the same number.
+    number: int = field(init=False, compare=False, repr=False)
 
-    def __init__(self, setup: Setup, map: Layout) -> None:
-        self.setup = setup  # the context's
-        self.map = map  # the positions of every rank
-        # Compiled programs know the layout by this number; no other object has the same number.
-        self.number = LAYOUTS.give(self)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ContextLayout):
-            return NotImplemented
-        return (self.setup, self.map) == (other.setup, other.map)
-
-    def __hash__(self) -> int:
-        return hash((self.setup, self.map))
-
-    def __repr__(self) -> str:
-        return f"ContextLayout(map={self.map!r})"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", LAYOUTS.give(self))
 
     @property
     def runtime(self) -> Runtime:
@@ -150,6 +140,11 @@ class ContextLayout:
                 "x.detach()"
             )
         return None
+
+
+# Of dataclasses among the arguments of a module's forward FSDP2's mixed precision makes others, by
+# their fields. A layout stays what it is: its number, and what ranks know it by.
+del ContextLayout.__dataclass_fields__
 
 
 def choose_layout(
