@@ -14,6 +14,7 @@ from burst_rt.attention.setup import Setup
 from burst_rt.drivers import raw_bytes
 from burst_rt.errors import InputError
 from burst_rt.kernels import DTYPES, sum_dtype
+from burst_rt.opaque import opaque
 from burst_rt.planning.layouts import BALANCED, Layout, fitting, make_layout
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.numbers import Numbers
@@ -25,6 +26,7 @@ __all__ = ["AUTO", "LAYOUTS", "ContextLayout", "choose_layout"]
 AUTO = "auto"
 
 
+@opaque
 @dataclass(frozen=True)
 class ContextLayout:
     """Which tokens each rank of a context holds. Made by `Context.layout`."""
@@ -140,11 +142,6 @@ class ContextLayout:
                 "x.detach()"
             )
         return None
-
-
-# Of dataclasses among the arguments of a module's forward FSDP2's mixed precision makes others, by
-# their fields. A layout stays what it is: its number, and what ranks know it by.
-del ContextLayout.__dataclass_fields__
 
 
 def choose_layout(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ from burst_rt.hf.hooks import HookedCache, attach, check_model, detach, what_lay
 from burst_rt.hf.prepare import prepare
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.hf.spread import spread
+from burst_rt.opaque import opaque
 from burst_rt.planning.masks.positions import is_count
 from burst_rt.runtime.refusing import refuse
 
@@ -36,18 +38,17 @@ __all__ = ["Cache", "CachedPart"]
 _NAME = "hf.Cache"
 
 
+@opaque
+@dataclass(eq=False)
 class CachedPart:
     """One call of a model with a cache, for the attention function. See `shard.Part`."""
 
-    def __init__(
-        self, ctx: Context, step: Step, position_ids: torch.Tensor, largest_position: int
-    ) -> None:
-        self.ctx = ctx
-        self.step = step
-        self.position_ids = position_ids  # of this rank's tokens
-        self.largest_position = largest_position  # of all ranks' tokens
-        # Of the models whose rotary embeddings were told the largest position (`rotary.Watch`).
-        self.told: set[object] = set()
+    ctx: Context
+    step: Step
+    position_ids: torch.Tensor  # of this rank's tokens
+    largest_position: int  # of all ranks' tokens
+    # Of the models whose rotary embeddings were told the largest position (`rotary.Watch`).
+    told: set[object] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedPart:
         return self  # wrappers copy a model's arguments

@@ -7,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from burst_rt.attention.sharding import ContextLayout
 from burst_rt.batches import BATCH_NAMES, ShardedBatch, shard_batch
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
+from burst_rt.opaque import opaque
 from burst_rt.planning.masks import Documents, Mask
 from burst_rt.runtime.mean import RanksOrGroup
 from burst_rt.runtime.refusing import refuse
@@ -32,34 +34,21 @@ _DECODER = "decoder_"
 _NUMBER = "num_items_in_batch"
 
 
+@opaque
+@dataclass(eq=False)
 class Part:
-    """How a batch is cut, for the attention function and the loss.
+    """How a batch is cut, for the attention function and the loss."""
 
-    group: whose tokens the loss is a mean of. encoder, unpadded: what a decoder attends to beside
-    itself: its encoder's batch, and which tokens are no padding.
-
-    It is no dataclass: of a dataclass among the arguments of a module's forward, FSDP2's mixed
-    precision makes another one.
-    """
-
-    def __init__(
-        self,
-        ctx: Context,
-        batch: ShardedBatch,
-        group: RanksOrGroup,
-        *,
-        encoder: ShardedBatch | None = None,
-        unpadded: Mask = FULL,
-    ) -> None:
-        self.ctx = ctx
-        self.batch = batch
-        self.group = group
-        self.encoder = encoder
-        self.unpadded = unpadded
-        # Of the prepared models that were called with it (`prepare`).
-        self.told: set[object] = set()
-        self.attended = False  # whether any layer has attended by it
-        self.excused = False  # whether something else says that no layer has attended by it
+    ctx: Context
+    batch: ShardedBatch
+    group: RanksOrGroup  # whose tokens the loss is a mean of
+    # What a decoder attends to beside itself: its encoder's batch, and which tokens are no padding.
+    encoder: ShardedBatch | None = None
+    unpadded: Mask = FULL
+    # Of the prepared models that were called with it (`prepare`).
+    told: set[object] = field(default_factory=set)
+    attended: bool = False  # whether any layer has attended by it
+    excused: bool = False  # whether something else says that no layer has attended by it
 
     def __del__(self) -> None:
         """Warns of a part that no layer has attended by. After an error that is no news.
@@ -140,8 +129,8 @@ def shard(
     for name, x in batch.items():
         if name not in _OF_KERNELS:
             per_token = name.removeprefix(_DECODER) in BATCH_NAMES and x is not None
-            spread = per_token or (isinstance(x, torch.Tensor) and x.ndim > 0)
-            spread = spread and name != _NUMBER
+            is_tensor = isinstance(x, torch.Tensor) and x.ndim > 0 and name != _NUMBER
+            spread = per_token or is_tensor
             (tensors if spread else others)[name] = x
     if _NUMBER in others:
         _check_number(others[_NUMBER], ctx, check)

@@ -147,12 +147,8 @@ _SPILLS_OF_SEVERAL |= {
 }
 
 
-# Hopper's kernels spill the most.
-@pytest.mark.parametrize(
-    ("arch", "width"),
-    [(90, width) for width in (1, 2, 4, COMPRESSED)]
-    + [(arch, width) for arch in (80, 100) for width in (1, COMPRESSED)],
-)
+@pytest.mark.parametrize("width", [1, 2, 4, COMPRESSED])
+@pytest.mark.parametrize("arch", _PRODUCTS)
 def test_several_runs_and_spans(arch: int, width: int) -> None:
     """Lines of work with several runs of blocks, as under windows, and several spans a row."""
     requests = [

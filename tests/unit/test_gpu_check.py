@@ -169,7 +169,8 @@ def test_every_test_of_a_step_is_there() -> None:
 _COLLECT = """
 import json, sys, pytest
 for words in json.load(sys.stdin):
-    pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *words])
+    if code := pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *words]):
+        sys.exit(code)
     print("next")
 """
 

@@ -1,0 +1,20 @@
+"""Dataclasses that wrappers of a module's forward hand on as they are."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+__all__ = ["opaque"]
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def opaque(cls: _Class) -> _Class:
+    """For a dataclass whose objects are arguments of a module's forward: it is no longer known as a
+    dataclass.
+
+    FSDP2's mixed precision goes through these arguments, and makes of each dataclass another one by
+    its fields (torch 2.13, `torch.distributed.utils._apply_to_tensors`).
+    """
+    del cls.__dataclass_fields__  # type: ignore[attr-defined]
+    return cls
