@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 with warnings.catch_warnings():
     # Of libraries that transformers imports.
@@ -15,7 +16,17 @@ with warnings.catch_warnings():
 
 logging.set_verbosity_error()
 
-__all__ = ["KINDS", "NAMES", "TOKENS", "Truth", "make_batch", "make_model", "seen", "truth"]
+__all__ = [
+    "KINDS",
+    "NAMES",
+    "TOKENS",
+    "Truth",
+    "fully_sharded",
+    "make_batch",
+    "make_model",
+    "seen",
+    "truth",
+]
 
 TOKENS = 75  # divides by none of 2, 4 and twice 3
 _CLASSES = 64
@@ -87,6 +98,14 @@ def make_model(name: str) -> Any:
     model = kind(config)
     model.set_attn_implementation("eager")
     return model.train()
+
+
+def fully_sharded(model: Any) -> Any:
+    """The model under FSDP2. With a policy FSDP2 goes through the arguments of each layer."""
+    policy = MixedPrecisionPolicy(torch.float32, torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
 
 
 def make_batch(name: str, kind: str) -> dict[str, torch.Tensor]:

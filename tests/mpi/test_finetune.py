@@ -15,15 +15,11 @@ import pytest
 import torch
 from example_checks import EXAMPLES
 from jobs import run_job
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tolerances import LOSSES
 from torch.nn import functional
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    get_cosine_schedule_with_warmup,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+
+from burst_rt.launch.train.export import byte_tokenizer
 
 _TOKENS, _EPOCHS, _LR = 150, 2, 0.01
 _DATA, _ACCUMULATED = 2, 2
@@ -32,17 +28,12 @@ _END = 0
 
 def _make(folder: Path) -> LlamaForCausalLM:
     """A folder of a random model whose tokens are bytes, and the model."""
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<end>": _END} | {x: number for number, x in enumerate(characters, 1)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2,
-        eos_token_id=_END,
+        eos_token_id=_END, max_position_embeddings=256,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
@@ -55,10 +46,8 @@ def _write_texts(folder: Path) -> list[list[int]]:
     for number in range(16):
         text = "".join(draw.choice("aaab cd") for _ in range(draw.randrange(14, 200)))
         (folder / f"{number:02}.txt").write_text(text)
-        documents.append(text)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # A space is written as another character.
-    return [[alphabet.index(x.replace(" ", "Ġ")) + 1 for x in text] + [_END] for text in documents]
+        documents.append([*text.encode(), _END])
+    return documents
 
 
 def _rows(documents: list[list[int]]) -> Iterator[list[list[int]]]:

@@ -199,11 +199,10 @@ def _case(mask: Mask) -> Case:
 
 
 @cache
-def _truth(name: str) -> Attention:
+def _truth_of_the_function() -> Attention:
     at = torch.arange(_TOKENS)
     third = Documents(_LENGTHS).allows(at[:, None], at) & ((at[:, None] + at) % 3 > 0)
-    case = _case(_MASKS[name])
-    return reference(*case.inputs(), mask=third if name == "function" else case.mask)
+    return reference(*_case(_MASKS["function"]).inputs(), mask=third)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -216,8 +215,9 @@ def test_memory_that_no_row_was_sent_to_is_not_read(
     """Fresh memory holds NaN in all tests; where blocks come in part, a read of the rest shows."""
     monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
     for name, mask in _MASKS.items():
-        found = attend_over_threads(4, replace(_case(mask), kind=kind, strategy=strategy))
-        for field, error in errors_of(found, _truth(name)).items():
+        case = _case(mask).but(kind=kind, strategy=strategy)
+        truth = _truth_of_the_function() if name == "function" else case.truth
+        for field, error in errors_of(attend_over_threads(4, case), truth).items():
             assert error < ERROR[torch.float32], (name, field)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from small_generation import BATCHES, PROMPT, Generated, generate, make_decoder
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from small_models import fully_sharded
 
 import burst_rt
 import burst_rt.hf
@@ -99,11 +99,7 @@ def _difference_with_noise(ctx: burst_rt.Context, truths: dict[str, Generated]) 
 
 
 def _difference_under_fsdp2(ctx: burst_rt.Context, truths: dict[str, Generated]) -> float:
-    """With a policy FSDP2 goes through the arguments of each layer."""
-    model, policy = make_decoder("Llama", "burst_rt"), MixedPrecisionPolicy(torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    model = fully_sharded(make_decoder("Llama", "burst_rt"))
     counts = _count_tokens(model.model.embed_tokens)
     cache = burst_rt.hf.Cache(model, ctx, capacity=128, block=_BLOCK)
     assert counts == [1], "a tested model was compared"

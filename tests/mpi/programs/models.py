@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_models import gradients, make_batch, make_model, seen
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from small_models import fully_sharded, gradients, make_batch, make_model, seen
 from torch.nn.parallel import DistributedDataParallel
 
 import burst_rt
@@ -42,7 +41,7 @@ def main(ctx: burst_rt.Context, truths: dict[str, dict[str, Any]]) -> dict[str, 
         dist.init_process_group("gloo")
         for name in _WRAPPED:
             truth = truths[name]["packed"]
-            for wrap in (DistributedDataParallel, _shard_parameters):
+            for wrap in (DistributedDataParallel, fully_sharded):
                 case = f"{name} packed {wrap.__name__}"
                 found[case] = _differences(ctx, name, "packed", truth, wrap=wrap)
         dist.destroy_process_group()
@@ -52,14 +51,6 @@ def main(ctx: burst_rt.Context, truths: dict[str, dict[str, Any]]) -> dict[str, 
             ctx, "Gemma3", "packed", truth, wrap=compiled, after=average
         )
     return found
-
-
-def _shard_parameters(model: Any) -> Any:
-    # With a policy FSDP2 goes through the arguments of each layer.
-    policy = MixedPrecisionPolicy(torch.float32, torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
 
 
 def _differences(
