@@ -133,13 +133,13 @@ STEPS = (
         150,
         beside=True,
     ),
-    Step("memcheck", (*_SANITIZER, "memcheck", *_SMALL), 60, "compute-sanitizer"),
-    Step("racecheck", (*_SANITIZER, "racecheck", *_SMALL), 60, "compute-sanitizer", beside=True),
+    Step("memcheck", (*_SANITIZER, "memcheck", *_SMALL), 150, "compute-sanitizer", beside=True),
+    Step("racecheck", (*_SANITIZER, "racecheck", *_SMALL), 150, "compute-sanitizer", beside=True),
     # The steps after this one use what it finds.
     Step("block sizes", (*_TUNE, "--repeats", "5", "--limit-s", "60"), 90),
     Step("kernel speed", (*_BENCH, "--part", "kernels", "--repeats", "5"), 80),
     Step("calls under masks", (*_BENCH, "--part", "masks", "--repeats", "5"), 40),
-    Step("rings on one GPU", (*_BENCH, "--part", "ring", "--repeats", "5"), 30),
+    Step("rings on one GPU", (*_BENCH, "--part", "ring", "--repeats", "5"), 60),
     Step("staged transfers", (*_RANKS, "--part", "staged", "--repeats", "5"), 30),
 )
 

@@ -173,6 +173,12 @@ class Plan(RankPlan):
         )
         return "\n".join(filter(None, lines))
 
+    @cached_property
+    def writes_gradients(self) -> bool:
+        """Whether the kernel writes gradients as they are wanted: there is one tile, and no sum."""
+        alone = not self.key.forward and self.work.ring_size == 1 and len(self.work.tiles) == 1
+        return alone and self.kernel.writes_gradients(self.work)
+
     def memory(self, *, tables: bool = True) -> MemoryNeed:
         """The memory of one run, in bytes. A GPU's tables are made to count them, once.
 
@@ -183,7 +189,8 @@ class Plan(RankPlan):
         slots = sum(part.size_bytes for part in self.slots)
         chunks = sum(part.size_bytes for part in self.chunks)
         table_bytes = self._table_bytes if tables else 0
-        return MemoryNeed(slots, held.sums, held.copies, scratch, table_bytes, chunks)
+        sums = held.sums - (held.spared if self.writes_gradients else 0)
+        return MemoryNeed(slots, sums, held.copies, scratch, table_bytes, chunks)
 
     @cached_property
     def _table_bytes(self) -> int:

@@ -25,6 +25,7 @@ from burst_rt.planning.problem import ScoreOptions, TileShape
 __all__ = [
     "DTYPES", "PARTIALS", "QKV", "Gradients", "Kernel", "Places", "Results", "ScoreTerms", "State",
     "Tile", "Upstream", "Work", "deterministic", "fold", "some_of", "sum_dtype", "too_old",
+    "write_from_sums",
 ]  # fmt: skip
 
 
@@ -174,14 +175,19 @@ class Tile(NamedTuple):
     scale: float  # of the softmax
     # Called between parts of a long tile, so that transfers move on.
     progress: Callable[[], None]
-    # Whether it is the first tile of a forward call: the state then holds nothing, not even zeros.
+    # Whether it is the first tile of a call: the state of a forward then holds nothing, not even
+    # zeros.
     first: bool = False
-    # Whether it is the last tile of a forward call: the kernel then also finishes all rows of the
-    # state.
+    # Whether it is the last tile of a call: a forward then also finishes all rows of the state.
     last: bool = False
     # The number in the whole call of the tile's first query head.
     first_head: int = 0
     terms: ScoreTerms = ScoreTerms()
+
+    @property
+    def only(self) -> bool:
+        """Whether it is the only tile of its call."""
+        return self.first and self.last
 
     def relation(self, rows: slice, columns: slice) -> Relation:
         """What the mask leaves of these rows and columns of the tile, by their positions alone."""
@@ -269,6 +275,14 @@ class Kernel(Protocol):
         """
         return True
 
+    def writes_gradients(self, work: Work) -> bool:
+        """Whether `backward` may get a tile that is the only one of its call: False, if not
+        overridden.
+
+        The gradients that it then writes need no sums of a wider type.
+        """
+        return False
+
     def remarks(self, work: Work) -> tuple[str, ...]:
         """What a user should know about this kernel doing this work; `explain` shows it.
 
@@ -305,7 +319,12 @@ class Kernel(Protocol):
             delta.masked_fill_(top == torch.inf, 0.0)
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
-        """Adds the gradients of the tile's pieces to the sums in `grads`."""
+        """Adds the gradients of the tile's pieces to the sums in `grads`.
+
+        If it is the only tile of its call (`Tile.only`), `grads` hold nothing yet, not even zeros,
+        and may have the inputs' type: all of them is written. Only kernels that say so
+        (`writes_gradients`) get such a tile.
+        """
 
     def decode(
         self, qkv: QKV, seen: Seen, scale: float, softcap: float | None, into: Partial
@@ -332,6 +351,17 @@ class Kernel(Protocol):
 
         The memory that a mask of the user's own takes is a guess.
         """
+
+
+def write_from_sums(grads: Gradients, add: Callable[[Gradients], object]) -> None:
+    """Writes gradients of any type from sums of float32: `add` adds to these."""
+    sums = Gradients(
+        *(None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in grads)
+    )
+    add(sums)
+    for x, total in zip(grads, sums, strict=True):
+        if x is not None and total is not None:
+            x.copy_(total)
 
 
 def too_old(name: str, device: torch.device) -> str | None:

@@ -35,6 +35,7 @@ from burst_rt.kernels.base import (
     deterministic,
     fold,
     too_old,
+    write_from_sums,
 )
 from burst_rt.planning.masks import Piece
 from burst_rt.planning.problem import TileShape
@@ -125,6 +126,10 @@ class _VendorKernel(Kernel):
         """
         return forward
 
+    def writes_gradients(self, work: Work) -> bool:
+        """See `Kernel.writes_gradients`: where a single call does all the work."""
+        return _whole(work)
+
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether partials are in 16 bits; whether results are repeatable."""
         remarks = remarks_on_partials(work)
@@ -153,18 +158,30 @@ class _VendorKernel(Kernel):
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
         dout, out = _stand_in(upstream.dout, upstream.delta)
-        for call in _calls(tile.pieces):
-            rows, columns = call.rows, call.columns
-            results = Results(
-                _heads_first(out, rows),
-                upstream.lse[:, :, rows].contiguous(),
-                _heads_first(dout, rows),
-                None,
-            )
-            found = self._call_backward(call.of(qkv), results, call.causal, tile.scale)
-            for total, at, grad in zip(grads, (rows, columns, columns), found, strict=True):
-                if total is not None:
-                    total[:, at].add_(grad.transpose(1, 2))
+        calls = list(_calls(tile.pieces))
+        whole = slice(0, qkv.q.shape[1]), slice(0, qkv.k.shape[1])
+        writes = tile.only and [(call.rows, call.columns) for call in calls] == [whole]
+
+        def run(into: Gradients) -> None:
+            for call in calls:
+                rows, columns = call.rows, call.columns
+                results = Results(
+                    _heads_first(out, rows),
+                    upstream.lse[:, :, rows].contiguous(),
+                    _heads_first(dout, rows),
+                    None,
+                )
+                found = self._call_backward(call.of(qkv), results, call.causal, tile.scale)
+                for x, at, grad in zip(into, (rows, columns, columns), found, strict=True):
+                    if x is not None and writes:
+                        x.copy_(grad.transpose(1, 2))
+                    elif x is not None:
+                        x[:, at].add_(grad.transpose(1, 2))
+
+        if tile.only and not writes:
+            write_from_sums(grads, run)
+        else:
+            run(grads)
         tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:

@@ -96,11 +96,14 @@ def _run(
     rows = torch.full((2, batch, heads, q_len), torch.nan, device=_CUDA)
     kernel.delta(Results(state.out, state.lse, dout, dlse), rows)
     dq, dk, dv = (torch.zeros(x.shape, device=_CUDA) for x in (q, k, v))
+    if len(tiles) == 1:
+        # Then the kernel writes them.
+        dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
     for at, tile in tiles:
         kernel.backward(
             QKV(q, k[:, at], v[:, at]),
             Upstream(dout, rows[0], rows[1]),
-            tile,
+            tile._replace(first=len(tiles) == 1, last=len(tiles) == 1),
             Gradients(dq, dk[:, at], dv[:, at]),
         )
     return Attention(state.out, state.lse, dq, dk, dv)

@@ -260,12 +260,14 @@ def _state(q: torch.Tensor) -> State:
 def _gradients(
     kernel: Any, tile: Tile, tensors: list[torch.Tensor], truth: Attention, *, start: float = 1.0
 ) -> list[torch.Tensor]:  # kernel: of either class
+    """What the kernel adds to sums that are `start`; of the only tile of a call, what it writes."""
     q, k, v, dout, dlse = tensors
     rows = torch.full((2, *truth.lse.shape), torch.nan)
     kernel.delta(Results(truth.out.float(), truth.lse.float(), dout, dlse), rows)
-    sums = [torch.full(x.shape, start) for x in (q, k, v)]
-    kernel.backward(QKV(q, k, v), Upstream(dout, rows[0], rows[1]), tile, Gradients(*sums))
-    return [total - start for total in sums]
+    start, dtype = (torch.nan, q.dtype) if tile.only else (start, torch.float32)
+    into = Gradients(*(torch.full(x.shape, start, dtype=dtype) for x in (q, k, v)))
+    kernel.backward(QKV(q, k, v), Upstream(dout, rows[0], rows[1]), tile, into)
+    return [x if tile.only else x - start for x in into if x is not None]
 
 
 @pytest.mark.parametrize("dtype", _16_BIT)
@@ -280,13 +282,15 @@ def test_a_tile_against_the_spec(
     assert doubles.calls == PIECES[name][1]
     assert relative_error(state.out, truth.out) < ERROR[dtype]
     assert relative_error(state.lse, truth.lse) < ERROR[torch.float32]
-    doubles.calls.clear()
     if dtype == torch.float16:
         return  # its backward is refused
-    for got, want in zip(_gradients(kernel, tile, tensors, truth), truth[2:5], strict=True):
-        assert want is not None
-        assert relative_error(got, want) < ERROR[dtype]
-    assert doubles.calls == PIECES[name][1]
+    for first in (False, True):
+        doubles.calls.clear()
+        found = _gradients(kernel, tile._replace(first=first), tensors, truth)
+        for got, want in zip(found, truth[2:5], strict=True):
+            assert want is not None
+            assert relative_error(got, want) < ERROR[dtype]
+        assert doubles.calls == PIECES[name][1]
 
 
 @pytest.mark.usefixtures("doubles")

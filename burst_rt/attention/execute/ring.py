@@ -355,6 +355,7 @@ class BackwardRun(Run):
     """One backward call. After the run `grads()` returns dq, dk and dv.
 
     dsinks: the sum over this rank's queries, float64 `[heads]`; None where it is not needed.
+    `sums`: of the gradients; the gradients themselves where the kernel writes them.
     """
 
     def __init__(self, binding: Binding) -> None:
@@ -371,8 +372,11 @@ class BackwardRun(Run):
         self.sums: dict[Role, torch.Tensor] = {}
         for role, needed in zip(GRADIENTS, self.problem.needs_grad, strict=True):
             if needed:
-                self.sums[role] = torch.zeros(
-                    self.shape(role), dtype=self.wide, device=self._device
+                shape = self.shape(role)
+                self.sums[role] = (
+                    self.fresh(*shape, dtype=self.plan.key.dtype)
+                    if self.plan.writes_gradients
+                    else torch.zeros(shape, dtype=self.wide, device=self._device)
                 )
                 self.bind(role, self.sums[role])
         self._sinks, self.dsinks = binding.terms.sinks, None
@@ -402,7 +406,9 @@ class BackwardRun(Run):
     def _backward(self, op: BackwardTile) -> None:
         x, sums = self.reads(op), self.sums_at(op)
         upstream = Upstream(x[Role.DOUT], *x[Role.ROWS])
-        self.kernel.backward(_qkv(x), upstream, self.tile(op), Gradients(*map(sums.get, GRADIENTS)))
+        only = self.plan.writes_gradients
+        tile = self.tile(op)._replace(first=only, last=only)
+        self.kernel.backward(_qkv(x), upstream, tile, Gradients(*map(sums.get, GRADIENTS)))
 
     def make_delta(self, op: Delta) -> None:
         """Writes lse and delta of one part of this rank's queries into the part's rows."""

@@ -44,15 +44,14 @@ _SUMS = {
     "p_dlse",
     "p_delta",
     "p_top",
-    "p_dq",
-    "p_dk",
-    "p_dv",
     "p_sinks",
     "p_slopes",
     "p_acc_out",
     "p_m_out",
     "p_l_out",
 }
+# Pointers to what is float32 where it is added to.
+_GRADIENTS = {"p_dq", "p_dk", "p_dv"}
 # Pointers to tables.
 _TABLES = {"p_spans", "p_lines", "p_runs", "p_rows", "p_columns", "p_seen"}
 # Patterns in SASS: products on the tensor cores of each generation; waits for HGMMA; loads by the
@@ -251,6 +250,8 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
         "SOFTCAP": "softcap" in request.scores, "ALIBI": "alibi_slopes" in request.scores,
         "EVEN_M": even, "EVEN_N": even,
         "NEED_DK": True, "NEED_DV": True,
+        # What masks without spans show is done in parts, which add up.
+        "ADDS": not ends or request.width == CELLS,
         "HAS_DLSE": True, "DESCRIBED": config.loads == "descriptors", "INTERPRET": False,
     }  # fmt: skip
 
@@ -261,7 +262,8 @@ def _type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
     if name == "p_spans" and constants["WIDTH"] == CELLS:
         return "*i8"
     if name.startswith("p_"):
-        return "*i32" if name in _TABLES else "*fp32" if name in _SUMS else f"*{dtype}"
+        wide = name in _SUMS or (name in _GRADIENTS and constants["ADDS"])
+        return "*i32" if name in _TABLES else "*fp32" if wide else f"*{dtype}"
     return _SCALARS.get(name, "i32")
 
 

@@ -13,10 +13,10 @@ import triton.language as tl
 
 from burst_rt.kernels.base import QKV, Gradients, Upstream
 from burst_rt.kernels.triton.blocks import (
-    add_rows,
     heads_of,
     load_block,
     load_of_head,
+    put_rows,
     rows_of,
     zeros_for_sums,
 )
@@ -204,6 +204,7 @@ def dq_kernel(
     ALIBI: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
+    ADDS: tl.constexpr,
     DESCRIBED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -216,9 +217,9 @@ def dq_kernel(
     SOFTCAP, ALIBI: as for `forward_kernel`; with t = tanh(cap_scale * q k_j), p_j * (dout v_j -
     delta) is multiplied by 1 - t^2.
 
-    Adds to dq `[batch, q_len, heads, HEAD_DIM]` (float32, strides sb, st, sh). Writes nothing where
-    the block sees no key. lse (+inf: a row without gradient) and delta `[batch, heads, q_len]` are
-    dense.
+    ADDS: adds to dq `[batch, q_len, heads, HEAD_DIM]` (float32, strides sb, st, sh), and writes
+    nothing where the block sees no key. Else dq holds nothing before, has any type, and is written
+    everywhere. lse (+inf: a row without gradient) and delta `[batch, heads, q_len]` are dense.
 
     Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8], dout = [1]: lse = log 4, p
     = [1/4, 3/4], out = delta = 7, so dq += 1/4 * (4 - 7) * 0 + 3/4 * (8 - 7) * log 3 = 3/4 log 3.
@@ -231,8 +232,9 @@ def dq_kernel(
     i_h = (i_bh % heads).to(tl.int64)
     i_kv = i_h // group
     i_m, whole, cut, end = line_of(p_lines, tl.program_id(0) % num_blocks, num_blocks, i_b, by_row)
-    if whole == end:
-        return
+    if ADDS:  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
+        if whole == end:
+            return
     row = i_m * BLOCK_M
     o_m = row + tl.arange(0, BLOCK_M)
 
@@ -267,7 +269,7 @@ def dq_kernel(
         )  # fmt: skip
 
     p_dq += i_b * stride_sb + i_h * stride_sh
-    add_rows(p_dq, row, stride_st, q_len, b_dq * scale, HEAD_DIM, BLOCK_D, BLOCK_M)
+    put_rows(p_dq, row, stride_st, q_len, b_dq * scale, HEAD_DIM, BLOCK_D, BLOCK_M, ADDS)
 
 
 @triton.jit
@@ -485,6 +487,7 @@ def dkdv_kernel(
     EVEN_N: tl.constexpr,
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
+    ADDS: tl.constexpr,
     DESCRIBED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -495,10 +498,10 @@ def dkdv_kernel(
 
         dv <- dv + sum_i p_i dout_i;    dk <- dk + scale * sum_i p_i * (dout_i v - delta_i) q_i
 
-    SOFTCAP, ALIBI: as for `dq_kernel`. Adds to dk if NEED_DK, `[batch, kv_len, kv_heads, HEAD_DIM]`
-    (float32, strides x), and to dv if NEED_DV, which has V_HEAD_DIM (strides y). Writes nothing
-    where no query sees the block. lse (+inf: a row without gradient) and delta `[batch, group *
-    kv_heads, q_len]` are dense.
+    SOFTCAP, ALIBI: as for `dq_kernel`. ADDS: adds to dk if NEED_DK, `[batch, kv_len, kv_heads,
+    HEAD_DIM]` (float32, strides x), and to dv if NEED_DV, which has V_HEAD_DIM (strides y), and
+    writes nothing where no query sees the block. Else dk and dv are written, as for `dq_kernel`.
+    lse (+inf: a row without gradient) and delta `[batch, group * kv_heads, q_len]` are dense.
 
     Worked example (d = 1, scale 1), with the tensors of `dq_kernel`: p = [1/4, 3/4], delta = 7: dv
     += [1/4, 3/4] and dk += [1/4 * (4 - 7), 3/4 * (8 - 7)].
@@ -514,8 +517,9 @@ def dkdv_kernel(
     i_b = (i_bh // kv_heads).to(tl.int64)
     i_kv = (i_bh % kv_heads).to(tl.int64)
     i_n, whole, cut, end = line_of(p_lines, tl.program_id(0) % num_blocks, num_blocks, i_b, by_row)
-    if whole == end:
-        return
+    if ADDS:  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
+        if whole == end:
+            return
     column = i_n * BLOCK_N
 
     p_k += i_b * stride_kb + i_kv * stride_kh
@@ -554,16 +558,19 @@ def dkdv_kernel(
 
     if NEED_DK:
         p_dk += i_b * stride_xb + i_kv * stride_xh
-        add_rows(p_dk, column, stride_xt, kv_len, b_dk * scale, HEAD_DIM, BLOCK_D, BLOCK_N)
+        put_rows(p_dk, column, stride_xt, kv_len, b_dk * scale, HEAD_DIM, BLOCK_D, BLOCK_N, ADDS)
     if NEED_DV:
         p_dv += i_b * stride_yb + i_kv * stride_yh
-        add_rows(p_dv, column, stride_yt, kv_len, b_dv, V_HEAD_DIM, BLOCK_DV, BLOCK_N)
+        put_rows(p_dv, column, stride_yt, kv_len, b_dv, V_HEAD_DIM, BLOCK_DV, BLOCK_N, ADDS)
 
 
 def launch_dq(
     qkv: QKV, upstream: Upstream, dq: torch.Tensor, arguments: TileArguments, config: Config
 ) -> None:
-    """Starts `dq_kernel`, which adds to dq. Does not wait for the device."""
+    """Starts `dq_kernel`, which adds to dq; for the only tile of a call, it writes dq.
+
+    Does not wait for the device.
+    """
     (q, k, v), dout = qkv, upstream.dout
     batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
@@ -572,7 +579,7 @@ def launch_dq(
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
         heads, heads // k.shape[2],
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale,
-        arguments.scale_log2, arguments.cap_scale,
+        arguments.scale_log2, arguments.cap_scale, ADDS=not arguments.only,
         **constants_of(arguments, config, q, k, v, dout),
     )  # fmt: skip
 
@@ -580,9 +587,9 @@ def launch_dq(
 def launch_dkdv(
     qkv: QKV, upstream: Upstream, grads: Gradients, arguments: TileArguments, config: Config
 ) -> None:
-    """Starts `dkdv_kernel`, which adds to dk and dv. Does not wait for the device.
+    """Starts `dkdv_kernel`, which adds to dk and dv; for the only tile of a call, it writes them.
 
-    One of dk and dv may be None.
+    One of dk and dv may be None. Does not wait for the device.
     """
     (q, k, v), dout = qkv, upstream.dout
     batch, kv_len, kv_heads, _ = k.shape
@@ -599,6 +606,6 @@ def launch_dkdv(
         *strides(dv), kv_heads, q.shape[2] // kv_heads,
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale,
         arguments.scale_log2, arguments.cap_scale,
-        NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None,
+        NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None, ADDS=not arguments.only,
         **constants_of(arguments, config, q, k, v, dout),
     )  # fmt: skip

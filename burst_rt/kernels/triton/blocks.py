@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "Rows", "add_rows", "heads_of", "load_block", "load_of_head", "load_rows", "rows_of",
+    "Rows", "heads_of", "load_block", "load_of_head", "load_rows", "put_rows", "rows_of",
     "zeros_for_sums",
 ]  # fmt: skip
 
@@ -177,16 +177,17 @@ def load_of_head(
 def zeros_for_sums(pointer, never, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """A block of zeros `[ROWS, CHANNELS]` that sums of products start from.
 
-    never: false, which the compiler must not know. pointer: any, to float32. The zeros are what
-    loads give that do not happen. ptxas (CUDA 13.0) takes turns with wgmma, one product after
-    another (its remark C7515), where sums start from constants.
+    never: false, which the compiler must not know. pointer: any. The zeros, float32, are what loads
+    give that do not happen. ptxas (CUDA 13.0) takes turns with wgmma, one product after another
+    (its remark C7515), where sums start from constants.
     """
     pointers = pointer + tl.zeros((ROWS, CHANNELS), tl.int32)
-    return tl.load(pointers, mask=tl.full((ROWS, CHANNELS), 1, tl.int1) & never, other=0.0)
+    inside = tl.full((ROWS, CHANNELS), 1, tl.int1) & never
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _add_part(
+def _put_part(
     pointer,
     row,
     stride,
@@ -196,16 +197,19 @@ def _add_part(
     HEAD_DIM: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
     o_r = tl.arange(0, BLOCK_R)
     o_c = column + tl.arange(0, BLOCK_C)
     pointers = pointer + tl.cast(row, tl.int64) * stride + (o_r[:, None] * stride + o_c[None, :])
     inside = (row + o_r < length)[:, None] & (o_c < HEAD_DIM)[None, :]
-    tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + part, mask=inside)
+    if ADDS:
+        part += tl.load(pointers, mask=inside, other=0.0)
+    tl.store(pointers, part.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def add_rows(
+def put_rows(
     pointer,
     row,
     stride,
@@ -214,13 +218,15 @@ def add_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
-    """Adds a block `[BLOCK_R, BLOCK_D]` to rows of a float32 matrix `[length, HEAD_DIM]`.
+    """Adds a block `[BLOCK_R, BLOCK_D]` to rows of a matrix `[length, HEAD_DIM]`, or writes them.
 
-    The rows are [row, row + BLOCK_R). One half of the columns is added after the other: all columns
-    at once would find no room in the registers beside two blocks of sums.
+    ADDS: the block is added, and the matrix is float32. The rows are [row, row + BLOCK_R). One half
+    of the columns comes after the other: all columns at once would find no room in the registers
+    beside two blocks of sums.
     """
     HALF: tl.constexpr = BLOCK_D // 2
     left, right = tl.split(tl.permute(tl.reshape(block, (BLOCK_R, 2, HALF)), (0, 2, 1)))
-    _add_part(pointer, row, stride, length, left, 0, HEAD_DIM, HALF, BLOCK_R)
-    _add_part(pointer, row, stride, length, right, HALF, HEAD_DIM, HALF, BLOCK_R)
+    _put_part(pointer, row, stride, length, left, 0, HEAD_DIM, HALF, BLOCK_R, ADDS)
+    _put_part(pointer, row, stride, length, right, HALF, HEAD_DIM, HALF, BLOCK_R, ADDS)

@@ -29,6 +29,7 @@ from burst_rt.kernels.base import (
     Upstream,
     Work,
     too_old,
+    write_from_sums,
 )
 from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.kernels.triton.configs import CELLS, Config, arch_of, default_config, takes_more
@@ -94,6 +95,10 @@ class TritonKernel(Kernel):
                 limits = f"{_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}"
                 return f"the triton kernel takes a head_dim of {limits}, got {head_dim}"
         return too_old(self.name, work.device) if wanted == "cuda" else None
+
+    def writes_gradients(self, work: Work) -> bool:
+        """See `Kernel.writes_gradients`: under a mask with spans."""
+        return work.mask.has_spans
 
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether block sizes come from `burst-rt bench tune`."""
@@ -167,7 +172,13 @@ class TritonKernel(Kernel):
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
         _check_places(qkv, tile)
-        for columns, some in in_order(tile):
+        groups = list(in_order(tile))
+        if tile.only and not (tile.mask.has_spans and len(groups) == 1):
+            # Several kernels add to the gradients of a query.
+            tile = tile._replace(first=False)
+            write_from_sums(grads, lambda sums: self.backward(qkv, upstream, tile, sums))
+            return
+        for columns, some in groups:
             k, v = qkv.k[:, columns], qkv.v[:, columns]
             dk, dv = (None if x is None else x[:, columns] for x in grads[1:])
             self._backward_in_order(QKV(qkv.q, k, v), upstream, some, Gradients(grads.dq, dk, dv))
@@ -178,6 +189,7 @@ class TritonKernel(Kernel):
         if tile.mask.has_spans:
             self._backward(qkv, upstream, tile, grads, None)
             return
+        tile = tile._replace(first=False)  # no part is the only one
         for part in parts_of(qkv, tile):
             dout, lse, delta = map(part.rows, upstream)
             some = Upstream(dout, lse.contiguous(), delta.contiguous())
@@ -195,13 +207,21 @@ class TritonKernel(Kernel):
         from burst_rt.kernels.triton.backward import launch_dkdv, launch_dq
 
         _check_dense(upstream.lse, upstream.delta)
-        device = qkv.q.device
+        device, given = qkv.q.device, grads
+        if _interpreting() and tile.only:
+            # As in the forward: torch rounds, where the interpreter would cut digits off.
+            wide = (None if x is None else torch.empty_like(x, dtype=torch.float32) for x in given)
+            grads = Gradients(*wide)
         if grads.dk is not None or grads.dv is not None:
             arguments = _arguments("dkdv", qkv, tile, cells)
             _start(device, launch_dkdv, qkv, upstream, grads, *arguments)
         if grads.dq is not None:
             arguments = _arguments("dq", qkv, tile, cells)
             _start(device, launch_dq, qkv, upstream, grads.dq, *arguments)
+        if grads is not given:
+            for x, wide_x in zip(given, grads, strict=True):
+                if x is not None and wide_x is not None:
+                    x.copy_(wide_x)
         tile.progress()
 
     def table_bytes(self, work: Work, places: Iterable[Places], tile: TileShape) -> int:

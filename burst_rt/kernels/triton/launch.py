@@ -29,12 +29,17 @@ class TileArguments(NamedTuple):
     q_len: int
     kv_len: int
     scale: float  # of the scores
-    first: bool  # whether it is the first tile of its forward
-    last: bool  # whether it is the last
+    first: bool  # as of `Tile`
+    last: bool
     interpret: bool  # whether Triton's interpreter runs the kernels
     terms: ScoreTerms
     # int32, where rows and columns stand; None where nothing asks for it
     positions: tuple[torch.Tensor, torch.Tensor] | None
+
+    @property
+    def only(self) -> bool:
+        """Whether it is the only tile of its call."""
+        return self.first and self.last
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

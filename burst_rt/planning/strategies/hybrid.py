@@ -218,18 +218,22 @@ class Hybrid:
         # Where gradients are summed in a wider type, the sums themselves go back: there are no
         # copies of them.
         wider = self.problem.input_bytes != self.problem.sum_bytes
-        sums = GRADIENTS if wider else ()
-        held = set(self.gathered + self.returned) - {Role.ROWS, Role.LSE, *sums}
-        copies = sum(
-            self.shard_len(role, member) * self.token_bytes(role)
-            for role in held
-            for member in members
+        sums = set(GRADIENTS) & set(self.returned) if wider else set[Role]()
+        held = set(self.gathered + self.returned) - {Role.ROWS, Role.LSE} - sums
+        copies, of_sums = (
+            sum(
+                self.shard_len(role, member) * self.token_bytes(role)
+                for role in roles
+                for member in members
+            )
+            for roles in (held, sums)
         )
         # lse and delta of the rank's own queries, before they are spread over the group.
         # The sinks' gradient is of these queries too.
         own_rows = self.shard_len(Role.ROWS, rank) * self.problem.row_bytes
         own_rows = 0 if self.forward else own_rows + self.problem.sink_bytes
-        return Footprint(inner.sums + own_rows, copies, inner.tile)
+        # What the kernel writes itself is in the inputs' type, and goes back.
+        return Footprint(inner.sums + own_rows, copies, inner.tile, inner.spared - of_sums)
 
 
 class _HybridBuilder:

@@ -195,14 +195,16 @@ class Ring(Hops):
         q_len, kv_len = num_tokens(problem.q_runs[rank]), num_tokens(problem.kv_runs[rank])
         # Where outputs have the sums' type, an output is the sum itself.
         in_place = problem.input_bytes == problem.sum_bytes
+        wide = 0
         if self.forward:
             sums = q_len * (problem.row_bytes + (0 if in_place else problem.out_sum_bytes))
         else:
             needs_q, needs_k, needs_v = problem.needs_grad
-            wide = q_len * problem.q_sum_bytes * needs_q + kv_len * (
-                problem.k_sum_bytes * needs_k + problem.v_sum_bytes * needs_v
-            )
-            sums = q_len * problem.row_bytes + (0 if in_place else wide) + problem.sink_bytes
+            if not in_place:
+                wide = q_len * problem.q_sum_bytes * needs_q + kv_len * (
+                    problem.k_sum_bytes * needs_k + problem.v_sum_bytes * needs_v
+                )
+            sums = q_len * problem.row_bytes + wide + problem.sink_bytes
         bundle = sum(size for role, size in self.bundle if not role.pairs)
         blocks = range(self.num_blocks)
         copies = sum(
@@ -231,7 +233,7 @@ class Ring(Hops):
             banded,
             problem.scores,
         )
-        return Footprint(sums, copies if problem.batch > 1 else 0, tile)
+        return Footprint(sums, copies if problem.batch > 1 else 0, tile, spared=wide)
 
 
 class RingBuilder:
