@@ -176,8 +176,10 @@ class Plan(RankPlan):
     @cached_property
     def writes_gradients(self) -> bool:
         """Whether the kernel writes gradients as they are wanted: there is one tile, and no sum."""
-        alone = not self.key.forward and self.work.ring_size == 1 and len(self.work.tiles) == 1
-        return alone and self.kernel.writes_gradients(self.work)
+        if self.key.forward or self.work.ring_size > 1 or len(self.work.tiles) != 1:
+            return False
+        tile = self.choice.program.footprint(self.rank).tile
+        return self.kernel.writes_gradients(self.work, tile)
 
     def memory(self, *, tables: bool = True) -> MemoryNeed:
         """The memory of one run, in bytes. A GPU's tables are made to count them, once.

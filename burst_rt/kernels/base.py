@@ -6,7 +6,8 @@ travels.
 Tensors are views of that block or shard, BSHD: q, dq `[batch, q_len, heads, head_dim]`; dout, out
 the same with v's head_dim; k, dk `[batch, kv_len, kv_heads, head_dim]`; v, dv the same with v's
 head_dim; lse and delta `[batch, heads, q_len]`. Query head h uses kv head h // (heads / kv_heads).
-Sums (state, dq, dk, dv) and rows are float32 for 16- and 32-bit inputs, float64 for float64.
+Sums (state, dq, dk, dv) and rows are float32 for 16- and 32-bit inputs, float64 for float64. The
+gradients of a call's only tile may have the inputs' type.
 """
 
 from __future__ import annotations
@@ -175,10 +176,10 @@ class Tile(NamedTuple):
     scale: float  # of the softmax
     # Called between parts of a long tile, so that transfers move on.
     progress: Callable[[], None]
-    # Whether it is the first tile of a call: the state of a forward then holds nothing, not even
-    # zeros.
+    # Whether it is the first tile of a forward: the state then holds nothing, not even zeros.
     first: bool = False
-    # Whether it is the last tile of a call: a forward then also finishes all rows of the state.
+    # Whether it is the last tile of a forward: the kernel then also finishes all rows of the state.
+    # A tile of a backward is first and last, where the kernel is to write gradients, or neither.
     last: bool = False
     # The number in the whole call of the tile's first query head.
     first_head: int = 0
@@ -275,11 +276,10 @@ class Kernel(Protocol):
         """
         return True
 
-    def writes_gradients(self, work: Work) -> bool:
-        """Whether `backward` may get a tile that is the only one of its call: False, if not
-        overridden.
+    def writes_gradients(self, work: Work, tile: TileShape) -> bool:
+        """Whether `backward` can write the gradients of a call's only tile, without wider sums.
 
-        The gradients that it then writes need no sums of a wider type.
+        False, if not overridden. work: with this one tile. tile: how large it is.
         """
         return False
 
@@ -322,7 +322,7 @@ class Kernel(Protocol):
         """Adds the gradients of the tile's pieces to the sums in `grads`.
 
         If it is the only tile of its call (`Tile.only`), `grads` hold nothing yet, not even zeros,
-        and may have the inputs' type: all of them is written. Only kernels that say so
+        may have the inputs' type, and are written everywhere. Only kernels that can do so
         (`writes_gradients`) get such a tile.
         """
 

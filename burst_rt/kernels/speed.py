@@ -25,6 +25,7 @@ import torch.nn.attention
 from burst_rt.kernels.base import QKV, Gradients, Kernel, State, Tile, Upstream, Work, sum_dtype
 from burst_rt.kernels.cpu import cpu_capabilities
 from burst_rt.planning.masks import Causal, Full, Mask, Rule
+from burst_rt.planning.problem import TileShape
 from burst_rt.remembered import alone, recall, remember
 
 __all__ = [
@@ -90,24 +91,32 @@ class TileProblem:
             last=alone,
         )
         acc, *self._sums = (torch.zeros(shape, dtype=wide, device=device) for _ in range(4))
+        self._written = [torch.zeros_like(q) for _ in range(3)] if alone else []
         m, l, lse = (torch.zeros(1, heads, tokens, dtype=wide, device=device) for _ in range(3))  # noqa: E741
         self._state = State(acc, m, l, torch.empty_like(q), lse)
         # Every row has an lse of about its right size, and delta 0.
         top, delta = torch.zeros(2, 1, heads, tokens, dtype=wide, device=device)
         self._upstream = Upstream(dout, top.fill_(10.0), delta)
-        self._forward = work.forward
+        self._work = work._replace(tiles=(pieces,))
+        self._shape = TileShape(1, heads, heads, work.head_dim, tokens, tokens)
+
+    def _backward(self, kernel: Kernel) -> tuple[Tile, list[torch.Tensor]]:
+        """The tile as a kernel's backward gets it, and what the gradients go into."""
+        only = self._tile.only and kernel.writes_gradients(self._work, self._shape)
+        tile = self._tile._replace(first=only, last=only)
+        return tile, self._written if only else self._sums
 
     def run(self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)) -> None:
         """Has the kernel do the tile once, in the backward with the gradients that are needed.
 
         Does not wait for the device.
         """
-        if self._forward:
+        if self._work.forward:
             kernel.forward(self._qkv, self._tile, self._state)
         else:
-            sums = zip(self._sums, needs, strict=True)
-            grads = Gradients(*(total if needed else None for total, needed in sums))
-            kernel.backward(self._qkv, self._upstream, self._tile, grads)
+            tile, into = self._backward(kernel)
+            grads = (x if needed else None for x, needed in zip(into, needs, strict=True))
+            kernel.backward(self._qkv, self._upstream, tile, Gradients(*grads))
 
     def results(
         self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)
@@ -117,17 +126,18 @@ class TileProblem:
         A forward tile that is not the only one of its call is done twice, as the first tile and as
         the last.
         """
-        for total in self._sums:
-            total.zero_()
-        if self._forward and not self._tile.first:
+        _, into = self._backward(kernel)
+        for x in into:
+            x.zero_()
+        if self._work.forward and not self._tile.first:
             for first in (True, False):
                 tile = self._tile._replace(first=first, last=not first)
                 kernel.forward(self._qkv, tile, self._state)
         else:
             self.run(kernel, needs)
-        if self._forward:
+        if self._work.forward:
             return [self._state.out.clone(), self._state.lse.clone()]
-        return [total.clone() for total, needed in zip(self._sums, needs, strict=True) if needed]
+        return [x.clone() for x, needed in zip(into, needs, strict=True) if needed]
 
 
 def fastest_kernel(

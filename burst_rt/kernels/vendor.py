@@ -18,7 +18,7 @@ nothing here waits for the device. So float16 is taken in the forward only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -126,9 +126,10 @@ class _VendorKernel(Kernel):
         """
         return forward
 
-    def writes_gradients(self, work: Work) -> bool:
-        """See `Kernel.writes_gradients`: where a single call does all the work."""
-        return _whole(work)
+    def writes_gradients(self, work: Work, tile: TileShape) -> bool:
+        """See `Kernel.writes_gradients`: where a single call does all of the tile."""
+        (pieces,) = work.tiles
+        return _covers(list(_calls(pieces)), tile.q_len, tile.kv_len)
 
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether partials are in 16 bits; whether results are repeatable."""
@@ -159,8 +160,7 @@ class _VendorKernel(Kernel):
         """See `Kernel.backward`."""
         dout, out = _stand_in(upstream.dout, upstream.delta)
         calls = list(_calls(tile.pieces))
-        whole = slice(0, qkv.q.shape[1]), slice(0, qkv.k.shape[1])
-        writes = tile.only and [(call.rows, call.columns) for call in calls] == [whole]
+        writes = tile.only and _covers(calls, qkv.q.shape[1], qkv.k.shape[1])
 
         def run(into: Gradients) -> None:
             for call in calls:
@@ -340,6 +340,12 @@ def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
         )
         if rows.start + size < rows.stop:
             yield _Call(slice(rows.start + size, rows.stop), columns, causal=False)
+
+
+def _covers(calls: Sequence[_Call], q_len: int, kv_len: int) -> bool:
+    """Whether a single call does all rows and columns of a tile."""
+    whole = slice(0, q_len), slice(0, kv_len)
+    return [(call.rows, call.columns) for call in calls] == [whole]
 
 
 def refuses_partials(name: str, work: Work) -> str | None:

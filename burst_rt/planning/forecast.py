@@ -226,7 +226,8 @@ def memory_bytes(choice: Choice, rank: int, graph: Graph) -> int:
 def working_bytes(choice: Choice, rank: int, graph: Graph) -> int:
     """Bytes that a rank holds beyond inputs and outputs.
 
-    These are slots, sums, copies, and matrices of scores where the kernel makes them.
+    These are slots, sums, copies, and matrices of scores where the kernel makes them. The kernel is
+    not known here: one that writes gradients itself takes less, by `Footprint.spared`.
     """
     held = choice.program.footprint(rank)
     scores = untiled_bytes(choice.program, rank) if choice.kernel == "untiled" else 0

@@ -55,7 +55,7 @@ class ForwardTile(TileOperation):
 
 
 class BackwardTile(TileOperation):
-    """Adds the gradients of a tile to their sums."""
+    """Adds the gradients of a tile to their sums; those of a call's only tile may be written."""
 
     name = "backward"
     flops = (6, 4)

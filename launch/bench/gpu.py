@@ -106,7 +106,7 @@ class _Whole:
         m, l, lse = (torch.empty_like(rows[0]) for _ in range(3))  # noqa: E741
         state = State(torch.empty(self.q.shape, device="cuda"), m, l, torch.empty_like(self.q), lse)
         qkv = QKV(self.q, self.k, self.v)
-        grads = Gradients(*(torch.zeros(self.q.shape, device="cuda") for _ in qkv))
+        grads = Gradients(*map(torch.empty_like, qkv))  # of the only tile: it writes them
 
         def forward() -> None:
             kernel.forward(qkv, tile, state)

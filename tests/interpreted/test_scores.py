@@ -6,17 +6,18 @@ Interpreted on a CPU, or compiled on a GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from spec import errors_of
+from spec import errors_of, reference
 from tolerances import ERROR, ROUNDING, SINKS
 from worlds import Case, attend_over_threads
 
-from burst_rt import Causal, SlidingWindow
+from burst_rt import Causal, Mask, SlidingWindow
 from burst_rt.kernels import sum_dtype
 from burst_rt.kernels.triton.scores import tanh
 
@@ -46,6 +47,30 @@ def test_against_the_spec(world: int, changes: dict[str, Any]) -> None:
     for name, error in errors_of(result, case.truth).items():
         most = SINKS if name == "dsinks" else ERROR
         assert error < most[sum_dtype(case.dtype) if name == "lse" else case.dtype], (name, error)
+
+
+# Functions, of which a tile is done in parts: of some kv heads, or of each head alone.
+_FUNCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {  # of tensors, or of numbers
+    "heads alike": lambda head, q, kv: (q + kv) % 3 < 2,
+    "heads apart": lambda head, q, kv: (q + kv + head) % 3 < 2,
+}
+
+
+@pytest.mark.parametrize("own", [{"alibi": "batch and heads"}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("function", _FUNCTIONS)
+def test_parts_have_the_terms_of_their_heads(
+    function: str, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sees = _FUNCTIONS[function]
+    monkeypatch.setattr("burst_rt.kernels.triton.parts._MOST_CELLS", 2 * 35 * 128)
+    mask = Mask.from_function(lambda batch, head, q, kv: sees(head, q, kv))
+    case = _BASE.but(mask=mask, heads=4, kv_heads=2, batch=2, **own)
+    head, q, kv = torch.meshgrid(*map(torch.arange, (4, 35, 35)), indexing="ij")
+    slopes, sinks = case.of_heads()
+    cells = sees(head, q, kv).expand(2, -1, -1, -1)
+    truth = reference(*case.inputs(), mask=cells, alibi_slopes=slopes, sinks=sinks)
+    for name, error in errors_of(attend_over_threads(1, case, kernel="triton"), truth).items():
+        assert error < (SINKS if name == "dsinks" else ERROR)[torch.float32], (name, error)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

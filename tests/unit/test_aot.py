@@ -52,6 +52,21 @@ def test_the_table_for_16_bit_inputs(arch: int) -> None:
 _SPILLS = {("dkdv", 256): 34, ("dkdv", 128): 152}
 
 
+def test_the_only_tile_of_a_call() -> None:
+    """It has no running state to load, and writes its gradients."""
+    requests = [
+        Request(kind, 90, head_dim, masked, only=True)
+        for kind in _NUM_PRODUCTS
+        for head_dim in (64, 128)
+        for masked in (False, True)
+    ]
+    most = {("dkdv", 64): 58}
+    for found in compile_all(requests):
+        kind, _, head_dim = found.request[:3]
+        assert found.spills <= most.get((kind, head_dim), 0), found
+        assert not found.serialized, found
+
+
 def test_products_that_take_turns_and_loads_that_do_not_run_ahead_are_seen() -> None:
     """Sums that start from constants, in ptxas's eyes, and one buffer for all blocks."""
     config = Config(64, 128, 8, 3)
@@ -131,7 +146,11 @@ def test_lengths_that_blocks_do_not_divide() -> None:
     """
     kinds = ("forward", "dq", "dkdv", "delta")
     for found in compile_all(
-        [Request(kind, 90, head_dim, True, ragged=True) for kind in kinds for head_dim in (80, 128)]
+        [
+            Request(kind, 90, head_dim, True, ragged=True, only=True)
+            for kind in kinds
+            for head_dim in (80, 128)
+        ]
     ):
         assert found.shared_bytes <= ARCHES[90]
         most = {**_TIMED, ("dkdv", 90, 128): 22}.get(found.request[:3], 0)
@@ -168,7 +187,7 @@ def test_cells_in_place_of_spans() -> None:
     """For masks without spans: code that compiles and fits."""
     kinds = ("forward", "dq", "dkdv")
     requests = [
-        Request(kind, arch, head_dim, True, ragged=True, width=CELLS, single=single)
+        Request(kind, arch, head_dim, True, ragged=True, width=CELLS, single=single, only=True)
         for kind in kinds
         for arch, head_dim in ((90, 64), (90, 128), (80, 128), (100, 128))
         for single in (False, True)

@@ -26,6 +26,7 @@ from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream, Work
 from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 from burst_rt.planning.masks import Both, Mask, Piece
+from burst_rt.planning.problem import TileShape
 
 _16_BIT = (torch.bfloat16, torch.float16)
 _LSE = {
@@ -451,6 +452,20 @@ def test_partials_are_agreed_on_when_ranks_join() -> None:
         1,
         1,
     ]
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_which_gradients_they_write_without_sums(name: str) -> None:
+    """Those of a tile that one call does from end to end."""
+    shape = TileShape(1, 2, 2, 64, 8, 8)
+    for piece, writes in (
+        (Piece(0, 8, 0, 8, True, False, 36), True),
+        (Piece(0, 8, 0, 8, False, False, 64), True),
+        (Piece(0, 8, 0, 5, False, False, 40), False),
+        (Piece(2, 8, 0, 8, False, False, 48), False),
+    ):
+        work = Work(torch.device("cuda"), torch.bfloat16, 64, Full(), False, tiles=((piece,),))
+        assert KERNELS[name].writes_gradients(work, shape) is writes
 
 
 def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -406,7 +406,7 @@ class BackwardRun(Run):
     def _backward(self, op: BackwardTile) -> None:
         x, sums = self.reads(op), self.sums_at(op)
         upstream = Upstream(x[Role.DOUT], *x[Role.ROWS])
-        only = self.plan.writes_gradients
+        only = self.plan.writes_gradients  # else what the tile adds to has been zeroed
         tile = self.tile(op)._replace(first=only, last=only)
         self.kernel.backward(_qkv(x), upstream, tile, Gradients(*map(sums.get, GRADIENTS)))
 

@@ -77,14 +77,15 @@ class Request(NamedTuple):
     masked: bool  # whether some blocks are seen in part only
     dtype: str = "bf16"  # "bf16", "fp16" or "fp32"
     config: Config | None = None  # None takes the table's
-    # True: for lengths that blocks do not divide, and for the only tile of its call. False: for
-    # lengths that blocks divide, and for a tile that loads and stores the running state.
-    ragged: bool = False
+    ragged: bool = False  # whether for lengths that blocks do not divide
     width: int = 1  # WIDTH of `work.py`
     single: bool = True  # whether no line of work has more than one run of a kind
     v_head_dim: int = 0  # 0: head_dim
     scores: tuple[str, ...] = ()  # of "softcap", "alibi_slopes", "sinks"
     loads: Loads | None = None  # in place of the configuration's own
+    # Whether for the only tile of its call. Others load and store the running state, and add to
+    # sums.
+    only: bool = False
 
 
 class Compiled(NamedTuple):
@@ -239,7 +240,7 @@ def _kernel(kind: str) -> triton.runtime.JITFunction:
 
 
 def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and bools
-    ends, even = request.ragged, not request.ragged
+    ends, even = request.only, not request.ragged
     v_head_dim = request.v_head_dim or request.head_dim
     return {
         "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim),

@@ -1,8 +1,8 @@
 """The backward tile kernels: one for dq, one for dk and dv.
 
 FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes. Each pass recomputes the
-probabilities it needs from lse, and each program owns the sums it adds to. There are no atomic
-additions, so the bits are the same every time.
+probabilities it needs from lse, and each program owns what it adds to or writes. There are no
+atomic additions, so the bits are the same every time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How kernels load blocks of rows and add to them.
+"""How kernels load blocks of rows, add to them and write them.
 
 Blocks are loaded by pointers, or by the chip's copy engine through tensor descriptors that are made
 on the device. Descriptors take memory on the device while the kernel runs (`kernel.py` gives it),

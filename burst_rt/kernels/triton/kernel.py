@@ -96,7 +96,7 @@ class TritonKernel(Kernel):
                 return f"the triton kernel takes a head_dim of {limits}, got {head_dim}"
         return too_old(self.name, work.device) if wanted == "cuda" else None
 
-    def writes_gradients(self, work: Work) -> bool:
+    def writes_gradients(self, work: Work, tile: TileShape) -> bool:
         """See `Kernel.writes_gradients`: under a mask with spans."""
         return work.mask.has_spans
 
@@ -174,7 +174,7 @@ class TritonKernel(Kernel):
         _check_places(qkv, tile)
         groups = list(in_order(tile))
         if tile.only and not (tile.mask.has_spans and len(groups) == 1):
-            # Several kernels add to the gradients of a query.
+            # The tile is done in several parts, which add up.
             tile = tile._replace(first=False)
             write_from_sums(grads, lambda sums: self.backward(qkv, upstream, tile, sums))
             return

@@ -210,7 +210,7 @@ class Hybrid:
         return spread + self.group_size * self.ring.wire_bytes()
 
     def footprint(self, rank: int) -> Footprint:
-        """See `Program.footprint`. Copies are gathered tensors, and results before they go back."""
+        """See `Program.footprint`. Copies are gathered tensors, and results that go back."""
         inner = self.ring.footprint(rank // self.group_size)
         members = range(
             rank - rank % self.group_size, rank - rank % self.group_size + self.group_size

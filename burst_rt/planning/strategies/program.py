@@ -26,7 +26,9 @@ class Footprint(NamedTuple):
     sums: int  # running state, gradient sums that are not outputs themselves, lse and delta
     copies: int  # copies of the rank's own tensors, where they must be made
     tile: TileShape
-    spared: int = 0  # of `sums`: what is not held where the kernel writes gradients itself
+    # Of `sums`: what is not held where the kernel writes gradients itself. A hybrid holds what it
+    # sends back, in the inputs' type, even then.
+    spared: int = 0
 
 
 class Program(Protocol):
