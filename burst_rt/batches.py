@@ -19,7 +19,7 @@ from torch.nn import functional
 from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.planning.masks import Causal, Documents, Full, Mask
+from burst_rt.planning.masks import Causal, Chunked, Documents, Full, Mask
 from burst_rt.runtime.mean import RanksOrGroup, weighted_mean
 from burst_rt.runtime.refusing import refuse
 
@@ -49,6 +49,8 @@ class ShardedBatch:
     layout: which tokens each rank has. `burst_attention` must get this layout.
     tensors: the first five, by name.
     largest_positions: the largest of the whole batch's position_ids on each rank.
+    places: by which number each token of the whole batch belongs to a chunk, `[1 or batch, tokens]`
+        on the CPU; None where that is its index. See `chunks`.
     """
 
     layout: ContextLayout
@@ -57,6 +59,23 @@ class ShardedBatch:
     position_ids: torch.Tensor = field(repr=False)
     shift_labels: torch.Tensor | None = field(repr=False)
     largest_positions: tuple[int, ...] = field(repr=False)
+    places: np.ndarray[Any, np.dtype[np.int64]] | None = field(repr=False)
+    _chunks: dict[int, Mask] = field(repr=False, default_factory=dict)
+
+    def chunks(self, size: int) -> Mask:
+        """A mask of chunks within documents: `Causal() & batch.chunks(8192)`, as Llama 4 has it.
+
+        `Chunked(size)` counts in the whole row instead, and so cuts packed documents elsewhere.
+        Here a chunk begins where transformers begins one: in packed rows where a position id is a
+        multiple of size, in other rows every size tokens from the first that is no padding. Local.
+        """
+        found = self._chunks.get(size)
+        if found is None:
+            found = Chunked(size)
+            if isinstance(self.mask, Documents) and self.places is not None:
+                found = self.mask.chunks(size, self.places)
+            self._chunks[size] = found
+        return found
 
     def __getattr__(self, name: str) -> torch.Tensor:
         tensors: dict[str, torch.Tensor] = self.__dict__.get("tensors", {})
@@ -158,7 +177,23 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayo
         position_ids=mine(positions),
         shift_labels=None if shift_labels is None else mine(shift_labels),
         largest_positions=largest,
+        places=_places(mask, positions.numpy()),
     )
+
+
+def _places(mask: Mask, positions: Any) -> Any:
+    """See `ShardedBatch.places`: as transformers counts.
+
+    It goes by position_ids where it sees packed documents, and then in all rows of a batch without
+    padding; in other rows by the index, from the first token that is no padding.
+    """
+    if not isinstance(mask, Documents):
+        return None
+    index = np.arange(positions.shape[1]) - mask.padding[:, None]
+    packed = mask.counts > 1
+    if not mask.padded:
+        packed = packed.any(keepdims=True)
+    return np.where(packed[:, None], positions, index)
 
 
 def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:

@@ -39,6 +39,16 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "Gemma3": {"head_dim": 8, "query_pre_attn_scalar": 8},
     "GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    # Chunks of 8 tokens; layers without rotary positions, whose queries grow from token 11 on.
+    "Llama4": {
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 48,
+        "attention_chunk_size": 8,
+        "floor_scale": 12,
+        "no_rope_layers": [1, 0, 1],
+    },
     # The boundary of "longrope" lies among the tokens.
     "Phi3": {
         "original_max_position_embeddings": 40,
@@ -57,9 +67,11 @@ NAMES = (*_DECODERS, "ModernBert", "T5Gemma")
 KINDS = ("plain", "left", "right", "packed")
 # Documents of each row of a packed batch.
 _LENGTHS = ((20, 1, 33, 21), (50, 25))
-# transformers masks documents of these in flash-attn's way only: what one process makes of a packed
-# batch is what it makes of the documents one by one.
-_BLIND_TO_PACKING = ("GptOss", "ModernBert")
+# transformers masks documents of these in flash-attn's way only, or (Llama 4) scales queries by
+# their place in the whole row: what one process makes of a packed batch is what it makes of the
+# documents one by one.
+_BLIND_TO_PACKING = ("GptOss", "Llama4", "ModernBert")
+_TEXT = ("Gemma3", "Llama4")  # whose configurations have "Text" in their names
 
 Truth = dict[str, Any]
 
@@ -92,7 +104,7 @@ def make_model(name: str) -> Any:
             options["sliding_window"] = _WINDOW
         if name in ("Gemma3", "GptOss"):
             options["layer_types"] = _LAYER_TYPES
-        config = getattr(transformers, f"{name}{'Text' * (name == 'Gemma3')}Config")(**options)
+        config = getattr(transformers, f"{name}{'Text' * (name in _TEXT)}Config")(**options)
         kind = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(0)
     model = kind(config)

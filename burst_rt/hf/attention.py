@@ -10,13 +10,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from burst_rt.attention.api import burst_attention
 from burst_rt.batches import ShardedBatch
-from burst_rt.errors import InputError
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.hf.cache import CachedPart
 from burst_rt.hf.masks import Handed, mask_of
 from burst_rt.hf.prepare import is_prepared
 from burst_rt.hf.rotary import watch_of
 from burst_rt.hf.shard import KEYWORD, Part
-from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
+from burst_rt.hf.temperature import rescaled
+from burst_rt.planning.masks import Causal, Chunked, Full, Mask, SlidingWindow
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["attend", "register"]
@@ -63,12 +64,12 @@ def _make_mask(
     if choosing:
         _refuse(_mixed(choosing), None)
     try:
-        mask = mask_of(mask_function)
-    except InputError as error:
+        mask = mask_of(mask_function, lambda size, _: Chunked(size))
+    except (ConfigError, InputError) as error:
         refuse(_NAME, error)
     if mask != Full() and kv_length > q_offset + q_length:
         _refuse(f"a static cache or a prefix is not done; expected none, or {_CACHE}", None)
-    return Handed(mask)
+    return Handed(mask_function)
 
 
 def attend(
@@ -105,18 +106,17 @@ def attend(
         if isinstance(part, Part):
             part.excused = True
         _refuse(reason, part)
-    if isinstance(attention_mask, Handed):
-        structure = attention_mask.mask
-    else:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        structure = Causal() if causal else Full()
-        if sliding_window is not None:
-            structure &= SlidingWindow(sliding_window - 1, 0 if causal else sliding_window - 1)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         # As for torch's own attention. Rotary embeddings have left q and k in float32.
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    assert isinstance(part, (Part, CachedPart))
+    query = rescaled(module, query, part)
     if isinstance(part, CachedPart):
+        try:
+            structure = _structure(module, attention_mask, None, is_causal, sliding_window)
+        except InputError as error:
+            refuse(_NAME, error, part.ctx.runtime)
         count, tokens = part.step.num_tokens, query.shape[2]
         q, k, v = (x.transpose(1, 2)[:, :count] for x in (query, key, value))
         out = part.step.attend(
@@ -125,9 +125,9 @@ def attend(
         )  # fmt: skip
         # A rank without tokens runs one that nobody sees.
         return functional.pad(out, (0, 0, 0, 0, 0, tokens - count)), None
-    assert isinstance(part, Part)
     part.attended = True
     queries, keys, shown = _sides(part, module)
+    structure = _structure(module, attention_mask, queries, is_causal, sliding_window)
     out = burst_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         layout=queries.layout, kv_layout=keys.layout,
@@ -135,6 +135,23 @@ def attend(
         scale=scaling, softcap=softcap, sinks=s_aux,
     )  # fmt: skip
     return out, None
+
+
+def _structure(
+    module: torch.nn.Module,
+    handed: object,
+    batch: ShardedBatch | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+) -> Mask:
+    """What a layer sees beside documents and padding. batch: its queries'; None: over a cache."""
+    if isinstance(handed, Handed):
+        return handed.mask(batch)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    structure = Causal() if causal else Full()
+    if sliding_window is not None:
+        structure &= SlidingWindow(sliding_window - 1, 0 if causal else sliding_window - 1)
+    return structure
 
 
 def _why_not(

@@ -23,7 +23,7 @@ import torch
 from burst_rt.attention.cache import KVCache
 from burst_rt.attention.cache_step import Step
 from burst_rt.context import Context, require_context
-from burst_rt.errors import ConfigError, InputError
+from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.hf.cached_call import CachedCall
 from burst_rt.hf.hooks import HookedCache, attach, check_model, detach, what_layers_keep
 from burst_rt.hf.prepare import prepare
@@ -46,6 +46,10 @@ class CachedPart:
     ctx: Context
     step: Step
     position_ids: torch.Tensor  # of this rank's tokens
+    past: int  # tokens of each sequence that are cached, left padding included
+    places: (
+        torch.Tensor
+    )  # `[batch, tokens]`: of this rank's tokens in their sequence, padding included
     largest_position: int  # of all ranks' tokens
     # Of the models whose rotary embeddings were told the largest position (`rotary.Watch`).
     told: set[object] = field(default_factory=set)
@@ -280,14 +284,19 @@ class Cache(HookedCache):
             sharded=True if spread_too else None,  # None: if there are many
             about=call.about + asked,
         )
-        # A rank without tokens runs one that nobody sees: not every model takes none.
-        cut = {}
-        for name, x in call.cut.items():
+
+        def cut(x: torch.Tensor) -> torch.Tensor:
+            # A rank without tokens runs one that nobody sees: not every model takes none.
             x = x.to(self.ctx.device)
-            cut[name] = step.cut(x) if step.num_tokens else x[:, :1]
-        self._part = CachedPart(self.ctx, step, cut["position_ids"], call.largest_position)
+            return step.cut(x) if step.num_tokens else x[:, :1]
+
+        mine, past = {name: cut(x) for name, x in call.cut.items()}, self.get_seq_length()
+        places = cut(torch.arange(past, past + call.tokens).expand(call.rows, -1))
+        self._part = CachedPart(
+            self.ctx, step, mine["position_ids"], past, places, call.largest_position
+        )
         self._new = options.get("input_ids")
-        found = {**options, **cut, KEYWORD: self._part}
+        found = {**options, **mine, KEYWORD: self._part}
         if step.sharded and self._keeps_logits:
             found["logits_to_keep"] = 1
         elif found.get("logits_to_keep", 0) is None:  # models would index with it
@@ -354,13 +363,13 @@ class Cache(HookedCache):
         refuse(_NAME, InputError(f"{_NAME}: {reason}"), self.ctx.runtime)
 
 
-def _why_not(model: Any, capacity: object, batch: object, block: object) -> InputError | None:
+def _why_not(model: Any, capacity: object, batch: object, block: object) -> BurstError | None:
     """Why there can be no such cache, or None."""
     for name, number in (("capacity", capacity), ("batch", batch), ("block", block)):
         if not is_count(number, 1) and not (name == "batch" and number is None):
             return InputError(f"{_NAME}: {name} must be an integer of at least 1, got {number!r}")
     try:
         check_model(model)
-    except InputError as error:
+    except (ConfigError, InputError) as error:
         return error
     return None

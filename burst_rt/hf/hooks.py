@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from burst_rt.context import Context
 from burst_rt.errors import BurstError, InputError
+from burst_rt.hf.release import cache_name, check_release
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.hf.spread import of_rank_0
 from burst_rt.planning.masks.positions import is_count
@@ -69,8 +70,16 @@ class HookedCache(transformers.Cache):  # type: ignore[misc]  # transformers has
         raise NotImplementedError
 
 
+def cache_among(options: dict[str, Any]) -> HookedCache | None:
+    """The cache over ranks that a call is given, by whatever name; None where it is given none."""
+    return next((x for x in options.values() if isinstance(x, HookedCache)), None)
+
+
 def check_model(model: Any) -> None:
-    """Raises InputError for one that cannot generate over ranks."""
+    """Raises InputError for one that cannot generate over ranks.
+
+    Raises ConfigError where the release of transformers is not known.
+    """
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel) or not model.can_generate():
         raise InputError(f"{_NAME}: expected a model of transformers that can generate, got {name}")
@@ -84,6 +93,7 @@ def check_model(model: Any) -> None:
             f"{_NAME}: expected a model with attn_implementation={KEYWORD!r}, got {got!r}; load it "
             f"with that, or call model.set_attn_implementation({KEYWORD!r})"
         )
+    check_release(model)
 
 
 @torch.no_grad()
@@ -96,7 +106,7 @@ def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
     model.set_attn_implementation("eager")
     try:
         token = torch.zeros(1, 1, dtype=torch.int64, device=ctx.device)
-        model(input_ids=token, past_key_values=kept, use_cache=True)
+        model(input_ids=token, use_cache=True, **{cache_name(model): kept})
     finally:
         model.set_attn_implementation(KEYWORD)
     found = set()
@@ -180,10 +190,10 @@ def _before(
     if args:
         bound = inspect.signature(model.forward).bind_partial(*args)
         options = {**bound.arguments, **options}
-    cache, hooks = options.get("past_key_values"), getattr(model, _HOOKS, None)
+    cache, hooks = cache_among(options), getattr(model, _HOOKS, None)
     if hooks is not None:
-        hooks.ctx = cache.ctx if isinstance(cache, HookedCache) else None
-    if not isinstance(cache, HookedCache):
+        hooks.ctx = None if cache is None else cache.ctx
+    if cache is None:
         return None
     if cache.model is not model:
         cache.refuse(
@@ -194,8 +204,8 @@ def _before(
 
 
 def _after(model: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-    cache = options.get("past_key_values")
-    if isinstance(cache, HookedCache):
+    cache = cache_among(options)
+    if cache is not None:
         output.logits = cache.end(output.logits)
 
 
@@ -211,13 +221,13 @@ def _prepared(kind: Any) -> Callable[..., dict[str, Any]]:
     def prepare_inputs(
         self: Any, input_ids: torch.Tensor, *args: Any, **options: Any
     ) -> dict[str, Any]:
-        cache, new = options.get("past_key_values"), options.get("next_sequence_length")
-        if isinstance(cache, HookedCache) and new is not None and new > 0:
+        cache, new = cache_among(options), options.get("next_sequence_length")
+        if cache is not None and new is not None and new > 0:
             cache.check_text(input_ids, new)
         found: dict[str, Any] = kind.prepare_inputs_for_generation(
             self, input_ids, *args, **options
         )
-        if isinstance(cache, HookedCache) and found.get("past_key_values") is None:
+        if cache is not None and cache_among(found) is None:
             if cache.prompt == "chunk" and cache.get_seq_length():
                 cache.refuse(
                     f"this {type(self).__name__} begins again at this length, and a chunk comes "
@@ -225,7 +235,7 @@ def _prepared(kind: Any) -> Callable[..., dict[str, Any]]:
                     "prefill_chunk_size out"
                 )
             cache.reset()
-            found["past_key_values"] = cache
+            found[cache_name(self)] = cache
         return found
 
     return prepare_inputs
@@ -239,8 +249,8 @@ def _prompted(kind: Any) -> Callable[..., Any]:
         self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, *args: Any,
         **options: Any,
     ) -> Any:  # fmt: skip
-        cache, size = model_kwargs.get("past_key_values"), generation_config.prefill_chunk_size
-        if not isinstance(cache, HookedCache):
+        cache, size = cache_among(model_kwargs), generation_config.prefill_chunk_size
+        if cache is None:
             return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **options)
         if size is not None and not is_count(size, 1):
             cache.refuse(f"prefill_chunk_size: expected an integer of at least 1, got {size!r}")

@@ -2,19 +2,21 @@
 
 transformers hands a mask function to every implementation: a closure over (batch, head, q, kv) that
 its own combinators have made. The functions count in one rank's tokens, so none of them is ever
-asked for a cell. What they are made of says which mask is meant; documents and padding come from
-`shard`. A function that is not of transformers' own making is refused.
+asked for a cell. What they are made of says which mask is meant; documents, padding and where
+chunks begin come from `shard`. A function that is not of transformers' own making is refused.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from transformers import masking_utils
 
+from burst_rt.batches import ShardedBatch
 from burst_rt.errors import InputError
+from burst_rt.hf.release import unknown_release
 from burst_rt.planning.masks import Causal, Chunked, Full, Mask, SlidingWindow
 
 __all__ = ["Handed", "MaskIsRead", "mask_of"]
@@ -24,11 +26,26 @@ class MaskIsRead(InputError, AttributeError):
     """A model does something else with its mask than to hand it on; `hasattr` says no."""
 
 
+# A mask of chunks: of their size, and of the left padding of each row, as transformers has it.
+Chunks: TypeAlias = Callable[[int, Any], Mask]
+
+
 class Handed:
     """A mask on its way through a model, from its mask function to its attention."""
 
-    def __init__(self, mask: Mask) -> None:
-        self.mask = mask
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._masks: dict[ShardedBatch | None, Mask] = {}
+
+    def mask(self, batch: ShardedBatch | None) -> Mask:
+        """The mask for whole sequences of a batch, or for those of a cache (None).
+
+        Raises InputError for chunks behind padding in a cache.
+        """
+        if batch not in self._masks:
+            chunks = _unpadded_chunks if batch is None else lambda size, _: batch.chunks(size)
+            self._masks[batch] = mask_of(self._function, chunks)
+        return self._masks[batch]
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse_reading(name)
@@ -49,16 +66,36 @@ def _refuse_reading(name: str) -> NoReturn:
     )
 
 
-def mask_of(function: Callable[..., Any]) -> Mask:
-    """The mask that a mask function of transformers means, for whole sequences. Raises InputError
-    for one that is not known.
+def _unpadded_chunks(size: int, left_padding: Any) -> Mask:
+    """Chunks of rows without padding before their tokens; for others InputError."""
+    if left_padding.any():
+        raise InputError(
+            "attn_implementation='burst_rt': chunked attention over a cache with left padding is "
+            "not done, because its chunks begin after the padding; expected rows of one length; "
+            "generate for each row by itself"
+        )
+    return Chunked(size)
+
+
+def mask_of(function: Callable[..., Any], chunks: Chunks = _unpadded_chunks) -> Mask:
+    """The mask that a mask function of transformers means, for whole sequences.
+
+    chunks: makes the masks of chunks, which do not go by distance alone. Raises InputError for a
+    function that is not known, and ConfigError for one that a later transformers has.
     """
     if function is masking_utils.causal_mask_function:
         return Causal()
     if function is masking_utils.bidirectional_mask_function:
         return Full()
     maker, _, _ = function.__qualname__.partition(".<locals>.")
-    read = _READERS.get(maker) if function.__module__ == masking_utils.__name__ else None
+    own = function.__module__ == masking_utils.__name__
+    read = _READERS.get(maker) if own else None
+    if own and maker not in _READERS.keys() | _REFUSED:
+        raise unknown_release(
+            "attn_implementation='burst_rt'",
+            f"a mask made of {', '.join(sorted(_READERS))}",
+            f"one made of {maker}",
+        )
     if read is None:
         raise InputError(
             f"attn_implementation='burst_rt': expected causal, windowed, chunked or full masks of "
@@ -66,51 +103,50 @@ def mask_of(function: Callable[..., Any]) -> Mask:
             "which counts in one rank's tokens; call burst_attention in your attention layer, with "
             "a mask of your own"
         )
-    return read(**inspect.getclosurevars(function).nonlocals)
+    return read(chunks, **inspect.getclosurevars(function).nonlocals)
 
 
-def _all_of(mask_functions: tuple[Callable[..., Any], ...]) -> Mask:
+def _all_of(chunks: Chunks, mask_functions: tuple[Callable[..., Any], ...]) -> Mask:
     mask: Mask = Full()
     for function in mask_functions:
-        mask = mask & mask_of(function)
+        mask = mask & mask_of(function, chunks)
     return mask
 
 
-def _any_of(mask_functions: tuple[Callable[..., Any], ...]) -> Mask:
-    first, *others = map(mask_of, mask_functions)
+def _any_of(chunks: Chunks, mask_functions: tuple[Callable[..., Any], ...]) -> Mask:
+    first, *others = (mask_of(function, chunks) for function in mask_functions)
     for other in others:
         first = first | other
     return first
 
 
-def _window(sliding_window: int) -> Mask:
+def _window(chunks: Chunks, sliding_window: int) -> Mask:
     return SlidingWindow(sliding_window - 1, -1)
 
 
-def _window_both_ways(sliding_window: int) -> Mask:
+def _window_both_ways(chunks: Chunks, sliding_window: int) -> Mask:
     return SlidingWindow(sliding_window, sliding_window)
 
 
-def _chunks(chunk_size: int, left_padding: Any) -> Mask:
-    if left_padding.any():
-        raise InputError(
-            "attn_implementation='burst_rt': chunked attention begins its chunks after the "
-            "padding; expected rows without padding before their tokens; pad them behind"
-        )
-    return Chunked(chunk_size)
+def _chunks(chunks: Chunks, chunk_size: int, left_padding: Any) -> Mask:
+    return chunks(chunk_size, left_padding)
 
 
-def _documents(packed_sequence_mask: Any) -> Mask:
+def _documents(chunks: Chunks, packed_sequence_mask: Any) -> Mask:
     """Documents as one rank's positions show them, which is wrong; `shard` knows better."""
     return Full()
 
 
-def _moved(mask_function: Callable[..., Any], position_ids: Any) -> Mask:
-    """Positions that count from the beginning of their document: the same cells within it."""
-    return mask_of(mask_function)
+def _moved(chunks: Chunks, mask_function: Callable[..., Any], position_ids: Any) -> Mask:
+    """Positions that count from the beginning of their document.
+
+    The same cells within a document for what goes by distance; `chunks` knows where chunks begin.
+    """
+    return mask_of(mask_function, chunks)
 
 
-# By the function of `masking_utils` whose closure it is.
+# By the function of `masking_utils` whose closure it is. All of them see by distance, but for
+# chunks, which have edges.
 _READERS: dict[str, Callable[..., Mask]] = {
     "and_masks": _all_of,
     "or_masks": _any_of,
@@ -120,3 +156,5 @@ _READERS: dict[str, Callable[..., Mask]] = {
     "packed_sequence_mask_function": _documents,
     "remap_positions_for_packed_sequence": _moved,
 }
+# Of blocks of images and the like, or of one rank's padding or cache.
+_REFUSED = frozenset({"blockwise_overlay", "padding_mask_function", "add_offsets_to_mask_function"})

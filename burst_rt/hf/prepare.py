@@ -8,6 +8,8 @@ that shows where attention is called. So models that this project does not test 
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.context import Context, require_context
 from burst_rt.errors import InputError
+from burst_rt.hf.lengths import Length, lengths_beyond, shortened
 from burst_rt.hf.masks import MaskIsRead
 from burst_rt.hf.rotary import watch_of, watch_positions
 from burst_rt.hf.shard import KEYWORD, Part, require_attended, set_prepared, shard
@@ -38,6 +41,11 @@ _FOLDER = "transformers.models."
 # the type of the weights. The tokens of other ranks weigh far more.
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _TOKENS_A_RANK = 8
+# In place of windows, chunks and the like; documents that begin at no multiple of it.
+_SHORT = 5
+_SHORT_DOCUMENTS = (4, 3)
+# What a model raises that cannot be called so.
+_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
 # From one token of the comparison to the next: any that differ will do.
 _STRIDE = 7919
 
@@ -151,19 +159,9 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
         refuse("hf.prepare", error, ctx.runtime)
     model.eval()
     try:
-        off_here, computed_in = _logits_off(model, ctx)
-        # Quantised weights are integers; what is computed of them is of the other weights' type.
-        # FSDP2 may keep weights of one type and compute in another.
-        dtypes = {computed_in, *(p.dtype for p in model.parameters())} & _ROUNDING.keys()
-        rounding = max((_ROUNDING[dtype] for dtype in dtypes), default=_ROUNDING[torch.float32])
-        off = _largest(off_here, ctx)
-        if not off <= rounding:
-            raise InputError(
-                f"hf.prepare: {name} over {ctx.world_size} ranks is not what it is on one process: "
-                f"expected logits that differ by rounding, got {off:.1e} of the largest. Its "
-                "tokens see each other by other ways than transformers' attention, or it counts "
-                "positions in its own way; give each sequence one rank"
-            )
+        rounding = max(
+            _check_logits(model, batch, kind, ctx) for kind, batch in _batches(model, ctx).items()
+        )
         off = _largest(_loss_off(model, ctx), ctx) if loss else 0.0
         if not off <= rounding:
             raise InputError(
@@ -177,7 +175,7 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
         ) from error
     except InputError:  # what every rank sees, every rank raises
         raise
-    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+    except _ERRORS as error:
         wrong = InputError(
             f"hf.prepare: {name} cannot take its attention from burst_rt: expected a model whose "
             f"layers ask transformers for it, got {type(error).__name__}: "
@@ -197,41 +195,103 @@ def _largest(x: float, ctx: Context) -> float:
     return ctx.all_reduce(everyones).max().item()
 
 
-def _batch(model: Any, ctx: Context) -> dict[str, torch.Tensor]:
-    """Two short rows, one of them padded in front: some models count positions by the padding."""
+def _rounding(model: Any, computed_in: torch.dtype) -> float:
+    """How far ranks may be from one process, over the largest logit.
+
+    Quantised weights are integers; what is computed of them is of the other weights' type. FSDP2
+    may keep weights of one type and compute in another.
+    """
+    dtypes = {computed_in, *(p.dtype for p in model.parameters())} & _ROUNDING.keys()
+    return max((_ROUNDING[dtype] for dtype in dtypes), default=_ROUNDING[torch.float32])
+
+
+def _batches(model: Any, ctx: Context) -> dict[str, dict[str, torch.Tensor]]:
+    """Short rows of each kind that a model may count in its own way.
+
+    Some models count positions by the padding, and some by the padding token, too. Packed
+    documents begin at no multiple of the numbers in `_beyond`; encoder-decoders have none.
+    """
     count = _TOKENS_A_RANK * ctx.world_size
     tokens = torch.arange(2 * count).view(2, count) * _STRIDE
     tokens = tokens % model.get_input_embeddings().num_embeddings
-    # Some count positions by the padding token, too.
     tokens[tokens == model.config.get_text_config().pad_token_id] = 1
     shown = torch.ones_like(tokens)
     shown[1, : count // 3] = 0
-    if getattr(model.config.get_text_config(), "attention_chunk_size", None):
-        shown = shown.flip(1)  # chunks that begin after padding are not done
-    batch = {"input_ids": tokens, "attention_mask": shown}
-    return batch | {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else batch
+    padded = {"input_ids": tokens, "attention_mask": shown}
+    if model.config.is_encoder_decoder:
+        return {"padded rows": {**padded, "decoder_input_ids": tokens}}
+    lengths = [*_SHORT_DOCUMENTS, count - sum(_SHORT_DOCUMENTS)]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = {"input_ids": tokens[:1], "position_ids": positions}
+    return {"padded rows": padded, "packed rows": packed}
 
 
-def _logits_off(model: Any, ctx: Context) -> tuple[float, torch.dtype]:
-    """How far this rank's logits are from one process's, over the largest; and their type."""
-    batch = _batch(model, ctx)
-    whole = _alone(model, batch, ctx)[0]
+def _check_logits(model: Any, batch: dict[str, torch.Tensor], kind: str, ctx: Context) -> float:
+    """Raises InputError on every rank where ranks' logits are not those of one process.
+
+    On both sides of each length of the model's configuration. Collective. Returns how far they may
+    be.
+    """
+    lengths = lengths_beyond(model, _TOKENS_A_RANK * ctx.world_size - sum(_SHORT_DOCUMENTS))
+    whole = _alone(model, batch, ctx)
+    rounding, where = _rounding(model, whole.dtype), ""
+    off = _largest(_logits_off(model, batch, whole, ctx), ctx)
+    if off <= rounding and lengths:
+        off = _off_beyond(model, batch, lengths, ctx)
+        if not off <= rounding:
+            each = [x for x in lengths if not _off_beyond(model, batch, [x], ctx) <= rounding]
+            where = ", beyond its " + " and ".join(f"{name} ({n})" for name, n in each or lengths)
+    if not off <= rounding:
+        raise InputError(
+            f"hf.prepare: {type(model).__name__} over {ctx.world_size} ranks is not what it is on "
+            f"one process, in {kind}{where}: expected logits that differ by rounding, got "
+            f"{off:.1e} of the largest. Its tokens see each other by other ways than "
+            "transformers' attention, or it counts positions in its own way; give each sequence "
+            "one rank"
+        )
+    return rounding
+
+
+def _off_beyond(
+    model: Any, batch: dict[str, torch.Tensor], lengths: Sequence[Length], ctx: Context
+) -> float:
+    """How far the logits are from one process's where these lengths are short. Collective.
+
+    0, with a warning, where one process cannot compute them.
+    """
+    with shortened(model, lengths, _SHORT):
+        try:
+            whole = _alone(model, batch, ctx)
+        except _ERRORS as error:
+            names = ", ".join(name for name, _ in lengths)
+            warnings.warn(
+                f"hf.prepare: {type(model).__name__} was not compared beyond its {names}: one "
+                f"process fails where they are {_SHORT} ({error})",
+                stacklevel=5,
+            )
+            return 0.0
+        return _largest(_logits_off(model, batch, whole, ctx), ctx)
+
+
+def _logits_off(
+    model: Any, batch: dict[str, torch.Tensor], whole: torch.Tensor, ctx: Context
+) -> float:
+    """How far this rank's logits are from one process's, over the largest."""
     part = _cut(batch, ctx)
     layout = part[KEYWORD].batch.layout
     output = model(**part)
     _check_output(model, part[KEYWORD], output)
     off = (output[0] - layout.shard(whole))[..., None].abs().flatten(2).amax(2)
-    meant = layout.shard(batch["attention_mask"]).to(off.device)
-    if model.config.is_encoder_decoder:
-        meant = torch.ones_like(meant)
-    return float((off * meant).max() / whole.abs().max()), output[0].dtype
+    if "attention_mask" in batch and not model.config.is_encoder_decoder:
+        off = off * layout.shard(batch["attention_mask"]).to(off.device)
+    return float(off.max() / whole.abs().max())
 
 
 def _loss_off(model: Any, ctx: Context) -> float:
     """How far the loss is from one process's, over that. 0 for models without a loss of tokens."""
-    batch = _batch(model, ctx)
+    batch = _batches(model, ctx)["padded rows"]
     tokens = batch["input_ids"]
-    logits = _alone(model, batch, ctx)[0]
+    logits = _alone(model, batch, ctx)
     of_tokens = logits.ndim == 3 and logits.shape[:2] == tokens.shape
     if not of_tokens or "labels" not in inspect.signature(model.forward).parameters:
         return 0.0
@@ -239,7 +299,7 @@ def _loss_off(model: Any, ctx: Context) -> float:
     batch["labels"] = tokens % logits.shape[-1]
     batch["labels"][:, : tokens.shape[1] // 3 + 1] = IGNORED_LABEL
     batch["labels"][batch["attention_mask"] == 0] = IGNORED_LABEL
-    expected = float(_alone(model, batch, ctx).loss)
+    expected = float(_on_one_process(model, batch, ctx).loss)
     return abs(float(model(**_cut(batch, ctx)).loss) / expected - 1)
 
 
@@ -249,11 +309,27 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context) -> dict[str, Any]:
     return part
 
 
-def _alone(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> Any:
-    """What one process makes of a batch."""
+def _alone(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> torch.Tensor:
+    """The logits that one process makes of a batch; of each packed document by itself."""
+    if "position_ids" not in batch:
+        whole: torch.Tensor = _on_one_process(model, batch, ctx)[0]
+        return whole
+    begins = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    ends = [*begins[1:], batch["position_ids"].shape[1]]
+    documents = [
+        {name: x[:, begin:end] for name, x in batch.items()}
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+    return torch.cat([_on_one_process(model, each, ctx)[0] for each in documents], 1)
+
+
+def _on_one_process(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> Any:
+    """What a model gives for a batch where it knows of no ranks."""
     model.set_attn_implementation("eager")
-    found = model(**{name: x.to(ctx.device) for name, x in batch.items()})
-    model.set_attn_implementation(KEYWORD)
+    try:
+        found = model(**{name: x.to(ctx.device) for name, x in batch.items()})
+    finally:
+        model.set_attn_implementation(KEYWORD)
     if (got := model.config._attn_implementation) != KEYWORD:
         raise ValueError(f"it keeps attn_implementation={got!r}")
     return found

@@ -8,8 +8,10 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from burst_rt.attention.call import FULL
@@ -67,6 +69,21 @@ class Part:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         return self  # wrappers copy a model's arguments
+
+    @property
+    def past(self) -> int:
+        """See `temperature.rescaled`: a batch has no cache."""
+        return 0
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """See `temperature.rescaled`."""
+        places = self.batch.layout.positions()[None]
+        mask = self.batch.mask
+        if isinstance(mask, Documents):
+            begins = np.where(mask.counts[:, None] > 1, mask.begins(places[0].cpu().numpy()), 0)
+            places = places - torch.from_numpy(begins).to(places.device)
+        return places
 
     def largest(self, position_ids: torch.Tensor) -> int:
         """The largest position of all ranks, of the sequence that these are positions of."""

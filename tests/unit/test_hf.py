@@ -104,7 +104,7 @@ UNREADABLE: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "chunks behind padding": (
         masking_utils.chunked_causal_mask_function(4, _NO_PADDING + 1),
-        "expected rows without padding before their tokens",
+        "over a cache with left padding is not done",
     ),
 }
 

@@ -164,6 +164,43 @@ class Documents(Mask):
         by_row = [_keys(row, document) for row, _, document in self._found(q)]
         return Spans(*(np.stack(bounds)[..., None] for bounds in zip(*by_row, strict=True)))
 
+    @property
+    def padding(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """How many tokens of each batch row are padding before its first document."""
+        return np.array([0 if row.seen[0] else row.kv[1] for row in self._rows])
+
+    @property
+    def padded(self) -> bool:
+        """Whether any token is padding."""
+        return not all(row.seen.all() for row in self._rows)
+
+    @property
+    def counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """How many documents each batch row has; padding is none."""
+        return np.array([row.seen.sum() for row in self._rows])
+
+    def begins(self, q: Positions) -> Positions:
+        """`[batch, queries]`: where the document of each query begins among the keys."""
+        return np.stack([row.kv[document] for row, _, document in self._found(q)])
+
+    def chunks(self, size: int, places: Positions) -> Documents:
+        """These documents, each cut into chunks: tokens whose place is in [0, size), and so on.
+
+        places: `[batch or 1, tokens]`, which ascend by 1 within a document. Not for documents with
+        q_lengths. Worked example: documents of 3 and 5 tokens at places 0 1 2, 0 1 2 3 4 have
+        chunks of 2, 1, 2, 2 and 1 tokens where size is 2.
+        """
+        rows = max(len(self._rows), len(places))
+        ids = np.empty((rows, places.shape[1]), np.int64)
+        for number in range(rows):
+            row = self._rows[number % len(self._rows)]
+            chunk = places[number % len(places)] // size
+            begins = np.diff(chunk, prepend=chunk[:1]) != 0
+            begins[row.kv[:-1]] = True
+            ids[number] = np.cumsum(begins)
+            ids[number][~np.repeat(row.seen, np.diff(row.kv))] = _PADDING
+        return Documents(ids=ids)
+
     def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """See `Mask.changes`: where another document begins, in any batch row."""
         changed = np.zeros(len(q), bool)

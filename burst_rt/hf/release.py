@@ -1,0 +1,68 @@
+"""The releases of transformers that are known here, and what they call what is used of them.
+
+`burst_rt.hf` uses more of transformers than its public interface: the names of a forward's
+arguments, the steps of `generate`, the functions that masks are made of. A later release may have
+other names. That is told as such, and not as a mistake of the caller.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import transformers
+
+from burst_rt.errors import ConfigError
+from burst_rt.version import __version__
+
+__all__ = ["KNOWN_RELEASES", "cache_name", "check_release", "unknown_release"]
+
+# Releases with which the tests of `burst_rt.hf` pass.
+KNOWN_RELEASES = ("5.23", "5.24")
+# A forward's argument for its cache: until 5.23, and since 5.24.
+_CACHE_NAMES = ("past_key_values", "cache")
+# Steps of `generate` that are wrapped while a model has a cache over ranks, and their arguments
+# that are used.
+_STEPS = {
+    "prepare_inputs_for_generation": ("input_ids", "next_sequence_length"),
+    "_get_stopping_criteria": (),
+    "_prefill": ("input_ids", "generation_config", "model_kwargs"),
+}
+
+
+def unknown_release(what: str, expected: str, got: str) -> ConfigError:
+    """The error for something that transformers has under another name, or not at all."""
+    return ConfigError(
+        f"{what}: expected {expected}, got {got} of transformers {transformers.__version__}, a "
+        f"release that burst_rt {__version__} does not know: it is tested with "
+        f"{' and '.join(KNOWN_RELEASES)}; install one of these (pip install "
+        f"'transformers=={KNOWN_RELEASES[-1]}.*'), or a newer burst_rt"
+    )
+
+
+def cache_name(model: Any) -> str:
+    """The argument by which a model's forward takes its cache. Raises ConfigError for no known."""
+    parameters = inspect.signature(model.forward).parameters
+    found = next((name for name in _CACHE_NAMES if name in parameters), None)
+    if found is None:
+        raise unknown_release(
+            "hf.Cache",
+            f"a forward with an argument {' or '.join(_CACHE_NAMES)}",
+            f"{type(model).__name__}.forward with {', '.join(parameters)}",
+        )
+    return found
+
+
+def check_release(model: Any) -> None:
+    """Raises ConfigError where `generate` is not made of the steps that are known."""
+    cache_name(model)
+    for step, wanted in _STEPS.items():
+        method = getattr(type(model), step, None)
+        found = inspect.signature(method).parameters if method else {}
+        takes_any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in found.values())
+        if method is None or not (takes_any or found.keys() >= set(wanted)):
+            raise unknown_release(
+                "hf.Cache",
+                f"a method {step} with arguments {', '.join(wanted)}",
+                f"one with {', '.join(found)}" if method else "none",
+            )
