@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from small_models import NAMES, make_model
+from small_models import CACHE, NAMES, make_model
 
 __all__ = [
     "BATCHES",
@@ -55,7 +55,7 @@ def generate(model: Any, case: str, cache: Any = None, seed: int = 7) -> Generat
     shown[0, :30] = 0
     shown[1, :9] = 0
     options = {
-        "max_new_tokens": _NEW, "min_new_tokens": _NEW, "past_key_values": cache,
+        "max_new_tokens": _NEW, "min_new_tokens": _NEW, CACHE: cache,
         "use_cache": True, "do_sample": False, "return_dict_in_generate": True,
         "output_logits": True,
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -17,6 +18,7 @@ with warnings.catch_warnings():
 logging.set_verbosity_error()
 
 __all__ = [
+    "CACHE",
     "KINDS",
     "NAMES",
     "TOKENS",
@@ -28,6 +30,9 @@ __all__ = [
     "truth",
 ]
 
+# A forward's argument for its cache has another name since transformers 5.24.
+_ARGUMENTS = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in _ARGUMENTS else "past_key_values"
 TOKENS = 75  # divides by none of 2, 4 and twice 3
 _CLASSES = 64
 _WINDOW = 16

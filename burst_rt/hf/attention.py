@@ -23,7 +23,7 @@ from burst_rt.runtime.refusing import refuse
 __all__ = ["attend", "register"]
 
 _NAME = "attn_implementation='burst_rt'"
-_CACHE = "past_key_values=burst_rt.hf.Cache(model, ctx, capacity=...)"
+_CACHE = "a cache made by burst_rt.hf.Cache(model, ctx, capacity=...)"
 # Types of layers, as `layer_types` of a configuration has them, that look at other tokens by
 # attention alone, or at none; and those that choose keys by one rank's scores.
 _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")

@@ -1,7 +1,7 @@
 """A cache of transformers that is spread over ranks, so that `model.generate` works on all of them.
 
     cache = burst_rt.hf.Cache(model, ctx, capacity=100_000)
-    tokens = model.generate(**inputs, past_key_values=cache)  # the same inputs on every rank
+    tokens = model.generate(**inputs, cache=cache)  # the same inputs on every rank
 
 A call of the model with the cache is one step of a `KVCache`: a chunk of a prompt is cut before the
 model sees it (`cached_call.py`, `hooks.py`), the layers attend by the step (`attention.py`), and
@@ -81,7 +81,7 @@ class Cache(HookedCache):
         The memory is taken as soon as that is known; see `KVCache`.
     block: as in `KVCache`.
 
-    In `model.generate(..., past_key_values=cache)` each rank runs only its part of a prompt through
+    In `model.generate(..., cache=cache)` each rank runs only its part of a prompt through
     the model, at most ceil(tokens / ranks) + block of them. (A rank that has no token of a chunk
     runs a stand-in; of ranks x block tokens each rank has some.) After each call every rank has the
     logits of the last token and the state of torch's random generators that rank 0 has; of a prompt
@@ -178,6 +178,11 @@ class Cache(HookedCache):
     def is_croppable(self) -> bool:
         """False: `generate` would run a token more than it needs, to take it back by `crop`."""
         return False
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """By layer, False: none keeps a state in place of keys. (`generate` drops cached tokens.)"""
+        return [False] * self._num_layers
 
     @property
     def is_initialized(self) -> bool:

@@ -32,7 +32,7 @@ class TokenMeter:
     """Measures tokens as they come, and reports them as `telemetry.report` does.
 
         meter = burst_rt.telemetry.TokenMeter(cache)
-        model.generate(**inputs, past_key_values=cache, streamer=meter)
+        model.generate(**inputs, cache=cache, streamer=meter)
 
     A loop of one's own calls `put(prompt)`, `put(token)` for each token (or a few at once), and
     `end()`, also where a text breaks off by an error. Every rank of the cache's context may have

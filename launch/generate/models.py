@@ -108,9 +108,11 @@ def bytes_source(decoder: Decoder, world: Context, *, seq_len: int, dtype: torch
 class _Pretrained:
     def __init__(self, model: Any, world: Context, capacity: int) -> None:
         import burst_rt.hf
+        from burst_rt.hf.release import cache_name
 
         self._model = model
         self._cache = burst_rt.hf.Cache(model, world, capacity=capacity, batch=1)
+        self._given = {cache_name(model): self._cache}
 
     @property
     def kv(self) -> KVCache:
@@ -118,7 +120,7 @@ class _Pretrained:
         return self._cache.kv
 
     def __call__(self, tokens_BS: Tensor) -> Tensor:
-        logits_BSV = self._model(input_ids=tokens_BS, past_key_values=self._cache).logits
+        logits_BSV = self._model(input_ids=tokens_BS, **self._given).logits
         last: Tensor = logits_BSV[0, -1].float()
         return last
 

@@ -86,8 +86,11 @@ def test_a_mask_function_is_read(case: str) -> None:
 
 def test_documents_are_left_to_shard() -> None:
     packed = masking_utils.find_packed_sequence_indices(_POSITIONS)
-    function = masking_utils.packed_sequence_compatibility_function(
-        masking_utils.causal_mask_function, _POSITIONS, packed
+    function = masking_utils.and_masks(
+        masking_utils.packed_sequence_mask_function(packed),
+        masking_utils.remap_positions_for_packed_sequence(
+            masking_utils.causal_mask_function, _POSITIONS
+        ),
     )
     assert mask_of(function) == Causal()
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 from small_generation import make_decoder
-from small_models import make_model
+from small_models import CACHE, make_model
 from transformers import GenerationConfig
 
 import burst_rt
@@ -43,7 +43,7 @@ def _llama() -> Any:
 
 def _generate(model: Any, cache: Any, ids: torch.Tensor = _IDS, **options: Any) -> torch.Tensor:
     given = {"max_new_tokens": 2, "use_cache": True, "do_sample": False, **options}
-    found: torch.Tensor = model.generate(ids, past_key_values=cache, **given)
+    found: torch.Tensor = model.generate(ids, **{CACHE: cache}, **given)
     return found
 
 
@@ -60,7 +60,7 @@ def _filled(
 
 def _closed(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
     cache.close()
-    model(_IDS, past_key_values=_cache(model, ctx))  # hooks of another cache are there
+    model(_IDS, **{CACHE: _cache(model, ctx)})  # hooks of another cache are there
     _generate(model, cache)
 
 
@@ -73,7 +73,7 @@ def _of_a_model_without_caches(model: Any, cache: Any, ctx: burst_rt.Context) ->
 
 
 def _part_of_the_model(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
-    model.model(_IDS, past_key_values=cache)
+    model.model(_IDS, **{CACHE: cache})
 
 
 def _shown(*hidden: tuple[int, int]) -> torch.Tensor:
@@ -84,15 +84,15 @@ def _shown(*hidden: tuple[int, int]) -> torch.Tensor:
 
 
 def _longer_padding(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
-    model(_IDS, past_key_values=cache)
+    model(_IDS, **{CACHE: cache})
     shown = torch.ones(2, 26, dtype=torch.int64)
     shown[1, 0] = 0
-    model(_IDS[:, :1], attention_mask=shown, past_key_values=cache)
+    model(_IDS[:, :1], attention_mask=shown, **{CACHE: cache})
 
 
 def _cut_before(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
     part = burst_rt.hf.shard({"input_ids": _IDS}, ctx)
-    model(**part, past_key_values=cache)
+    model(**part, **{CACHE: cache})
 
 
 def _no_causal_model(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
@@ -101,11 +101,11 @@ def _no_causal_model(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
 
 
 def _positions_of_three(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
-    model(_IDS, position_ids=torch.arange(25).expand(3, -1), past_key_values=cache)
+    model(_IDS, position_ids=torch.arange(25).expand(3, -1), **{CACHE: cache})
 
 
 def _several_logits(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
-    model(_IDS, past_key_values=cache, logits_to_keep=2)
+    model(_IDS, **{CACHE: cache}, logits_to_keep=2)
 
 
 def _true(ids: torch.Tensor, scores: object) -> torch.Tensor:
@@ -114,7 +114,7 @@ def _true(ids: torch.Tensor, scores: object) -> torch.Tensor:
 
 def _under_autocast(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        model(_IDS, past_key_values=cache)
+        model(_IDS, **{CACHE: cache})
 
 
 # With a Llama and a cache of it; what the ranks raise.
@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
     "padding that comes later": (_longer_padding, "expected the padding that the cached tokens"),
     "a mask of the new tokens alone": (
         lambda model, cache, ctx: model(
-            _IDS, attention_mask=_shown()[:, :5], past_key_values=cache
+            _IDS, attention_mask=_shown()[:, :5], **{CACHE: cache}
         ),
         r"attention_mask: expected \[batch, cached and new tokens\] = \(2, 25\)",
     ),
@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
         "output_hidden_states is not done",
     ),
     "a loss": (
-        lambda model, cache, ctx: model(_IDS, labels=_IDS, past_key_values=cache),
+        lambda model, cache, ctx: model(_IDS, labels=_IDS, **{CACHE: cache}),
         "labels is not done",
     ),
     "positions of another batch": (
@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
     ),
     "images": (
         lambda model, cache, ctx: model(
-            _IDS, pixel_values=torch.ones(1, 3), past_key_values=cache
+            _IDS, pixel_values=torch.ones(1, 3), **{CACHE: cache}
         ),
         "pixel_values is not known; expected text alone",
     ),
@@ -213,11 +213,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
     ),
     "a cache of transformers'": (
         lambda model, cache, ctx: _generate(model, None),
-        "past_key_values=burst_rt.hf.Cache",
+        "a cache made by burst_rt.hf.Cache",
     ),
     "a static cache": (
         lambda model, cache, ctx: _generate(model, None, cache_implementation="static"),
-        "a static cache or a prefix is not done; .* past_key_values=burst_rt.hf.Cache",
+        "a static cache or a prefix is not done; .* a cache made by burst_rt.hf.Cache",
     ),
     "rows that are repeated": (
         lambda model, cache, ctx: cache.batch_repeat_interleave(2), "contrastive search",
@@ -340,9 +340,9 @@ def test_ranks_with_other_tokens_do_not_go_on() -> None:
         cache = _cache(model, ctx)
         found = []
         for count in (25, 1):
-            model(_IDS[:, :count], past_key_values=cache)
+            model(_IDS[:, :count], **{CACHE: cache})
             with pytest.raises(ContractMismatch) as caught:
-                model(_IDS[:, :1] + ctx.rank, past_key_values=cache)
+                model(_IDS[:, :1] + ctx.rank, **{CACHE: cache})
             found.append(str(caught.value))
             assert cache.get_seq_length() == count
             cache.reset()
@@ -374,14 +374,14 @@ def test_a_forward_without_generate() -> None:
     def run(ctx: burst_rt.Context) -> None:
         model = _llama()
         cache = _cache(model, ctx, batch=2)
-        few = model(_IDS[:, :3], past_key_values=cache).logits
+        few = model(_IDS[:, :3], **{CACHE: cache}).logits
         torch.testing.assert_close(few, expected[:, :3], rtol=1e-4, atol=1e-5)
-        many = model(input_ids=_IDS[:, 3:], past_key_values=cache).logits
+        many = model(input_ids=_IDS[:, 3:], **{CACHE: cache}).logits
         torch.testing.assert_close(many, expected[:, -1:], rtol=1e-4, atol=1e-5)
         cache.crop(-20)
         assert cache.get_seq_length() == 5
         assert cache.get_mask_sizes(2, 0) == (7, 0)
-        again = model(_IDS[:, 5:10], past_key_values=cache, logits_to_keep=None).logits
+        again = model(_IDS[:, 5:10], **{CACHE: cache}, logits_to_keep=None).logits
         torch.testing.assert_close(again, expected[:, 5:10], rtol=1e-4, atol=1e-5)
 
     burst_rt.run_local(3, run, timeout_s=60)
@@ -415,11 +415,11 @@ def test_the_whole_text_in_a_call_of_ones_own_is_warned_of() -> None:
     def run(ctx: burst_rt.Context) -> None:
         model = _llama()
         cache = _cache(model, ctx)
-        model(_IDS[:, :7], past_key_values=cache)
-        model(_IDS[:, 7:20], past_key_values=cache)
+        model(_IDS[:, :7], **{CACHE: cache})
+        model(_IDS[:, 7:20], **{CACHE: cache})
         cache.crop(-13)
         with nullcontext() if ctx.rank else pytest.warns(match="begin with the 7 tokens that are"):
-            model(_IDS[:, :10], past_key_values=cache)
+            model(_IDS[:, :10], **{CACHE: cache})
 
     burst_rt.run_local(2, run, timeout_s=60)
 
@@ -438,9 +438,9 @@ def test_a_call_that_an_error_has_ended_is_made_again() -> None:
 
         handle = model.lm_head.register_forward_pre_hook(fail)
         with pytest.raises(MemoryError, match="of this test"):
-            model(_IDS, past_key_values=cache)
+            model(_IDS, **{CACHE: cache})
         handle.remove()
-        logits = model(_IDS, past_key_values=cache).logits
+        logits = model(_IDS, **{CACHE: cache}).logits
         torch.testing.assert_close(logits, expected[:, -1:], rtol=1e-4, atol=1e-5)
 
     burst_rt.run_local(2, run, timeout_s=60)
@@ -495,7 +495,7 @@ def test_rank_0_says_when_a_text_ends(given_by: str, monkeypatch: pytest.MonkeyP
         options = {"logits_processor": [clock.tick], **_LIMITS[given_by](model, clock)}
         if "generation_config" not in options:
             options |= {"max_new_tokens": 9, "do_sample": False}
-        found = model.generate(_IDS, past_key_values=_cache(model, ctx), use_cache=True, **options)
+        found = model.generate(_IDS, **{CACHE: _cache(model, ctx)}, use_cache=True, **options)
         assert torch.equal(found, expected)
 
     burst_rt.run_local(3, run, timeout_s=60)
@@ -565,7 +565,7 @@ def test_a_cache_is_used_in_inference_mode_and_outside() -> None:
         model = _llama()
         cache = _cache(model, ctx)
         with torch.inference_mode():
-            model(_IDS[:, :20], past_key_values=cache)
+            model(_IDS[:, :20], **{CACHE: cache})
             cache.reserve(45)
         assert torch.equal(_generate(model, cache, max_new_tokens=6), expected)
         cache.reset()
@@ -664,7 +664,8 @@ _PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 
 def test_the_page_runs() -> None:
-    shown = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    page = _PAGE.read_text(encoding="utf-8").replace("cache=cache", f"{CACHE}=cache")
+    shown = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     block = next(block for block in shown if "generate" in block)
     loop = next(block for block in shown if "argmax" in block)
     expected = _generate(_EAGER, None, max_new_tokens=200)
@@ -688,7 +689,7 @@ def test_memory_is_given_back_though_the_model_lives_on() -> None:
         model = _llama()
         cache = _cache(model, ctx)
         with torch.no_grad():
-            model(_IDS, past_key_values=cache)
+            model(_IDS, **{CACHE: cache})
         kv = weakref.ref(cache.kv)
         cache.close()
         assert kv() is None
@@ -721,7 +722,7 @@ def test_bfloat16_gives_the_logits_of_one_process() -> None:
         model = _llama().bfloat16()
         cache = _cache(model, ctx)
         for start, stop in ((0, 19), (19, 20), (20, 25)):
-            logits = model(_IDS[:, start:stop], past_key_values=cache).logits[:, -1].float()
+            logits = model(_IDS[:, start:stop], **{CACHE: cache}).logits[:, -1].float()
             off = (logits - expected[:, stop - 1]).abs().max() / expected.abs().max()
             assert off < 2e-2
         assert cache.kv is not None

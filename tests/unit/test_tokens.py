@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
-from small_models import make_model
+from small_models import CACHE, make_model
 from telemetry_feed import arrive
 
 import burst_rt
@@ -155,7 +155,7 @@ def test_generate_of_transformers_takes_it_for_a_streamer(reports: _Reports) -> 
         model.set_attn_implementation("burst_rt")
         cache = burst_rt.hf.Cache(model, ctx, capacity=30)
         tokens = model.generate(
-            torch.tensor([[5, 6, 7]]), past_key_values=cache, do_sample=False, max_new_tokens=6,
+            torch.tensor([[5, 6, 7]]), **{CACHE: cache}, do_sample=False, max_new_tokens=6,
             eos_token_id=None, use_cache=True, streamer=TokenMeter(cache, to=heard),
         )  # fmt: skip
         assert [[[5, 6, 7]], *tokens[0, 3:, None].tolist(), "end"] == heard.calls

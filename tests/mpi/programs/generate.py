@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from small_generation import BATCHES, PROMPT, Generated, generate, make_decoder
-from small_models import fully_sharded
+from small_models import CACHE, fully_sharded
 
 import burst_rt
 import burst_rt.hf
@@ -80,7 +80,7 @@ def _most_tokens(ctx: burst_rt.Context) -> float:
     cache = burst_rt.hf.Cache(model, ctx, capacity=PROMPT, block=_BLOCK)
     counts.clear()  # of the token by which the cache is made
     prompt = torch.ones(1, PROMPT, dtype=torch.int64)
-    model.generate(prompt, past_key_values=cache, max_new_tokens=1, use_cache=True)
+    model.generate(prompt, **{CACHE: cache}, max_new_tokens=1, use_cache=True)
     assert len(counts) == 2
     return max(counts)
 
