@@ -18,7 +18,7 @@ ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
 DOCS := $(call stamp,docs$(comma)hf)
 
-.PHONY: help run test test-all test-masks check lint types docs unit other-cpus faults bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-masks test-newest check lint types docs unit other-cpus other-transformers faults bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -75,6 +75,19 @@ NUMERIC ?= tests/unit/test_fit.py tests/unit/test_kernels.py tests/unit/test_for
 other-cpus: $(ALL) ## a sample of the numeric tests, as other CPUs would round
 	ATEN_CPU_CAPABILITY=default BURST_RT_TEST_THREADS=4 $(BIN)/pytest $(PARALLEL) $(NUMERIC)
 	MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2 BURST_RT_TEST_THREADS=2 $(BIN)/pytest $(PARALLEL) $(NUMERIC)
+
+# What `generate` and masks are called differs between releases of transformers; setup.cfg names the oldest one that is supported.
+OLDEST_TRANSFORMERS := 5.23.0
+
+other-transformers: $(ALL) ## models of transformers, with the oldest release that is supported
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/transformers transformers==$(OLDEST_TRANSFORMERS)
+	PYTHONPATH=$(CURDIR)/build/transformers $(BIN)/pytest $(PARALLEL) tests/unit/test_hf.py tests/unit/test_hf_cache.py tests/unit/test_hf_lengths.py
+	PYTHONPATH=$(CURDIR)/build/transformers $(BIN)/pytest $(JOBS) tests/mpi/test_models.py tests/mpi/test_generate.py -k '[2]'
+
+NEWEST ?=
+
+test-newest: $(ALL) ## before a release: the newest torch, Triton, transformers, TRL, accelerate, numpy, as a table (gigabytes; NEWEST='--keep torch==2.13.0')
+	$(BIN)/python tests/newest.py $(NEWEST)
 
 SEED ?= 0
 COUNT ?= 300
