@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from transformers import masking_utils
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Causal, Chunked, Full, Mask, SlidingWindow
+from burst_rt.planning.masks import Causal, Chunked, First, Full, Mask, SlidingWindow
 
 __all__ = ["Handed", "MaskIsRead", "mask_of"]
 
@@ -77,7 +77,7 @@ def _all_of(mask_functions: tuple[Callable[..., Any], ...]) -> Mask:
 
 
 def _any_of(mask_functions: tuple[Callable[..., Any], ...]) -> Mask:
-    first, *others = map(mask_of, mask_functions)
+    first, *others = (each for each in map(mask_of, mask_functions) if each != _NOTHING)
     for other in others:
         first = first | other
     return first
@@ -100,6 +100,17 @@ def _chunks(chunk_size: int, left_padding: Any) -> Mask:
     return Chunked(chunk_size)
 
 
+def _images(block_sequence_ids: Any) -> Mask:
+    """Tokens of an image see each other. The ids are one rank's; -1 is text."""
+    if (block_sequence_ids >= 0).any():
+        raise InputError(
+            "attn_implementation='burst_rt': token_type_ids: tokens of an image see each other, in "
+            "both directions, and those of one rank do not say which they are; expected 0 (text) "
+            "for every token, got 1 for some; leave images out, or give each sequence one rank"
+        )
+    return _NOTHING
+
+
 def _documents(packed_sequence_mask: Any) -> Mask:
     """Documents as one rank's positions show them, which is wrong; `shard` knows better."""
     return Full()
@@ -110,10 +121,12 @@ def _moved(mask_function: Callable[..., Any], position_ids: Any) -> Mask:
     return mask_of(mask_function)
 
 
+_NOTHING = First(0)
 # By the function of `masking_utils` whose closure it is.
 _READERS: dict[str, Callable[..., Mask]] = {
     "and_masks": _all_of,
     "or_masks": _any_of,
+    "blockwise_overlay": _images,
     "sliding_window_overlay": _window,
     "sliding_window_bidirectional_overlay": _window_both_ways,
     "chunked_overlay": _chunks,
