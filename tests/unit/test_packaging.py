@@ -113,11 +113,13 @@ import burst_rt, burst_rt.launch, burst_rt.scheduler, burst_rt.transport
 print(burst_rt.__path__[0])
 import importlib.util
 print([name for name in ("scheduler", "transport", "launch") if importlib.util.find_spec(name)])
+print(importlib.util.find_spec("burst_rt.examples.finetune").origin)
 """
     # The installed copy goes before the editable one of this environment; its dependencies come
     # from here.
     out = _run(sys.executable, "-P", "-c", source, cwd=tmp_path, python_path=str(installed))
-    assert out.splitlines() == [str(installed / "burst_rt"), "[]"]
+    package = installed / "burst_rt"
+    assert out.splitlines() == [str(package), "[]", str(package / "examples" / "finetune.py")]
 
 
 def test_a_wheel_holds_modules_examples_the_type_marker_the_machines_and_the_page(
