@@ -126,7 +126,7 @@ class ModelFolder:
             # Masks and positions are stored as integers, too, and are no weights.
             others = [*unused, *(name for name, _ in model.named_buffers())]
             ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["$."]))
-            for kind in odd.keys() - {*PLAIN}:
+            for kind in sorted(odd.keys() - {*PLAIN}):
                 wrong = [
                     name
                     for name in odd.pop(kind)
