@@ -108,8 +108,9 @@ def shard_batch(
             is not one more than the position before it; padding does not count. A document sees
             only itself, with or without an attention_mask. None: 0, 1, 2 ... in every row;
         cu_seq_lens_q, cu_seq_lens_k: `[documents + 1]`, equal: a packed batch of one row by its
-            documents' bounds. They make the mask alone: without position_ids, positions go on from
-            one document to the next, which is wrong for learned positions;
+            documents' bounds, with no attention_mask or one that is 1 everywhere. They make the
+            mask alone: without position_ids, positions go on from one document to the next, which
+            is wrong for learned positions;
         token_type_ids.
     layout: "auto" takes "zigzag", or "balanced" (under a causal mask) where documents or padding
         hide something. Or a kind of `Context.layout`, or a layout of this length.
@@ -233,18 +234,10 @@ def _positions(given: torch.Tensor | None, rows: int, tokens: int) -> torch.Tens
 
 def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask:
     """The mask of documents and padding; takes the bounds of documents out of the batch."""
-    bounds = [batch.pop(name) for name in _PACKING if name in batch]
+    bounds = {name: batch.pop(name) for name in _PACKING if name in batch}
     padding = batch.get("attention_mask")
-    rows = (batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]).shape[0]
     if bounds:
-        if rows != 1 or padding is not None or any(not torch.equal(bounds[0], x) for x in bounds):
-            expected = "one row without attention_mask, and both the same"
-            _wrong("cu_seq_lens_q and cu_seq_lens_k", expected, f"got {rows} rows")
-        packed = Documents(cu_seqlens=bounds[0])
-        reason = packed.refuses(tokens, tokens, 1)
-        if reason:
-            _wrong("cu_seq_lens_q", f"a last bound of {tokens} tokens", reason)
-        return packed if len(bounds[0]) > 2 else Full()
+        return _bounded(bounds, batch, tokens)
     if padding is None:
         ids = np.cumsum(np.diff(positions, prepend=positions[:, :1] - 1) != 1, axis=1)
     else:
@@ -254,6 +247,39 @@ def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask
         places = np.broadcast_to(positions, shown.shape)
         ids = np.stack([_documents(*row) for row in zip(shown != 0, places, strict=True)])
     return Documents(ids=ids) if ids.any() else Full()
+
+
+def _bounded(bounds: dict[str, torch.Tensor], batch: dict[str, torch.Tensor], tokens: int) -> Mask:
+    """The mask of documents of one row, by their bounds."""
+    first, *others = bounds
+    rows = (batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]).shape[0]
+    if rows != 1:
+        remedy = "put all documents into one row, or give position_ids in place of the bounds"
+        _wrong(first, "bounds of the documents of one row", f"got {rows} rows; {remedy}")
+    shown = batch.get("attention_mask")
+    if shown is not None and not (shown == 1).all():
+        got = f"got another number for {int((shown != 1).sum())} of {tokens} tokens"
+        remedy = "leave padding out of the row, or give position_ids in place of the bounds"
+        _wrong("attention_mask", f"none beside {first}, or 1 everywhere", f"{got}; {remedy}")
+    own = bounds[first].tolist()
+    for name in others:
+        if (other := bounds[name].tolist()) != own:
+            got = _difference(own, other)
+            remedy = "queries and keys are the same tokens: give both the same bounds"
+            _wrong(name, f"the bounds of {first}", f"got {got}; {remedy}")
+    packed = Documents(cu_seqlens=bounds[first])
+    reason = packed.refuses(tokens, tokens, 1)
+    if reason:
+        _wrong(first, f"a last bound of {tokens} tokens", reason)
+    return packed if len(own) > 2 else Full()
+
+
+def _difference(own: Any, other: Any) -> str:
+    """Of two lists; in words."""
+    if not (isinstance(own, list) and isinstance(other, list) and len(own) == len(other)):
+        return f"{np.size(other)} bounds in place of {np.size(own)}"
+    at = next(at for at, (x, y) in enumerate(zip(own, other, strict=True)) if x != y)
+    return f"{other[at]} in place of {own[at]} as bound {at}"
 
 
 def _documents(shown: Any, positions: Any) -> Any:

@@ -200,7 +200,8 @@ def _why_not(
     if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
         return (
             "output_router_logits: the router's loss needs all tokens, and is computed of one "
-            "rank's; expected False; set model.config.output_router_logits = False"
+            "rank's; expected False, got True; set model.config.output_router_logits = False, and "
+            "under TRL SFTConfig(router_aux_loss_coef=0.0), by which TRL sets it anew"
         )
     if not is_prepared(module):
         return (

@@ -181,7 +181,7 @@ class Cache(HookedCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """By layer, False: none keeps a state in place of keys. (`generate` drops cached tokens.)"""
+        """By layer whether it keeps a state in place of keys: False, so `generate` cuts its text."""
         return [False] * self._num_layers
 
     @property

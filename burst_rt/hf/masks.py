@@ -17,7 +17,7 @@ from transformers import masking_utils
 from burst_rt.batches import ShardedBatch
 from burst_rt.errors import InputError
 from burst_rt.hf.release import unknown_release
-from burst_rt.planning.masks import Causal, Chunked, Full, Mask, SlidingWindow
+from burst_rt.planning.masks import Causal, Chunked, First, Full, Mask, SlidingWindow
 
 __all__ = ["Handed", "MaskIsRead", "mask_of"]
 
@@ -114,7 +114,8 @@ def _all_of(chunks: Chunks, mask_functions: tuple[Callable[..., Any], ...]) -> M
 
 
 def _any_of(chunks: Chunks, mask_functions: tuple[Callable[..., Any], ...]) -> Mask:
-    first, *others = (mask_of(function, chunks) for function in mask_functions)
+    masks = (mask_of(function, chunks) for function in mask_functions)
+    first, *others = (each for each in masks if each != _NOTHING)
     for other in others:
         first = first | other
     return first
@@ -132,6 +133,17 @@ def _chunks(chunks: Chunks, chunk_size: int, left_padding: Any) -> Mask:
     return chunks(chunk_size, left_padding)
 
 
+def _images(chunks: Chunks, block_sequence_ids: Any) -> Mask:
+    """Tokens of an image see each other. The ids are one rank's; -1 is text."""
+    if (block_sequence_ids >= 0).any():
+        raise InputError(
+            "attn_implementation='burst_rt': token_type_ids: tokens of an image see each other, in "
+            "both directions, and those of one rank do not say which they are; expected 0 (text) "
+            "for every token, got 1 for some; leave images out, or give each sequence one rank"
+        )
+    return _NOTHING
+
+
 def _documents(chunks: Chunks, packed_sequence_mask: Any) -> Mask:
     """Documents as one rank's positions show them, which is wrong; `shard` knows better."""
     return Full()
@@ -145,16 +157,18 @@ def _moved(chunks: Chunks, mask_function: Callable[..., Any], position_ids: Any)
     return mask_of(mask_function, chunks)
 
 
+_NOTHING = First(0)
 # By the function of `masking_utils` whose closure it is. All of them see by distance, but for
 # chunks, which have edges.
 _READERS: dict[str, Callable[..., Mask]] = {
     "and_masks": _all_of,
     "or_masks": _any_of,
+    "blockwise_overlay": _images,
     "sliding_window_overlay": _window,
     "sliding_window_bidirectional_overlay": _window_both_ways,
     "chunked_overlay": _chunks,
     "packed_sequence_mask_function": _documents,
     "remap_positions_for_packed_sequence": _moved,
 }
-# Of blocks of images and the like, or of one rank's padding or cache.
-_REFUSED = frozenset({"blockwise_overlay", "padding_mask_function", "add_offsets_to_mask_function"})
+# Of one rank's padding or cache.
+_REFUSED = frozenset({"padding_mask_function", "add_offsets_to_mask_function"})

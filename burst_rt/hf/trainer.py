@@ -183,6 +183,16 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
                 "model of transformers whose attention can be chosen"
             )
         assert self.context is not None
+        routed = getattr(model.config.get_text_config(), "output_router_logits", False)
+        if routed and self.context.world_size > 1:
+            # TRL sets it, by its own arguments, whatever it was.
+            by_trl = hasattr(self.args, "router_aux_loss_coef")
+            given = f"{type(self.args).__name__}(router_aux_loss_coef=0.0)"
+            remedy = f"give {given}" if by_trl else "set model.config.output_router_logits = False"
+            self._refuse(
+                "output_router_logits: the router's loss needs all tokens, and would be that of "
+                f"one rank's; expected False, got True; {remedy}"
+            )
         return prepare(model, self.context)
 
     # Batches: the same for all ranks of a context.

@@ -1,14 +1,16 @@
 """A model of transformers from a folder of this machine, as a run trains and measures it.
 
 Needs the extra `hf`, so it is imported only where --model is given. Nothing is downloaded, and no
-code of the folder's own is run. Weights are float32. Dropout is off, in training too: so a run does
-not depend on how ranks share the tokens, and a resumed run goes on bit for bit.
+code of the folder's own is run. Weights are float32, and what is stored as integers is refused.
+Dropout is off, in training too: so a run does not depend on how ranks share the tokens, and a
+resumed run goes on bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -30,6 +33,7 @@ from burst_rt.job import launched
 from burst_rt.launch.train.config import TrainConfig, require_model
 from burst_rt.launch.train.data import Encoding, Stream
 from burst_rt.launch.train.model import ShardedModel
+from burst_rt.launch.train.stored import LOSSLESS, PLAIN, stored_types
 
 __all__ = ["ModelFolder", "ShardedPretrained", "open_folder", "save_pretrained"]
 
@@ -39,7 +43,7 @@ _R = TypeVar("_R")
 # What transformers raises for a folder that it cannot read.
 _UNREADABLE = (
     OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError,
-    SafetensorError,
+    ArithmeticError, SafetensorError, StrictDataclassError,
 )  # fmt: skip
 
 
@@ -72,6 +76,7 @@ class ModelFolder:
 
     def load(self) -> torch.nn.Module:
         """The model with its weights, on the CPU. Raises ConfigError."""
+        stored = _read(self.path, lambda path, **_: stored_types(Path(path)))
         model, found = self._read(
             transformers.AutoModelForCausalLM.from_pretrained,
             dtype=torch.float32,
@@ -80,6 +85,13 @@ class ModelFolder:
             ignore_mismatched_sizes=True,  # they are told below
             output_loading_info=True,
         )
+        if getattr(model, "is_quantized", False):
+            raise ConfigError(
+                f"--model: the weights in {self.path} are quantised, and stay so in the model "
+                f"({self._quantiser}): expected {', '.join(PLAIN)}, or a quantization_config of "
+                "which transformers makes float32; make them floating point with the library that "
+                "quantised them, and save the model again with save_pretrained."
+            )
         odd = sorted([*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])])
         if odd:
             raise ConfigError(
@@ -88,6 +100,7 @@ class ModelFolder:
                 "save_pretrained."
             )
         unused = sorted(found["unexpected_keys"])
+        self._check_stored(stored, model, unused)
         if unused and not launched.rank():
             _log.warning(
                 "burst-rt: --model: %s has weights that are not in the model of its config.json, "
@@ -95,6 +108,43 @@ class ModelFolder:
             )  # fmt: skip
         loaded: torch.nn.Module = model.eval()
         return loaded
+
+    @property
+    def _quantiser(self) -> str:
+        known = getattr(self.config, "quantization_config", None) or {}
+        return str(known.get("quant_method", "none"))
+
+    def _check_stored(
+        self, stored: dict[str, Sequence[str]], model: Any, unused: Sequence[str]
+    ) -> None:
+        """Raise ConfigError for weights that are no numbers as they are stored; tell what was cast
+        otherwise.
+        """
+        odd = {kind: names for kind, names in stored.items() if kind not in LOSSLESS}
+        # False where a quantization_config was followed, and missing where none was, or is known.
+        if not hasattr(model, "is_quantized"):
+            # Masks and positions are stored as integers, too, and are no weights.
+            others = [*unused, *(name for name, _ in model.named_buffers())]
+            ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["$."]))
+            for kind in sorted(odd.keys() - {*PLAIN}):
+                wrong = [
+                    name
+                    for name in odd.pop(kind)
+                    if not ignored.search(name) and not any(_ends_alike(name, x) for x in others)
+                ]
+                if wrong:
+                    raise ConfigError(
+                        f"--model: {self.path} has weights that are stored as {kind}, which mean "
+                        f"nothing without scales: {_few(wrong)}: expected {', '.join(PLAIN)}, or a "
+                        f"quantization_config that transformers {transformers.__version__} knows "
+                        f"(got {self._quantiser}); make them floating point with the library that "
+                        "quantised them, and save the model again with save_pretrained."
+                    )
+        if odd and not launched.rank():
+            _log.warning(
+                "burst-rt: --model: %s has weights that are stored as %s: transformers has made "
+                "float32 of them", self.path, ", ".join(sorted(odd)),
+            )  # fmt: skip
 
     def save(self, model: torch.nn.Module, folder: Path) -> None:
         """Write a folder of transformers like this one, with the weights of `model`."""
@@ -120,6 +170,11 @@ class ModelFolder:
 
     def _read(self, read: Callable[..., _R], **options: Any) -> _R:
         return _read(self.path, read, **options)
+
+
+def _ends_alike(one: str, other: str) -> bool:
+    """Whether two names of a tensor differ by prefixes of modules at most."""
+    return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
 
 def _few(names: Sequence[str]) -> str:

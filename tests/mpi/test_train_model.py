@@ -17,7 +17,7 @@ import torch
 import transformers
 from click.testing import CliRunner
 from jobs import Job, run_command
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tolerances import LOSSES
 from torch import Tensor
@@ -360,12 +360,60 @@ def _with(**entries: object) -> Callable[[Path], object]:
     return change
 
 
-def _lose_a_weight(path: Path) -> None:
+def _rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Tensors of a file, changed in place."""
     tensors = load_file(path)
-    del tensors["model.norm.weight"]
-    from safetensors.torch import save_file
-
+    change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _lose_a_weight(path: Path) -> None:
+    _rewrite(path, lambda tensors: tensors.pop("model.norm.weight"))
+
+
+def _cast(dtype: torch.dtype, last: str = "") -> Callable[[Path], object]:
+    """Of the weights whose names end so."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors |= {name: x.to(dtype) for name, x in tensors.items() if name.endswith(last)}
+
+    return lambda path: _rewrite(path, change)
+
+
+_BLOCK = 16
+_FP8 = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK], "fmt": "e4m3"}
+
+
+def _fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit weights, and a scale for each block of them."""
+    blocks = x.unflatten(0, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
+    scales = blocks.abs().amax((1, 3)) / 448
+    return (blocks / scales[:, None, :, None]).reshape(x.shape).to(torch.float8_e4m3fn), scales
+
+
+def _quantise(path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors[name], tensors[f"{name}_scale_inv"] = _fp8(tensors[name])
+
+    _rewrite(path, change)
+
+
+def _dequantised(path: Path) -> None:
+    """The numbers that `_quantise` leaves, as float32."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            weights, scales = _fp8(tensors[name])
+            whole = scales.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+            tensors[name] = weights.float() * whole
+
+    _rewrite(path, change)
+
+
+def _of_another_quantiser(path: Path) -> None:
+    _quantise(path)
+    _with(quantization_config={"quant_method": "modelopt"})(path.parent / "config.json")
 
 
 _BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
@@ -376,11 +424,20 @@ _BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ("config.json", _with(max_position_embeddings=60), "max_position_embeddings, 60, got 61"),
     ("model.safetensors", lambda path: path.write_bytes(b"xx"), "cannot read .*header too small"),
     ("model.safetensors", _lose_a_weight, "model.norm.weight missing"),
+    ("config.json", _with(num_attention_heads=5), "hidden size .32. is not a multiple of"),
+    ("config.json", _with(num_key_value_heads=0), "integer .*division or modulo by zero"),
+    ("model.safetensors", _cast(torch.int8), "stored as I8, which mean nothing without scales: lm"),
+    ("model.safetensors", _cast(torch.uint8, "1.mlp.up_proj.weight"), "U8.*: model.layers.1.mlp."),
+    ("model.safetensors", _quantise, "as F8_E4M3, .*layers.0.mlp.down_proj.weight.*got none"),
+    ("model.safetensors", _of_another_quantiser, "as F8_E4M3, .*knows .got modelopt"),
+    ("config.json", _with(quantization_config={"quant_method": "bitnet"}), "stay so .* .bitnet"),
     ("tokenizer.json", lambda path: path.write_text("{}"), "cannot read"),
     ("tokenizer_config.json", _with(eos_token=None), "has no EOS token"),
 ]
 
 
+# torch's compiler, which BitNet's layers load.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 @pytest.mark.parametrize(("name", "change", "words"), _BROKEN)
 def test_a_folder_that_cannot_be_used_is_refused(
     llama: Path, text: Path, tmp_path: Path, name: str, change: Callable[[Path], object], words: str
@@ -399,6 +456,59 @@ def test_weights_that_are_left_out_are_told(
     chosen = {"model": str(folder), "data": str(text), "seq_len": _SEQ_LEN}
     burst_rt.run_local(1, lambda world: evaluate(world, None, chosen), timeout_s=60)
     assert "are left out: model.layers.1." in caplog.text
+
+
+def _heldout_loss(folder: Path, text: Path) -> float:
+    chosen = {"model": str(folder), "data": str(text), "seq_len": _SEQ_LEN}
+    (found,) = burst_rt.run_local(1, lambda world: evaluate(world, None, chosen), timeout_s=60)
+    assert found is not None
+    return found.loss
+
+
+def test_what_weights_were_cast_to_is_told(
+    llama: Path, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "model.safetensors"
+    double = _changed(llama, tmp_path / "double", name, _cast(torch.float64))
+    assert _heldout_loss(double, text) == _heldout_loss(llama, text)
+    assert "stored as F64: transformers has made float32 of them" in caplog.text
+    caplog.clear()
+    fp8 = _changed(llama, tmp_path / "fp8", name, _quantise)
+    _with(quantization_config=_FP8)(fp8 / "config.json")
+    plain = _changed(llama, tmp_path / "plain", name, _dequantised)
+    assert _heldout_loss(fp8, text) == pytest.approx(_heldout_loss(plain, text), rel=1e-6)
+    assert caplog.text.count("stored as F8_E4M3") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_weights_are_usual(
+    llama: Path, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
+    """In several files, too, of which others in the folder are none."""
+    folder = tmp_path / "half"
+    shutil.copytree(llama, folder)
+    (folder / "model.safetensors").unlink()
+    _load(llama).to(dtype).save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    save_file({"other": torch.zeros(2, dtype=torch.int8)}, folder / "other.safetensors")
+    assert _heldout_loss(folder, text) == pytest.approx(_heldout_loss(llama, text), rel=1e-2)
+    assert caplog.text == ""
+
+
+def test_integers_that_are_no_weights_are_left_out(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Old folders of GPT-2 have each layer's mask."""
+    config = transformers.GPT2Config(
+        vocab_size=_VOCABULARY, n_embd=32, n_layer=1, n_head=4, n_positions=64
+    )
+    folder = _make(tmp_path / "gpt2", config)
+    before = _heldout_loss(folder, text)
+    caplog.clear()
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+    _rewrite(folder / "model.safetensors", lambda tensors: tensors.update({"h.0.attn.bias": mask}))
+    assert _heldout_loss(folder, text) == before
+    assert caplog.text == ""
 
 
 def test_ranks_that_see_other_files_are_refused(llama: Path, text: Path, tmp_path: Path) -> None:

@@ -121,10 +121,12 @@ def test_documents_and_padding_become_a_mask(case: str) -> None:
         assert shard.layout.kind == ("zigzag" if expected == Full() else "balanced")
 
 
-def test_bounds_of_documents_become_a_mask() -> None:
+@pytest.mark.parametrize("more", [{}, {"attention_mask": _SAME[None] + 1}])
+def test_bounds_of_documents_become_a_mask(more: dict[str, Any]) -> None:
+    """A mask that hides nothing may be beside them, as collators give it."""
     bounds = torch.tensor([0, 10, 23], dtype=torch.int32)
-    given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "position_ids": _PACKED[1]}
-    for shard in _shards(2, {"input_ids": _IDS[:1], **given}):
+    given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.long(), "position_ids": _PACKED[1]}
+    for shard in _shards(2, {"input_ids": _IDS[:1], **given, **more}):
         assert shard.mask == Documents(cu_seqlens=bounds)
         assert not hasattr(shard, "cu_seq_lens_q")
 
@@ -162,7 +164,41 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "bounds of two rows": (
         {"cu_seq_lens_q": torch.tensor([0, 23])},
         {},
-        "cu_seq_lens_q and cu_seq_lens_k: expected one row",
+        "cu_seq_lens_q: expected bounds of the documents of one row; got 2 rows; put all documents",
+    ),
+    "bounds of two rows, of keys alone": (
+        {"cu_seq_lens_k": torch.tensor([0, 23])},
+        {},
+        "cu_seq_lens_k: expected bounds of the documents of one row; got 2 rows",
+    ),
+    "bounds beside padding": (
+        {
+            "input_ids": _IDS[:1],
+            "attention_mask": _RIGHT[:1],
+            "cu_seq_lens_q": torch.tensor([0, 18, 23]),
+            "cu_seq_lens_k": torch.tensor([0, 18, 23]),
+        },
+        {},
+        "attention_mask: expected none beside cu_seq_lens_q, or 1 everywhere; got another number "
+        "for 5 of 23 tokens; leave padding out",
+    ),
+    "other bounds of the keys": (
+        {
+            "input_ids": _IDS[:1],
+            "cu_seq_lens_q": torch.tensor([0, 10, 23]),
+            "cu_seq_lens_k": torch.tensor([0, 12, 23]),
+        },
+        {},
+        "cu_seq_lens_k: expected the bounds of cu_seq_lens_q; got 12 in place of 10 as bound 1; ",
+    ),
+    "fewer bounds of the keys": (
+        {
+            "input_ids": _IDS[:1],
+            "cu_seq_lens_q": torch.tensor([0, 10, 23]),
+            "cu_seq_lens_k": torch.tensor([0, 23]),
+        },
+        {},
+        "cu_seq_lens_k: expected the bounds of cu_seq_lens_q; got 2 bounds in place of 3; ",
     ),
     "bounds that end early": (
         {"input_ids": _IDS[:1], "cu_seq_lens_q": torch.tensor([0, 10, 22])},

@@ -61,6 +61,13 @@ MASKS: dict[str, tuple[Callable[..., Any], Mask]] = {
         ),
         SlidingWindow(2, 2) | Causal(),
     ),
+    "images, of which there are none": (
+        masking_utils.or_masks(
+            masking_utils.causal_mask_function,
+            masking_utils.blockwise_overlay(torch.full((1, 12), -1)),
+        ),
+        Causal(),
+    ),
 }
 
 
@@ -103,7 +110,7 @@ UNREADABLE: dict[str, tuple[Callable[..., Any], str]] = {
     "the user's own": (masking_utils.and_masks(_own), "mask function .*_own"),
     "image tokens": (
         masking_utils.blockwise_overlay(torch.zeros(1, 4)),
-        "mask function .*blockwise_overlay",
+        "token_type_ids: tokens of an image see each other",
     ),
     "chunks behind padding": (
         masking_utils.chunked_causal_mask_function(4, _NO_PADDING + 1),
@@ -474,6 +481,67 @@ def test_a_model_that_is_compared_once() -> None:
         return float(mine(**burst_rt.hf.shard(batch, ctx)).loss.item())
 
     assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
+
+
+def _gemma3() -> Any:
+    """With eyes, windows and full attention."""
+    text = make_model("Gemma3").config.to_dict()
+    eyes = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 4,
+        "num_attention_heads": 2, "image_size": 8,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=eyes, mm_tokens_per_image=4, image_token_id=63
+    )
+    torch.manual_seed(0)
+    return transformers.Gemma3ForConditionalGeneration(config).train()
+
+
+@pytest.mark.parametrize("kind", ["plain", "left", "packed"])
+def test_token_types_of_text_alone_change_nothing(kind: str) -> None:
+    """As Gemma 3's processor gives them. The truth is one process's, without them where documents
+    are packed: transformers looks for documents in some calls only.
+    """
+    model, batch = _gemma3(), make_batch("Gemma3", kind)
+    model.set_attn_implementation("eager")
+    typed = batch | {"token_type_ids": torch.zeros_like(batch["input_ids"])}
+    alone = deepcopy(model)(**(batch if kind == "packed" else typed), use_cache=False)
+    expected = alone.loss.item()
+    if kind != "packed":
+        assert deepcopy(model)(**batch, use_cache=False).loss.item() == pytest.approx(expected)
+
+    def run(ctx: burst_rt.Context) -> tuple[float, torch.Tensor]:
+        mine = deepcopy(model)
+        mine.set_attn_implementation("burst_rt")
+        burst_rt.hf.prepare(mine, ctx)
+        part = burst_rt.hf.shard(typed, ctx)
+        output = mine(**part, use_cache=False)
+        whole = part["burst_rt"].batch.layout.unshard(output.logits.detach())
+        return float(output.loss.item()), whole
+
+    shown = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
+    for loss, logits in burst_rt.run_local(3, run, timeout_s=60):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        torch.testing.assert_close(logits[shown], alone.logits[shown], rtol=1e-5, atol=1e-5)
+
+
+def test_image_tokens_on_one_rank_are_refused_on_every_rank() -> None:
+    model = _gemma3()
+    model.set_attn_implementation("burst_rt")
+    batch = make_batch("Gemma3", "plain")
+    batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    batch["token_type_ids"][0, -3:] = 1  # in one block of tokens
+
+    def run(ctx: burst_rt.Context) -> str:
+        mine = burst_rt.hf.prepare(deepcopy(model), ctx)
+        with pytest.raises(InputError) as caught:
+            mine(**burst_rt.hf.shard(batch, ctx, "contiguous"))
+        assert ctx.all_reduce(torch.ones(1)).item() == 2
+        return re.sub(r"^(rank \d: )*", "", str(caught.value))
+
+    first, second = burst_rt.run_local(2, run, timeout_s=60)
+    assert first == second
+    assert "token_type_ids: tokens of an image see each other" in first
 
 
 def test_a_model_whose_loss_is_computed_of_its_logits() -> None:

@@ -9,9 +9,11 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,14 +113,16 @@ import burst_rt, burst_rt.launch, burst_rt.scheduler, burst_rt.transport
 print(burst_rt.__path__[0])
 import importlib.util
 print([name for name in ("scheduler", "transport", "launch") if importlib.util.find_spec(name)])
+print(importlib.util.find_spec("burst_rt.examples.finetune").origin)
 """
     # The installed copy goes before the editable one of this environment; its dependencies come
     # from here.
     out = _run(sys.executable, "-P", "-c", source, cwd=tmp_path, python_path=str(installed))
-    assert out.splitlines() == [str(installed / "burst_rt"), "[]"]
+    package = installed / "burst_rt"
+    assert out.splitlines() == [str(package), "[]", str(package / "examples" / "finetune.py")]
 
 
-def test_a_wheel_holds_every_module_the_type_marker_the_machines_and_the_page(
+def test_a_wheel_holds_modules_examples_the_type_marker_the_machines_and_the_page(
     distributions: Path,
 ) -> None:
     (wheel,) = distributions.glob("*.whl")
@@ -129,7 +133,10 @@ def test_a_wheel_holds_every_module_the_type_marker_the_machines_and_the_page(
         else f"{name.replace('.', '/')}.py"
         for name in _MODULES
     }
+    expected |= {f"burst_rt/examples/{path.name}" for path in (_ROOT / "examples").glob("*.py")}
+    assert "burst_rt/examples/finetune.py" in expected
     assert {name for name in names if name.endswith(".py")} == expected
+    assert {"burst_rt/dashboard/grafana.json", "burst_rt/dashboard/prometheus.yml"} < names
     assert "burst_rt/py.typed" in names
     machines = {
         f"burst_rt/planning/machines/{path.name}"
@@ -143,6 +150,28 @@ def test_a_wheel_holds_every_module_the_type_marker_the_machines_and_the_page(
     }
     assert "burst_rt/dashboard/assets/index.html" in page
     assert {name for name in names if "/assets/" in name} == page
+
+
+def test_an_index_shows_the_readme_without_links_that_lead_nowhere(distributions: Path) -> None:
+    (wheel,) = distributions.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        _, _, shown = archive.read(name).decode().partition("\n\n")
+    links = re.findall(r"\]\(([^)]*)\)", shown)
+    assert len(links) > 1
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert "![" not in shown
+    # All else is the README's, and the files that it names are in the sdist.
+    pages = re.findall(r"^\| (.*) \(`(docs/\w+\.md)`\) \|", shown, re.MULTILINE)
+    readme = (_ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(pages) > 10
+    assert [page for page in pages if "[{}]({})".format(*page) not in readme] == []
+    assert len(shown.splitlines()) >= len(readme.splitlines()) - 2
+    (archive_path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(archive_path) as sdist:
+        files = {name.partition("/")[2] for name in sdist.getnames()}
+    named = set(re.findall(r"`((?:docs/)?\w+\.md)`", shown))
+    assert {"ARCHITECTURE.md", "docs/index.md"} <= named <= files
 
 
 def test_the_editable_install_maps_the_folders(tmp_path: Path) -> None:

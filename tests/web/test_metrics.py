@@ -1,5 +1,5 @@
 """`/metrics`: names and units, Prometheus' own checks, and a real Prometheus server that scrapes a
-run by the example in docs/.
+run by the example that the package brings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from burst_rt.telemetry.messages import JobReport, Sample, Source
 from burst_rt.telemetry.metrics import METRICS
 
 _PROGRAM = Path(__file__).parent / "programs" / "ring.py"
-_DOCS = Path(__file__).resolve().parents[2] / "docs"
+_ROOT = Path(__file__).resolve().parents[2]
+_DASHBOARD = _ROOT / "burst_rt" / "dashboard"
 _DEADLINE_S = 45.0
 _TIMES = ((0.0, 0.0, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 0.9))
 
@@ -139,7 +140,7 @@ def test_grafanas_dashboard_and_the_guide_name_what_there_is() -> None:
     model = _full_job()
     model.apply(4.0, 0, _SERVING)
     found = set(_exposed(model))
-    panels = json.loads((_DOCS / "grafana.json").read_text(encoding="utf-8"))["panels"]
+    panels = json.loads((_DASHBOARD / "grafana.json").read_text(encoding="utf-8"))["panels"]
     asked = {
         name
         for panel in panels
@@ -147,7 +148,7 @@ def test_grafanas_dashboard_and_the_guide_name_what_there_is() -> None:
         for name in re.findall(r"\b(?:burst_rt|DCGM)_\w+", target["expr"])
     }
     assert len(asked) > 15
-    guide = (_DOCS / "watching.md").read_text(encoding="utf-8")
+    guide = (_ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
     told = set(re.findall(r"\b(?:burst_rt|DCGM)_[a-zA-Z_]+(?=[`{\[])", guide))
     assert len(told) > 12
     assert asked | told <= found
@@ -206,7 +207,7 @@ def test_prometheus_scrapes_a_run_and_a_dashboard(tmp_path: Path) -> None:
     ):
         at = urllib.parse.urlparse(job.link("metrics")).netloc
         config = (
-            (_DOCS / "prometheus.yml")
+            (_DASHBOARD / "prometheus.yml")
             .read_text(encoding="utf-8")
             .replace("5s", "1s")
             .replace("127.0.0.1:9470", at)

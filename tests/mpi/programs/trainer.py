@@ -58,6 +58,18 @@ def make_model() -> Any:
     )  # fmt: skip
 
 
+def make_mixture() -> Any:
+    transformers.set_seed(1)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+            num_local_experts=4, num_experts_per_tok=2,
+            bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
 def make_rows(number: int, seed: int) -> datasets.Dataset:
     """Numbers that grow by one step in each row; in some, the first fifth has no labels."""
     generator = torch.Generator().manual_seed(seed)
@@ -176,17 +188,36 @@ def streamed(folder: Path, context: Context | None, num_contexts: int) -> Found:
     return trained(trainer)
 
 
-def tuned(folder: Path, context: Context | None, num_contexts: int, **others: Any) -> Found:
+def make_tuning(
+    folder: Path,
+    context: Context | None,
+    num_contexts: int,
+    make_model: Callable[[], Any] = make_model,
+    **others: Any,
+) -> Any:
+    """TRL's SFTTrainer."""
     others = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": _BATCH, **others}
     arguments = trl.SFTConfig(**options(folder / "tuned", num_contexts, max_length=100, **others))
     rows = {"train_dataset": make_rows(_ROWS, seed=2), "eval_dataset": make_rows(14, seed=9)}
-    trainer = Tuning(
+    return Tuning(
         model=make_model(), args=arguments, processing_class=tokenizer(), context=context, **rows
     )
+
+
+def tuned(folder: Path, context: Context | None, num_contexts: int, **others: Any) -> Found:
+    trainer = make_tuning(folder, context, num_contexts, **others)
     found = trained(trainer)
     metrics = trainer.evaluate()
     wanted = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens")
     return {**found, "eval": {name: metrics[name] for name in wanted}}
+
+
+def mixed(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """A mixture of experts without its balancing loss, which TRL adds unless it is told not to."""
+    return tuned(
+        folder, context, num_contexts, make_model=make_mixture, router_aux_loss_coef=0.0,
+        max_steps=6,
+    )  # fmt: skip
 
 
 def packed(folder: Path, context: Context | None, num_contexts: int) -> Found:
@@ -255,6 +286,12 @@ def refused(folder: Path, context: Context | None, num_contexts: int) -> Found:
         Plain(model=make_model(), args=arguments, context=context, compute_loss_func=print)
     with refusal("compute_metrics"):
         Plain(model=make_model(), args=arguments, context=context, compute_metrics=print)
+    with refusal("balancing loss, under TRL"):
+        make_tuning(folder, context, num_contexts, make_model=make_mixture)
+    mixture = make_mixture()
+    mixture.config.output_router_logits = True
+    with refusal("balancing loss"):
+        Plain(model=mixture, args=arguments, context=context)
     trainer = new()
     with refusal("predict"):
         trainer.predict(make_rows(4, seed=9))
