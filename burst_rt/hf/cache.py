@@ -181,7 +181,7 @@ class Cache(HookedCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """By layer whether it keeps a state in place of keys: False, so `generate` cuts its text."""
+        """By layer, whether it keeps a state in place of keys; `generate` then runs all tokens."""
         return [False] * self._num_layers
 
     @property

@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from burst_rt.context import Context
 from burst_rt.errors import BurstError, InputError
-from burst_rt.hf.release import cache_name, check_release
+from burst_rt.hf.release import cache_name, check_release, wrong_cache_name
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.hf.spread import of_rank_0
 from burst_rt.planning.masks.positions import is_count
@@ -200,6 +200,9 @@ def _before(
             f"expected a call of the {type(cache.model).__name__} that this cache was made for, "
             f"got another {type(model).__name__}; make a cache for it"
         )
+    name = next(name for name, x in options.items() if x is cache)
+    if reason := wrong_cache_name(model, name):
+        cache.refuse(reason)
     return (), cache.begin(options)
 
 

@@ -15,12 +15,13 @@ import transformers
 from burst_rt.errors import ConfigError
 from burst_rt.version import __version__
 
-__all__ = ["KNOWN_RELEASES", "cache_name", "check_release", "unknown_release"]
+__all__ = ["KNOWN_RELEASES", "cache_name", "check_release", "unknown_release", "wrong_cache_name"]
 
 # Releases with which the tests of `burst_rt.hf` pass.
 KNOWN_RELEASES = ("5.23", "5.24")
-# A forward's argument for its cache: until 5.23, and since 5.24.
-_CACHE_NAMES = ("past_key_values", "cache")
+# A forward's argument for its cache: until 5.23, and since 5.24, which takes the older name, too.
+_OLDER = "past_key_values"
+_CACHE_NAMES = (_OLDER, "cache")
 # Steps of `generate` that are wrapped while a model has a cache over ranks, and their arguments
 # that are used.
 _STEPS = {
@@ -51,6 +52,20 @@ def cache_name(model: Any) -> str:
             f"{type(model).__name__}.forward with {', '.join(parameters)}",
         )
     return found
+
+
+def wrong_cache_name(model: Any, name: str) -> str | None:
+    """Why a forward must not get its cache by this name, in words.
+
+    5.23 takes `cache` in silence, among keywords that it hands on, and makes a cache of its own.
+    """
+    taken = cache_name(model)
+    if name in (taken, _OLDER):
+        return None
+    return (
+        f"expected the cache as {taken}=, got {name}=, which transformers "
+        f"{transformers.__version__} does not take"
+    )
 
 
 def check_release(model: Any) -> None:

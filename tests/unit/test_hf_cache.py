@@ -408,6 +408,26 @@ def test_room_is_made(filled: bool) -> None:
     burst_rt.run_local(2, run, timeout_s=60)
 
 
+def test_the_other_releases_name_of_the_cache() -> None:
+    """5.24 takes the older name with a warning; 5.23 would take the newer one in silence."""
+    expected = _EAGER(_IDS).logits[:, -1:].detach()
+    other = "past_key_values" if CACHE == "cache" else "cache"
+
+    @torch.no_grad()
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama()
+        cache = _cache(model, ctx)
+        if CACHE == "cache":
+            with pytest.warns(FutureWarning, match="past_key_values"):
+                found = model(_IDS, **{other: cache}).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        else:
+            with pytest.raises(InputError, match="expected the cache as past_key_values=, got"):
+                model(_IDS, **{other: cache})
+
+    burst_rt.run_local(1, run, timeout_s=60)  # one thread catches warnings
+
+
 def test_the_whole_text_in_a_call_of_ones_own_is_warned_of() -> None:
     """Once, by rank 0; new tokens alone are not."""
 
