@@ -28,7 +28,8 @@ _report: Callable[[BurstError], None] | None = None
 def exit_code_of(error: BaseException) -> int:
     """The exit code that a process ends with for an error; 0 for sys.exit() without one."""
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        # The system keeps 8 bits of it.
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
     return error.exit_code if isinstance(error, BurstError) else 1
 
 
