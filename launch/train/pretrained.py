@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -38,8 +39,8 @@ _R = TypeVar("_R")
 
 # What transformers raises for a folder that it cannot read.
 _UNREADABLE = (
-    OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError,
-    SafetensorError,
+    OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError,
+    RuntimeError, ImportError, SafetensorError, StrictDataclassError,
 )  # fmt: skip
 
 
