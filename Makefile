@@ -50,7 +50,7 @@ OTHER_MPIS := .venv-mpich/installed .venv-impi/installed
 
 test-mpis: $(ALL) $(OTHER_MPIS) ## how jobs start and end under MPICH and Intel MPI, from their wheels; a quarter of an hour
 	for stamp in $(OTHER_MPIS); do \
-		$$(dirname $$stamp)/bin/python -m pytest $(JOBS) tests/mpi/test_launch.py tests/mpi/test_leaving.py || exit 1; done
+		$$(dirname $$stamp)/bin/python -m pytest $(JOBS) tests/mpi/test_launch.py tests/mpi/test_leaving.py tests/mpi/test_error_words.py || exit 1; done
 
 $(OTHER_MPIS): | .venv/bin/python
 	$(BIN)/python -m venv --without-pip --clear $(@D)

@@ -12,7 +12,6 @@ import math
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from textwrap import shorten
 
 from burst_rt.errors import PeerLost
 from burst_rt.job.flight import read_flight
@@ -22,8 +21,9 @@ from burst_rt.telemetry.views import Lost
 
 __all__ = ["verdict"]
 
-# The whole error stands right above the headline.
-_HEADLINE_WIDTH = 200
+# The whole error stands right above the headline. A longer one is cut in its middle: what to do
+# comes last.
+_HEADLINE_WIDTH, _END_WIDTH = 600, 250
 # MPICH's mpirun returns a signal's own number, which may be an exit code, too. A rank that ends by
 # any other deadly signal than these leaves its Python stack, which says the signal.
 _BARE_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
@@ -117,17 +117,20 @@ def verdict(
 
 
 def _failed(job_dir: Path, report: RankReport, started_at_s: float) -> str:
-    error = (
-        f" with {shorten(report.headline, _HEADLINE_WIDTH, placeholder=' ...')}"
-        if report.traceback
-        else ""
-    )
+    error = f" with {_headline(report)}" if report.traceback else ""
     after_s = report.ended_at_s - started_at_s
     doing = _doing(job_dir, report.rank)
     return (
         f"{report.traceback}burst-rt: rank {report.rank} failed after {after_s:.1f} s{error} "
         f"(exit code {report.exit_code}){doing}\n"
     )
+
+
+def _headline(report: RankReport) -> str:
+    text = " ".join(report.headline.split())
+    if len(text) <= _HEADLINE_WIDTH:
+        return text
+    return f"{text[: _HEADLINE_WIDTH - _END_WIDTH]} ... {text[-_END_WIDTH:]}"
 
 
 def _stuck(stuck: tuple[Waiting, int], reports: Sequence[RankReport], started_at_s: float) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from burst_rt.errors import BurstError
+from burst_rt.job.telling import named_once
 
 __all__ = ["end_job", "exit_code_of", "in_words", "mpi_takes_threads", "report_with"]
 
@@ -37,7 +38,8 @@ def in_words(error: BaseException | None) -> str:
     """An error in one line, for the other ranks; "" for a program that ended well."""
     if error is None or not exit_code_of(error):
         return ""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    rank = error.rank if isinstance(error, BurstError) else None
+    return named_once(type(error).__name__, " ".join(str(error).split()), rank)
 
 
 def report_with(report: Callable[[BurstError], None]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from burst_rt.job import launched
+from burst_rt.job.telling import named_once
 
 __all__ = [
     "JOB_DIR_VARIABLE",
@@ -69,7 +70,7 @@ class RankReport:
 
     @property
     def headline(self) -> str:
-        """The exception's own line; "" where there was no exception.
+        """The exception's own line, for a sentence that names the rank; "" without an exception.
 
         It is the last line of the traceback that starts with the exception's class.
         """
@@ -78,7 +79,10 @@ class RankReport:
             for line in self.traceback.splitlines()
             if self.kind in line.partition(":")[0] and not line.startswith(" ")
         ]
-        return lines[-1] if lines else self.kind
+        if not lines:
+            return self.kind
+        kind, _, message = lines[-1].partition(": ")
+        return named_once(kind, message, self.rank) if message else kind
 
     @property
     def secondary(self) -> bool:
@@ -150,7 +154,13 @@ def primary_failure(reports: Sequence[RankReport]) -> RankReport | None:
     failures = [report for report in reports if report.failed]
     return min(
         failures,
-        key=lambda report: (report.secondary, report.ended_at_s, report.rank),
+        key=lambda report: (
+            report.secondary,
+            # An error that one rank made is raised by all.
+            report.peer not in (None, report.rank),
+            report.ended_at_s,
+            report.rank,
+        ),
         default=None,
     )
 

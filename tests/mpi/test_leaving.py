@@ -399,7 +399,8 @@ burst_rt.burst_attention(x, x, x, layout=ctx.layout(8), causal=True)
     job = run_job(tmp_path / "program.py", 2, by="mpirun", cwd=tmp_path, timeout_s=60)
     _ended_in_time(job, tmp_path)
     expected = (
-        "PeerLost: rank 0: rank 1 failed (exit code 1) with TypeError: burst_attention() "
+        "burst-rt: rank 0: burst_rt.errors.PeerLost: rank 1 failed (exit code 1) with TypeError: "
+        "burst_attention() "
         "got an unexpected keyword argument 'causl'"
     )
     assert expected in job.err, job.text
