@@ -18,7 +18,7 @@ ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
 DOCS := $(call stamp,docs$(comma)hf)
 
-.PHONY: help run test test-all test-masks test-newest check lint types docs unit other-cpus other-transformers faults bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-mpis test-masks test-newest check lint types docs unit other-cpus other-transformers faults bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -42,6 +42,22 @@ test: $(ALL) ## all tests
 test-all: test ## all tests, and more: on several hosts (Slurm, the commands of docs/hosts.md), 200 mixes of documents
 	$(BIN)/pytest tests/all_hosts.py
 	$(BIN)/pytest $(PARALLEL) tests/all_mixes.py
+
+# Wheels of two MPI libraries overwrite each other. So each has a venv of its own, which finds all else in .venv.
+OTHER_MPIS := .venv-mpich/installed .venv-impi/installed
+.venv-mpich/installed: WHEEL := mpich==5.0.2
+.venv-impi/installed: WHEEL := impi-rt==2021.18.1
+
+test-mpis: $(ALL) $(OTHER_MPIS) ## how jobs start and end under MPICH and Intel MPI, from their wheels; a quarter of an hour
+	for stamp in $(OTHER_MPIS); do \
+		$$(dirname $$stamp)/bin/python -m pytest $(JOBS) tests/mpi/test_launch.py tests/mpi/test_leaving.py tests/mpi/test_error_words.py || exit 1; done
+
+$(OTHER_MPIS): | .venv/bin/python
+	$(BIN)/python -m venv --without-pip --clear $(@D)
+	packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+		echo "import site; site.addsitedir('$$packages')" > $(@D)/lib/$$(basename $$(dirname $$packages))/site-packages/all_else.pth
+	$(BIN)/pip --quiet --python $(@D)/bin/python install --no-deps $(WHEEL)
+	touch $@
 
 ONLY ?= test
 

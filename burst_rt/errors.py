@@ -12,7 +12,7 @@ Who is at fault decides the class:
 
 A caller's error is raised as the same class on every rank before anything is sent, and leaves the
 context usable. Any other error raised inside a call breaks its context: later calls raise at once.
-Each class has its own process exit code.
+Each class has its own process exit code, but that `MissingPackage` has that of `ConfigError`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = [
     "DeviceError",
     "InputError",
     "InternalError",
+    "MissingPackage",
     "PeerLost",
     "ProtocolError",
     "Stalled",
@@ -82,6 +83,13 @@ class ConfigError(BurstError):
     """
 
     exit_code = 78
+
+
+class MissingPackage(ConfigError, ImportError):
+    """A package that a part of burst_rt needs is not installed, or another version of it is.
+
+    Nothing was sent.
+    """
 
 
 class ContractMismatch(BurstError):

@@ -1,6 +1,7 @@
 """Measurements of a machine, kept for later jobs: one small JSON file for each key.
 
-The files lie in the user's cache folder.
+The files lie in the user's cache folder. A damaged file is set aside, with a word, and what it held
+is measured anew.
 
 A key says everything that the answer depends on (chip, versions, type, head size). A folder that
 cannot be written is no error: the next job measures again.
@@ -11,16 +12,20 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from burst_rt.regular import open_regular
+
 __all__ = ["alone", "cache_folder", "forget", "recall", "remember"]
 
+_log = logging.getLogger("burst_rt")
 _POLL_S = 0.05
 
 
@@ -32,13 +37,26 @@ def cache_folder() -> Path:
     return Path(root) / "burst_rt"
 
 
-def recall(kind: str, key: Mapping[str, str]) -> Any:  # what was given to `remember`
-    """The answer that was remembered for the key, or None. Does not block."""
+def recall(
+    kind: str, key: Mapping[str, str], is_answer: Callable[[Any], bool]
+) -> Any:  # what was given to `remember`
+    """The answer that was remembered for the key, or None. Does not block.
+
+    is_answer: whether this can be what was given to `remember`. Where it is not, the file is
+    damaged.
+    """
+    path = _path(kind, key)
     try:
-        found = json.loads(_path(kind, key).read_text(encoding="utf-8"))
-        return found["answer"] if found["key"] == dict(key) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        with open(open_regular(path, os.O_RDONLY), encoding="utf-8") as file:
+            found = json.load(file)
+        if found["key"] == dict(key) and is_answer(answer := found["answer"]):
+            return answer
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    _set_aside(path)
+    return None
 
 
 def remember(kind: str, key: Mapping[str, str], answer: Any) -> bool:  # anything JSON can hold
@@ -78,11 +96,11 @@ def alone(kind: str, key: Mapping[str, str], timeout_s: float) -> Iterator[None]
     path = _path(kind, key).with_suffix(".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT)
     except OSError:
         yield
         return
-    with file:
+    with open(descriptor, "w") as file:
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s:
             try:
@@ -93,6 +111,17 @@ def alone(kind: str, key: Mapping[str, str], timeout_s: float) -> Iterator[None]
             except OSError:  # a file system without locks
                 break
         yield
+
+
+def _set_aside(path: Path) -> None:
+    aside = path.with_suffix(".damaged")
+    with suppress(OSError):  # another rank has set it aside, or it may not be changed
+        path.replace(aside)
+        _log.warning(
+            "burst-rt: what %s remembers is damaged: it is now %s, and is measured anew",
+            path,
+            aside,
+        )
 
 
 def _path(kind: str, key: Mapping[str, str]) -> Path:

@@ -36,6 +36,7 @@ from burst_rt.job.reports import (
     say_started,
     waiting_for,
 )
+from burst_rt.job.telling import FIRST_WORD_S, is_of_another, shortened
 
 __all__ = ["main"]
 
@@ -167,9 +168,10 @@ def _describe(error: BaseException, rank: int) -> RankReport:
         exit_code, peer = error.exit_code, error.peer
     else:
         exit_code, peer = (130 if isinstance(error, KeyboardInterrupt) else 1), None
-    text = "".join(
-        traceback.format_exception(type(error), error, _program_frames(error.__traceback__))
-    )
+    with shortened(error):
+        text = "".join(
+            traceback.format_exception(type(error), error, _program_frames(error.__traceback__))
+        )
     return RankReport(
         rank, time.time(), exit_code, kind=type(error).__name__, peer=peer, traceback=text
     )
@@ -182,6 +184,8 @@ def _program_frames(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _leave(report: RankReport, error: BaseException | None = None) -> None:
+    if is_of_another(error):
+        time.sleep(FIRST_WORD_S)
     _say_why(report, error)
     if report.failed:
         # sys.exit would wait for threads and in MPI_Finalize, and so for the other ranks. MPI_Abort

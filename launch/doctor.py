@@ -1,8 +1,9 @@
 """`burst-rt doctor`: what this machine has for a job, and what to do about what is missing.
 
 Whatever can crash, hang or print (MPI, torch, CUDA libraries) is asked in a child process under a
-deadline, so that a broken installation shows up as a line of the table. The doctor starts one real
-job of two ranks. With a GPU a second job asks whether MPI takes device memory, and the answer is
+deadline, so that a broken installation shows up as a line of the table. The doctor starts a job
+of two ranks by each launcher: mpirun and torchrun, which needs no MPI. A CPU job can run where one
+of them works. With a GPU another job asks whether MPI takes device memory, and the answer is
 remembered for later jobs. The doctor changes nothing else.
 """
 
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -35,6 +36,9 @@ _PROBE_DEADLINE_S = 20.0
 _TORCH_DEADLINE_S = 60.0
 _HELLO_DEADLINE_S = 30.0
 _MIN_SHM_BYTES = 256 << 20
+# The findings on real jobs, by launcher.
+_JOBS = {"mpirun": "2 ranks by mpirun", "torchrun": "2 ranks by torchrun"}
+_TRAIN = "burst_rt.launch.train"
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "red", "absent": "dim"}
 
 
@@ -43,30 +47,41 @@ class Finding:
     """One line of the table."""
 
     name: str
-    # "ok", "warning" (works, could be better), "missing" (a job cannot run without it) or "absent"
-    # (not here, and not needed for a CPU job).
+    # "ok", "warning" (works, could be better; or one of several ways to do without), "missing" (a
+    # job cannot run without it) or "absent" (not here, and not needed for a CPU job).
     state: str
     found: str
     advice: str = ""  # what to do; "" where there is nothing to do
 
 
 def examine() -> list[Finding]:
-    """Look at everything a job needs; blocks for its probes' processes, some 10 s.
+    """Look at everything a job needs; blocks for its probes' processes, some 20 s.
 
-    The deadlines of all probes together are 4 minutes.
+    The deadlines of all probes together are 5 minutes.
     """
     launcher, mpirun = _find_mpirun()
+    torch = _torch()
+    ways = _ways([_mpi_library(), mpirun, _hello_job(launcher), _torchrun_job(torch)])
+    by_mpi = ways[2].state == "ok"
     return [
         _python(),
         _cores(),
-        _torch(),
-        _mpi_library(),
-        mpirun,
-        _hello_job(launcher),
+        torch,
+        *ways,
         _shared_memory(),
         _single_copy(),
         _triton(),
-        *_gpu_findings(launcher),
+        *_gpu_findings(launcher, "mpi" if by_mpi else "group"),
+    ]
+
+
+def _ways(findings: Sequence[Finding]) -> list[Finding]:
+    """What jobs are started with: where a job has run by one launcher, no other is missing."""
+    if not any(finding.name in _JOBS.values() and finding.state == "ok" for finding in findings):
+        return list(findings)
+    return [
+        replace(finding, state="warning") if finding.state == "missing" else finding
+        for finding in findings
     ]
 
 
@@ -81,8 +96,8 @@ def command(as_json: bool) -> None:
     """Say what this machine has for a job and what to do about what is missing.
 
     Looks at Python, torch, the MPI library and its mpirun, cores, shared memory, Triton and the
-    CUDA libraries, and runs a real job of two ranks. Takes some 10 seconds. The exit code is 0
-    where a job can run on the CPU, else 1.
+    CUDA libraries, and runs a real job of two ranks by mpirun and by torchrun. Takes some 20
+    seconds. The exit code is 0 where a job can run on the CPU by one of them, else 1.
     """
     console = Console(stderr=True)
     with console.status("examining this machine ..."):
@@ -103,12 +118,23 @@ def _print_table(findings: Sequence[Finding]) -> None:
         table.add_row(finding.name, state, escape(finding.found) + advice)
     console = Console()
     console.print(table)
+    console.print(_summary(findings))
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    """Whether a CPU job can run, and how it is started."""
     missing = [finding.name for finding in findings if finding.state == "missing"]
-    console.print(
-        f"A CPU job cannot run yet: see {', '.join(missing)}."
-        if missing
-        else "A CPU job can run here: burst-rt train -n 2"
-    )
+    if missing:
+        return f"A CPU job cannot run yet: see {', '.join(missing)}."
+    ran = {finding.name for finding in findings if finding.state == "ok"}
+    by_mpirun, by_torchrun = (_JOBS[launcher] in ran for launcher in ("mpirun", "torchrun"))
+    if not by_mpirun:
+        return (
+            "A CPU job can run here, by torchrun only: torchrun --nproc-per-node 2 -m "
+            f"{_TRAIN}. For burst-rt run and mpirun see the lines above."
+        )
+    also = f", or torchrun --nproc-per-node 2 -m {_TRAIN}" if by_torchrun else ""
+    return f"A CPU job can run here: burst-rt train -n 2{also}"
 
 
 @dataclass(frozen=True)
@@ -145,9 +171,9 @@ def _ask(
         return _Answer(error=f"no answer within {deadline_s:.0f} s")
     if process.returncode != 0:
         lines = [line for line in err.splitlines() if line.strip(" -")]
-        # mpirun's words about a failed rank come last, but the rank's own error says more.
+        # The launcher's words about a failed rank come last, but the rank's own error says more.
         telling = (
-            [line for line in lines if "Error" in line]
+            [line for line in lines if "Error" in line and "ChildFailedError" not in line]
             or lines
             or [f"exit code {process.returncode}"]
         )
@@ -268,7 +294,7 @@ _HELLO = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
 
 
 def _hello_job(launcher: MpiLauncher | None) -> Finding:
-    name = "job of 2 ranks"
+    name = _JOBS["mpirun"]
     if launcher is None:
         return Finding(name, "missing", "not tried", "install mpirun first")
     answer = _ask_job(launcher, [sys.executable, "-P", "-c", _HELLO], deadline_s=_HELLO_DEADLINE_S)
@@ -282,6 +308,30 @@ def _hello_job(launcher: MpiLauncher | None) -> Finding:
     return Finding(
         name, "missing", f"the ranks saw worlds of {answer.text.split()}, expected 2 and 2", advice
     )
+
+
+_HELLO_TORCHRUN = """
+import torch
+import burst_rt
+with burst_rt.init(device="cpu") as ctx:
+    print(int(ctx.all_reduce(torch.ones(1))))
+"""
+
+
+def _torchrun_job(torch: Finding) -> Finding:
+    name = _JOBS["torchrun"]
+    if torch.state == "missing":
+        return Finding(name, "missing", "not tried", "install torch first")
+    words = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc-per-node=2", "--no-python", sys.executable, "-P", "-c", _HELLO_TORCHRUN]
+    # Telemetry, a transport and the like are asked of the user's jobs, not of this one.
+    asked = {key: text for key, text in os.environ.items() if not key.startswith("BURST_RT_")}
+    answer = _ask(words, deadline_s=_TORCH_DEADLINE_S, environment={"OMP_NUM_THREADS": "1"} | asked)
+    if answer.text.split() == ["2", "2"]:
+        return Finding(name, "ok", "2 ranks met")
+    found = answer.error or f"the ranks saw worlds of {answer.text.split()}, expected 2 and 2"
+    advice = "try it by hand: torchrun --standalone --nproc-per-node 2 --no-python hostname"
+    return Finding(name, "missing", found, advice)
 
 
 def probe_device_mpi(launcher: MpiLauncher, device: str, device_name: str) -> Finding:
@@ -394,7 +444,7 @@ def _lacking(name: str, error: str, has_gpu: bool) -> Finding:
     return Finding(name, "warning" if has_gpu else "absent", f"{what} is missing: {error}", advice)
 
 
-def _gpu_findings(launcher: MpiLauncher | None) -> list[Finding]:
+def _gpu_findings(launcher: MpiLauncher | None, kind: str = "mpi") -> list[Finding]:
     cuda = _ask_python(_CUDA, deadline_s=_TORCH_DEADLINE_S)
     has_gpu = bool(cuda.text)
     driver = Path("/proc/driver/nvidia/version").exists()
@@ -422,7 +472,7 @@ def _gpu_findings(launcher: MpiLauncher | None) -> list[Finding]:
     if has_gpu and launcher is not None:
         rest.append(probe_device_mpi(launcher, "cuda:0", cuda.text.split("; ")[0]))
     choice = _ask_python(
-        "from burst_rt.runtime.joining import describe_choice; print(describe_choice())",
+        f"from burst_rt.runtime.joining import describe_choice; print(describe_choice({kind!r}))",
         deadline_s=_TORCH_DEADLINE_S,
     )
     # With one GPU, the choice described is that for two ranks that share the GPU.

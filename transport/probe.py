@@ -28,8 +28,8 @@ def last_answer(library: str, device: str) -> bool | None:
 
     `library` is the MPI library's version string, `device` the device's name.
     """
-    answer = recall(_KIND, _key(library, device))
-    return answer if isinstance(answer, bool) else None
+    answer: bool | None = recall(_KIND, _key(library, device), lambda x: isinstance(x, bool))
+    return answer
 
 
 def note_answer(library: str, device: str, answer: bool) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from burst_rt.errors import ProtocolError
-from burst_rt.transport.base import Completed, Memory, Notice, NoticeKind
+from burst_rt.transport.base import UNKNOWN_CODE, Completed, Memory, Notice, NoticeKind
 from burst_rt.transport.links import Links
 
 __all__ = ["SocketControl", "SocketTransport"]
@@ -40,7 +40,6 @@ _NOTICE_S = 0.05
 _FAREWELL_S = 1.0
 # The most bytes of a notice's text, as with MPI.
 _TEXT_BYTES = 480
-_KILLED = 137  # what a shell calls a process that SIGKILL ended: 128 + 9
 
 
 class _Kind(IntEnum):
@@ -383,8 +382,8 @@ class SocketControl:
             late = time.perf_counter() - when > _LAST_WORDS_S
             if peer in links.read_out or (late and not links.hears(peer)):
                 box.left.add(peer)
-                text = "no word: its connection ended (was it killed?)"
-                box.notices.append(Notice(peer, NoticeKind.LEFT, _KILLED, text))
+                text = "its connection ended without a word (was it killed?)"
+                box.notices.append(Notice(peer, NoticeKind.LEFT, UNKNOWN_CODE, text))
         found, box.notices = box.notices, []
         return found
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from burst_rt.errors import BurstError, DeviceError, PeerLost, Stalled
 from burst_rt.transport import ControlGroup, NoticeKind, Pending
+from burst_rt.transport.base import UNKNOWN_CODE
 
 __all__ = ["Backoff", "SharedWatch", "Watch"]
 
@@ -262,9 +263,12 @@ class Watch:
         # If a device failed, all ranks raise the same class: no rank can go on, and no rank is to
         # blame.
         kind = DeviceError if code == DeviceError.exit_code else PeerLost
-        how = "closed its context or ended normally" if code == 0 else f"failed (exit code {code})"
-        if error:
-            how += f" with {error}"
+        if code == UNKNOWN_CODE:
+            how = f"failed (exit code not known): {error}"
+        elif code == 0:
+            how = "closed its context or ended normally"
+        else:
+            how = f"failed (exit code {code})" + (f" with {error}" if error else "")
         return kind(
             f"rank {self.control.rank}: rank {peer} {how}, and cannot take part in this call. Look "
             f"at the error of rank {peer} first; every rank must make the same calls",

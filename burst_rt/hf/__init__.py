@@ -15,12 +15,20 @@ and two losses that add up over ranks where a call is sharded. Needs the extra `
 
 from __future__ import annotations
 
-from burst_rt.hf.attention import register
-from burst_rt.hf.cache import Cache
-from burst_rt.hf.loss import register_losses
-from burst_rt.hf.prepare import prepare
-from burst_rt.hf.shard import shard
-from burst_rt.hf.trainer import Trainer
+from burst_rt.errors import MissingPackage
+
+try:
+    from burst_rt.hf.attention import register
+    from burst_rt.hf.cache import Cache
+    from burst_rt.hf.loss import register_losses
+    from burst_rt.hf.prepare import prepare
+    from burst_rt.hf.shard import shard
+    from burst_rt.hf.trainer import Trainer
+except ImportError as error:
+    raise MissingPackage(
+        f"burst_rt.hf needs transformers 5.23 and accelerate 1.15, or newer ones with the same "
+        f"names ({error}); in the clone of burst_rt say: pip install '.[hf]' -c constraints.txt"
+    ) from error
 
 __all__ = ["Cache", "Trainer", "prepare", "shard"]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from burst_rt.errors import BurstError
+from burst_rt.job.telling import named_once
 
 __all__ = ["end_job", "exit_code_of", "in_words", "mpi_takes_threads", "report_with"]
 
@@ -28,7 +29,8 @@ _report: Callable[[BurstError], None] | None = None
 def exit_code_of(error: BaseException) -> int:
     """The exit code that a process ends with for an error; 0 for sys.exit() without one."""
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        # The system keeps 8 bits of it.
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
     return error.exit_code if isinstance(error, BurstError) else 1
 
 
@@ -36,7 +38,8 @@ def in_words(error: BaseException | None) -> str:
     """An error in one line, for the other ranks; "" for a program that ended well."""
     if error is None or not exit_code_of(error):
         return ""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    rank = error.rank if isinstance(error, BurstError) else None
+    return named_once(type(error).__name__, " ".join(str(error).split()), rank)
 
 
 def report_with(report: Callable[[BurstError], None]) -> None:

@@ -12,13 +12,16 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from burst_rt.job import launched
+from burst_rt.job.telling import named_once
 
 __all__ = [
     "JOB_DIR_VARIABLE",
@@ -27,6 +30,7 @@ __all__ = [
     "Waiting",
     "crash_path",
     "job_folder",
+    "pipe_path",
     "primary_failure",
     "read_reports",
     "read_resume",
@@ -66,7 +70,7 @@ class RankReport:
 
     @property
     def headline(self) -> str:
-        """The exception's own line; "" where there was no exception.
+        """The exception's own line, for a sentence that names the rank; "" without an exception.
 
         It is the last line of the traceback that starts with the exception's class.
         """
@@ -75,7 +79,10 @@ class RankReport:
             for line in self.traceback.splitlines()
             if self.kind in line.partition(":")[0] and not line.startswith(" ")
         ]
-        return lines[-1] if lines else self.kind
+        if not lines:
+            return self.kind
+        kind, _, message = lines[-1].partition(": ")
+        return named_once(kind, message, self.rank) if message else kind
 
     @property
     def secondary(self) -> bool:
@@ -116,15 +123,18 @@ def write_report(job_dir: Path, report: RankReport) -> None:
 def report_end(report: RankReport) -> bool:
     """Writes this rank's report to the job's folder.
 
-    Returns False where there is no folder, or where the folder cannot be written.
+    Returns False where there is no folder, or where the folder cannot be written. The launcher
+    takes a rank without a report for lost, so a folder that cannot be written is told on stderr.
     """
     folder = job_folder()
     if folder is None:
         return False
-    with suppress(OSError):
+    try:
         write_report(folder, report)
-        return True
-    return False
+    except OSError as error:
+        print(f"burst-rt: rank {report.rank} cannot report its end: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def read_reports(job_dir: Path) -> list[RankReport]:
@@ -144,16 +154,26 @@ def primary_failure(reports: Sequence[RankReport]) -> RankReport | None:
     failures = [report for report in reports if report.failed]
     return min(
         failures,
-        key=lambda report: (report.secondary, report.ended_at_s, report.rank),
+        key=lambda report: (
+            report.secondary,
+            # An error that one rank made is raised by all.
+            report.peer not in (None, report.rank),
+            report.ended_at_s,
+            report.rank,
+        ),
         default=None,
     )
 
 
 def say_started(job_dir: Path, rank: int) -> None:
-    """Tells the launcher the process id of this rank.
+    """Tells the launcher the process id of this rank, and by a pipe when its files are closed.
 
     Raises OSError where the folder cannot be written.
     """
+    with suppress(OSError):
+        # Open until the process is gone. Its children do not keep it open.
+        pipe = os.open(pipe_path(job_dir, rank), os.O_WRONLY | os.O_NONBLOCK)
+        os.register_at_fork(after_in_child=partial(os.close, pipe))
     _write(job_dir / f"started-{rank}.json", Started(rank, os.getpid(), whereabouts())._asdict())
 
 
@@ -228,6 +248,11 @@ def read_resume(job_dir: Path) -> str:
 def crash_path(job_dir: Path, rank: int) -> Path:
     """Where `faulthandler` leaves the Python stack of a rank that crashes in native code."""
     return job_dir / f"rank-{rank}.crash"
+
+
+def pipe_path(job_dir: Path, rank: int) -> Path:
+    """The pipe that a rank holds open and the launcher reads."""
+    return job_dir / f"rank-{rank}.pipe"
 
 
 def _write(path: Path, document: object) -> None:

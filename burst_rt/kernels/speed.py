@@ -10,6 +10,7 @@ bits from run to run.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import threading
@@ -162,7 +163,8 @@ def fastest_kernel(
         if found is None:
             asked = key | {"kernels": " ".join(names)}
             with alone(KIND, asked, _DEADLINE_S):
-                found, whence = recall(KIND, asked), "remembered for this chip"
+                found = recall(KIND, asked, partial(_are_times, names))
+                whence = "remembered for this chip"
                 if found is None:
                     found, whence = (measure or seconds_of)(work, candidates), "measured now"
                     # The answer is not kept where a kernel found no memory: another time there may
@@ -189,6 +191,18 @@ def fastest_kernel(
         f"({whence}{'; ' + failed if failed else ''})"
     )
     return Timed(next(kernel for kernel in candidates if kernel.name == best), reason)
+
+
+def _are_times(names: Sequence[str], found: object) -> bool:
+    """Whether these are the kernels' seconds, or why there are none."""
+    return (
+        isinstance(found, dict)
+        and found.keys() == set(names)
+        and all(
+            isinstance(x, str) or (isinstance(x, float) and 0 < x < math.inf)
+            for x in found.values()
+        )
+    )
 
 
 def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | str]:

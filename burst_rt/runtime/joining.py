@@ -370,14 +370,17 @@ def ranks_per_node(hosts: Sequence[str]) -> int:
     return sizes.pop() if len(sizes) == 1 and len(list(groupby(hosts))) == len(set(hosts)) else 1
 
 
-def describe_choice() -> str:
-    """In words, what "auto" takes on this host with a rank for each GPU, or two ranks on CPUs."""
+def describe_choice(kind: RankKind = "mpi") -> str:
+    """In words, what "auto" takes on this host with a rank for each GPU, or two ranks on CPUs.
+
+    kind: "mpi" or "group", as in `Facts.ranks`.
+    """
     with suppress(ImportError, RuntimeError):
         import mpi4py.MPI  # noqa: F401  (its library's name is a fact)
     device = resolve_device("auto")
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     here = [torch.device("cuda", i) for i in range(count)] or [device]
-    ranks = [_facts(here[i % len(here)], "mpi") for i in range(max(2, count))]
+    ranks = [_facts(here[i % len(here)], kind) for i in range(max(2, count))]
     taken = choose_transport("auto", ranks)
     return f"{len(ranks)} ranks would use {device.type} and {taken.name} ({taken.reason})"
 

@@ -24,6 +24,7 @@ from typing import Protocol
 from burst_rt.errors import BurstError, PeerLost, Stalled
 from burst_rt.job import launched
 from burst_rt.job.ending import exit_code_of, in_words
+from burst_rt.job.telling import FIRST_WORD_S, in_one_line, is_of_another, shortened
 
 __all__ = ["Member", "Process", "process"]
 
@@ -102,7 +103,13 @@ class Process:
         # prompt the program goes on after the error.
         if getattr(sys, "last_value", None) is error and not hasattr(sys, "ps1"):
             self._uncaught.append(error)
-        self._print_uncaught(kind, error, trace)
+        line = in_one_line(error)
+        if line:
+            print(line, file=sys.stderr)
+            return
+        with shortened(error):
+            ours = isinstance(error, BurstError)
+            self._print_uncaught(kind, error, error.__traceback__ if ours else trace)
 
     def _leave(self) -> None:
         if os.getpid() != self._installed_in:
@@ -122,6 +129,8 @@ class Process:
             farewell(code, failure)
         if failure is None:
             return
+        if is_of_another(failure):
+            time.sleep(FIRST_WORD_S)
         mpi = sys.modules.get("mpi4py.MPI")
         running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
         if mpi is not None and running and mpi.COMM_WORLD.size > 1:

@@ -41,6 +41,7 @@ from safetensors import SafetensorError
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import CHECKPOINT_NAME, TrainConfig
+from burst_rt.regular import open_regular
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, dtype
@@ -374,7 +375,7 @@ def claim(out: Path | None, *, resume: bool) -> Claim:
         _check(path, resume=True)
     path.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undone:
-        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = _open_lock(path, os.O_RDWR | os.O_CREAT)
         undone.callback(os.close, descriptor)
         _lock(path, descriptor, fcntl.LOCK_EX)
         # Checked under the lock: until here another run could have begun in the folder, or gone on.
@@ -394,14 +395,27 @@ def look(out: Path, *, resume: bool) -> None:
         )
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"--out: this user may not write to {place}; choose another folder.")
-    if (out / _LOCK).exists():
-        descriptor = os.open(out / _LOCK, os.O_RDONLY)
+    if os.path.lexists(out / _LOCK):
+        descriptor = _open_lock(out, os.O_RDONLY)
         try:
             # A shared lock: two processes that look do not disturb each other.
             _lock(out, descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
     _check(out, resume=resume)
+
+
+def _open_lock(path: Path, flags: int) -> int:
+    try:
+        return open_regular(path / _LOCK, flags)
+    except OSError as error:
+        # A link, a folder, a pipe or a socket.
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO):
+            raise
+        raise ConfigError(
+            f"--out: expected {path / _LOCK} to be a file, by which a run holds its folder, and it "
+            "is something else; remove it, or choose another folder."
+        ) from error
 
 
 def _lock(path: Path, descriptor: int, kind: int) -> None:

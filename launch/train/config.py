@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from burst_rt.errors import ConfigError, InputError
+from burst_rt.errors import ConfigError, InputError, MissingPackage
 from burst_rt.planning.layouts import KINDS, make_layout
 from burst_rt.planning.masks import Causal
 from burst_rt.planning.problem import Problem
@@ -366,9 +366,9 @@ def require_model(path: Path) -> None:
 
 
 def require_transformers(what: str) -> None:
-    """Raise ConfigError where transformers, which `what` needs, is not installed."""
+    """Raise MissingPackage where transformers, which `what` needs, is not installed."""
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(
+        raise MissingPackage(
             f"{what} needs transformers, which is not installed; in the clone of burst_rt say: "
             "pip install '.[hf]'"
         )

@@ -42,8 +42,8 @@ _R = TypeVar("_R")
 
 # What transformers raises for a folder that it cannot read.
 _UNREADABLE = (
-    OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError,
-    ArithmeticError, SafetensorError, StrictDataclassError,
+    OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError,
+    RuntimeError, ImportError, SafetensorError, StrictDataclassError,
 )  # fmt: skip
 
 

@@ -8,12 +8,15 @@ dashboard's.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,7 +27,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import ProgressMode
 
 __all__ = [
@@ -39,6 +41,7 @@ _LOG_WIDTH = 100
 # Colours of the loss curve, and the part of the average that a step leaves as it was.
 _RAW, _SMOOTH, _HELDOUT, _TEXT = "#b8c4d6", "#1f4e8c", "#c8501e", "#444444"
 _SMOOTHING = 0.8
+_log = logging.getLogger("burst_rt.train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +73,23 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, after_step: int) -> None:
         """Keep the file's records up to `after_step`: an interrupted run may have gone further than
-        its checkpoint. Raises OSError, and ConfigError when the file holds something else.
+        its checkpoint. A damaged file is set aside under another name, and a warning says so, and
+        which steps have no record. Raises OSError.
         """
         self._path = path
-        self.history = [record for record in _read(path) if record.step <= after_step]
+        records, is_whole = _read(path)
+        self.history = [record for record in records if 0 < record.step <= after_step]
+        aside = None if is_whole else _set_aside(path)
+        missing = sorted(set(range(1, after_step + 1)) - {record.step for record in self.history})
+        if aside or missing:
+            _log.warning(
+                "burst-rt: %s is damaged%s: %s; the run goes on",
+                path,
+                f", and is kept as {aside.name}" if aside else "",
+                f"{_ranges(missing)} {'has' if len(missing) == 1 else 'have'} no record"
+                if missing
+                else "no record is lost",
+            )
         temporary = path.with_name(f".writing-{path.name}")
         temporary.write_text("".join(_line(record) for record in self.history))
         os.replace(temporary, path)
@@ -90,16 +106,54 @@ def _line(record: StepRecord) -> str:
     return json.dumps(asdict(record)) + "\n"
 
 
-def _read(path: Path) -> list[StepRecord]:
+def _read(path: Path) -> tuple[list[StepRecord], bool]:
+    """The records in the order of their steps, and whether the file has nothing else, apart from a
+    last line that was cut as it was written.
+    """
     if not path.exists():
-        return []
-    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [], True
+    records: dict[int, StepRecord] = {}
+    lines = path.read_bytes().split(b"\n")
+    readable = [record for line in lines[:-1] if (record := _record(line)) is not None]
+    for record in readable:
+        records.setdefault(record.step, record)
+    is_whole = len(records) == len(lines) - 1 and (not lines[-1] or _is_text(lines[-1]))
+    return [records[step] for step in sorted(records)], is_whole
+
+
+def _record(line: bytes) -> StepRecord | None:
     try:
-        return [msgspec.convert(json.loads(line), StepRecord) for line in whole]
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is not the record of a run: {error}; move it away, then run again."
-        ) from error
+        return msgspec.convert(json.loads(line), StepRecord)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_text(line: bytes) -> bool:
+    try:
+        return line.decode().isprintable()
+    except UnicodeDecodeError:
+        return False
+
+
+def _set_aside(path: Path) -> Path:
+    """Copies a damaged file to a name that nothing has, for a person to look at."""
+    number = next(n for n in count(1) if not path.with_name(f"damaged-{n}-{path.name}").exists())
+    aside = path.with_name(f"damaged-{number}-{path.name}")
+    shutil.copyfile(path, aside)
+    return aside
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Steps in words: "step 3", "steps 3 to 9", "steps 3 to 9, 12"."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1][1:] = [step]
+        else:
+            runs.append([step])
+    words = [" to ".join(map(str, run)) for run in runs]
+    more = f" and {len(words) - 5} more spans" if len(words) > 5 else ""
+    return f"step{'s' * (len(steps) > 1)} {', '.join(words[:5])}{more}"
 
 
 def plot_loss(records: Sequence[StepRecord], path: Path, *, title: str, unit: str) -> None:

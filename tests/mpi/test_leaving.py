@@ -14,6 +14,7 @@ from textwrap import dedent
 import psutil
 import pytest
 from jobs import Job, Launcher, run_job
+from launchers import Mpirun, mpirun
 
 from burst_rt.errors import PeerLost, Stalled
 
@@ -56,28 +57,32 @@ _UNDER_TORCHRUN = [
     (2, 1, "os-exit-0", "wait"),
     (4, 1, "sigkill", "inside"),
 ]
-# What the launcher's last line must say of the rank that left.
-_LAST_LINE = {
-    "exception": (
-        r"burst-rt: rank {rank} failed after \d+\.\d s with RuntimeError: the leaver's "
-        r"own error \(exit code 1\)"
-    ),
-    "exit-0": (
-        r"burst-rt: rank {rank} left with exit code 0 after \d+\.\d s while other ranks were in a "
-        r"call"
-    ),
-    "exit-3": r"burst-rt: rank {rank} failed after \d+\.\d s \(exit code 3\)",
-    # A process that ends without a report: the signal, or the exit code, is known from mpirun.
-    "os-exit-0": (
-        r"burst-rt: rank {rank} ended without a report \(mpirun's exit code is [1-9]\d*\) "
-        r"after \d+\.\d s"
-    ),
-    "os-exit-3": (
-        r"burst-rt: rank {rank} ended without a report \(mpirun's exit code is 3\) after "
-        r"\d+\.\d s"
-    ),
-    "sigkill": r"burst-rt: rank {rank} was killed by signal 9, SIGKILL after \d+\.\d s",
-}
+
+
+def _last_line(how: str, rank: int, mpirun: Mpirun) -> str:
+    """What the launcher's last line must say of the rank that left."""
+    ended = {
+        # A process that ends without a report: the signal, or the exit code, is known from mpirun.
+        "os-exit-0": mpirun.how_exited_0,
+        "os-exit-3": mpirun.how_exited_3,
+        "sigkill": mpirun.how_killed,
+    }
+    if how in ended:
+        name = f"rank {rank}" if mpirun.names_the_first else r"(rank|one of ranks) \d(, \d)*"
+        return rf"burst-rt: {name} {ended[how]} after \d+\.\d s"
+    return {
+        "exception": (
+            rf"burst-rt: rank {rank} failed after \d+\.\d s with RuntimeError: the leaver's "
+            r"own error \(exit code 1\)"
+        ),
+        "exit-0": (
+            rf"burst-rt: rank {rank} left with exit code 0 after \d+\.\d s while other ranks were "
+            "in a call"
+        ),
+        "exit-3": rf"burst-rt: rank {rank} failed after \d+\.\d s \(exit code 3\)",
+    }[how]
+
+
 # Where in the program, known however the process ended.
 _DOING = {
     "before": "",
@@ -145,14 +150,15 @@ def test_under_burst_rt_run(
     job = _leave(tmp_path, num_ranks, leaver, how, when, "burst-rt run")
     # Open MPI's abort leaves a NUL byte in the output.
     lines = job.err.replace("\0", "").rstrip("\n").split("\n")
-    assert re.fullmatch(_LAST_LINE[how].format(rank=leaver) + _DOING[when], lines[-1]), job.text
+    assert re.fullmatch(_last_line(how, leaver, mpirun()) + _DOING[when], lines[-1]), job.text
     if how == "exception":
         # That rank's traceback, whole, and no other.
         assert lines[-2] == "RuntimeError: the leaver's own error", job.text
         assert job.err.count("Traceback (most recent call last)") == 1, job.text
         assert job.exit_code == 1, job.text
     if how.endswith("3"):
-        assert job.exit_code == 3, job.text
+        expected = mpirun().exited_3 if how == "os-exit-3" else 3
+        assert job.exit_code == expected, job.text
 
 
 @pytest.mark.parametrize(("num_ranks", "leaver", "how", "when"), _UNDER_MPIRUN)
@@ -251,7 +257,7 @@ def test_a_rank_that_leaves_before_it_has_joined(
     _ended_in_time(job, tmp_path)
     last = job.err.rstrip("\n").split("\n")[-1]
     if how == "exit-3":
-        assert re.fullmatch(_LAST_LINE[how].format(rank=1), last), job.text
+        assert re.fullmatch(_last_line(how, 1, mpirun()), last), job.text
         assert job.exit_code == 3, job.text
         return
     how_told = "left with exit code 0 after .* s" if how == "exit-0" else "ended without a report"
@@ -393,7 +399,8 @@ burst_rt.burst_attention(x, x, x, layout=ctx.layout(8), causal=True)
     job = run_job(tmp_path / "program.py", 2, by="mpirun", cwd=tmp_path, timeout_s=60)
     _ended_in_time(job, tmp_path)
     expected = (
-        "PeerLost: rank 0: rank 1 failed (exit code 1) with TypeError: burst_attention() "
+        "burst-rt: rank 0: burst_rt.errors.PeerLost: rank 1 failed (exit code 1) with TypeError: "
+        "burst_attention() "
         "got an unexpected keyword argument 'causl'"
     )
     assert expected in job.err, job.text

@@ -422,6 +422,12 @@ _BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ("config.json", _with(vocab_size=999), "lm_head.weight.* missing or of another shape"),
     ("config.json", _with(num_hidden_layers=3), "model.layers.2.* missing or of another shape"),
     ("config.json", _with(max_position_embeddings=60), "max_position_embeddings, 60, got 61"),
+    (
+        "config.json",
+        _with(num_attention_heads=5),
+        "cannot read .*multiple of the number of attention",
+    ),
+    ("config.json", _with(num_key_value_heads=0), "cannot read .*division"),
     ("model.safetensors", lambda path: path.write_bytes(b"xx"), "cannot read .*header too small"),
     ("model.safetensors", _lose_a_weight, "model.norm.weight missing"),
     ("config.json", _with(num_attention_heads=5), "hidden size .32. is not a multiple of"),

@@ -27,9 +27,11 @@ from burst_rt.launch.train import checkpoint as module
 from burst_rt.launch.train.checkpoint import (
     Checkpoint,
     Manifest,
+    claim,
     copy_tensors,
     find_checkpoint,
     load_checkpoint,
+    look,
     save_checkpoint,
 )
 from burst_rt.launch.train.config import RunOptions, TrainConfig
@@ -526,20 +528,69 @@ def test_metrics_are_cut_at_the_checkpoint_that_is_resumed(tmp_path: Path) -> No
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.0, 0.5, 1 / 3]
 
 
+_LINES = [json.dumps(asdict(_record(step))).encode() + b"\n" for step in (1, 2, 3)]
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("damaged", "kept", "said"),
     [
-        "not json",
-        "[" * 100_000,
-        "[]",
-        '{"step": 1}',
-        json.dumps({**asdict(_record(1)), "step": "1"}),
+        (b"not json\n", [], "steps 1 to 3 have no record"),
+        (b"[" * 100_000 + b"\n", [], "steps 1 to 3 have no record"),
+        (b'[]\n{"step": 1}\n', [], "steps 1 to 3 have no record"),
+        (_LINES[0] + _LINES[1].replace(b"2", b'"2"', 1) + _LINES[2], [1, 3], "step 2 has no"),
+        (b"".join(_LINES) + b"\xff\xfe", [1, 2, 3], "no record is lost"),
+        (b"".join(_LINES) + b"\xff\n", [1, 2, 3], "no record is lost"),
+        (b"".join(_LINES) + _LINES[1], [1, 2, 3], "no record is lost"),
+        (_LINES[2] + _LINES[1] + _LINES[0], [1, 2, 3], ""),
+        (_LINES[0][:20], [], "steps 1 to 3 have no record"),
+        (b"".join(_LINES)[:-20], [1, 2], "step 3 has no record"),
+        (b"", [], "steps 1 to 3 have no record"),
     ],
 )
-def test_a_file_that_holds_no_metrics_is_refused(tmp_path: Path, line: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text(line + "\n")
-    with pytest.raises(ConfigError, match="not the record of a run"):
+def test_a_damaged_record_is_set_aside_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bytes, kept: list[int], said: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(damaged)
+    metrics = MetricsFile(path, after_step=3)
+    assert metrics.history == [_record(step) for step in kept]
+    assert path.read_bytes() == b"".join(_LINES[step - 1] for step in kept)
+    assert (said in caplog.text) if said else not caplog.text
+    aside = tmp_path / "damaged-1-metrics.jsonl"
+    assert (f"is kept as {aside.name}" in caplog.text) == aside.exists()
+    # A file that merely ends too early has nothing that the new one has not.
+    assert aside.exists() == (b"".join(_LINES).find(damaged) != 0 and bool(said))
+    if aside.exists():
+        assert aside.read_bytes() == damaged
+
+
+def test_a_second_damaged_record_does_not_replace_the_first(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "metrics.jsonl").write_text(f"damage {number}\n")
         MetricsFile(tmp_path / "metrics.jsonl", after_step=1)
+        aside = tmp_path / f"damaged-{number}-metrics.jsonl"
+        assert aside.read_text() == f"damage {number}\n"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("kind", ["pipe", "link", "dangling link", "folder"])
+def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, kind: str, resume: bool) -> None:
+    """At once, and what a link leads to stays as it is."""
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    precious = tmp_path / "precious"
+    if kind != "dangling link":
+        precious.write_text("precious")
+    if kind == "pipe":
+        os.mkfifo(run / ".lock")
+    elif kind == "folder":
+        (run / ".lock").mkdir()
+    else:
+        (run / ".lock").symlink_to(precious)
+    for take in (look, claim):
+        with pytest.raises(ConfigError, match=r"expected .*\.lock to be a file"):
+            take(run, resume=resume)
+    assert not precious.exists() or precious.read_text() == "precious"
 
 
 @pytest.mark.parametrize(

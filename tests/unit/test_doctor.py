@@ -92,3 +92,30 @@ def test_no_advice_names_a_distribution_that_no_index_has(monkeypatch: pytest.Mo
     ]
     assert sum("pip install '.[" in words for words in advice) == 5
     assert not any("burst-rt[" in words for words in advice)
+
+
+_WAYS = ("MPI library", "mpirun", "2 ranks by mpirun", "2 ranks by torchrun")
+
+
+@pytest.mark.parametrize(
+    ("states", "expected", "says"),
+    [
+        ("ok ok ok ok", "ok ok ok ok", "can run here: burst-rt train -n 2, or torchrun "),
+        ("ok ok ok missing", "ok ok ok warning", "can run here: burst-rt train -n 2"),
+        (
+            "missing missing missing ok",
+            "warning warning warning ok",
+            "can run here, by torchrun only: torchrun --nproc-per-node 2 -m burst_rt.launch.train",
+        ),
+        (
+            "ok missing missing missing",
+            "ok missing missing missing",
+            "cannot run yet: see mpirun, 2 ranks by mpirun, 2 ranks by torchrun",
+        ),
+    ],
+)
+def test_one_launcher_that_works_is_enough(states: str, expected: str, says: str) -> None:
+    findings = [Finding(*line) for line in zip(_WAYS, states.split(), _WAYS, strict=True)]
+    found = doctor._ways(findings)
+    assert [finding.state for finding in found] == expected.split()
+    assert doctor._summary(found).startswith(f"A CPU job {says}")

@@ -8,6 +8,8 @@ import gc
 import io
 import math
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -948,3 +950,25 @@ def test_whole_logits_and_perplexity_as_the_page_shows_them() -> None:
         assert names["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
 
     burst_rt.run_local(2, run, timeout_s=60)
+
+
+@pytest.mark.parametrize("missing", ["transformers", "accelerate"])
+def test_a_package_that_is_missing_is_named_with_what_brings_it(missing: str) -> None:
+    source = f"""
+import sys
+sys.modules[{missing!r}] = None  # as if it were not installed
+import burst_rt
+try:
+    import burst_rt.hf
+except ImportError as error:
+    assert isinstance(error, burst_rt.errors.ConfigError)
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert re.fullmatch(
+        rf"burst_rt\.hf needs transformers .* \(.*{missing}.*\); in the clone of burst_rt say: "
+        r"pip install '\.\[hf\]'\n",
+        done.stdout,
+    ), done.stdout

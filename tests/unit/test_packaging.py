@@ -267,7 +267,7 @@ def _is_standard_library(name: str) -> bool:
 
 # A module imports from floors below its own, or from rooms named before its own on the same floor.
 _FLOORS = (
-    ("errors", "version", "rotary", "remembered", "opaque", "job"),
+    ("errors", "version", "rotary", "regular", "remembered", "opaque", "job"),
     ("scheduler",),
     ("transport", "planning"),
     ("kernels", "drivers"),

@@ -4,6 +4,9 @@ for all ranks of a host.
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -213,17 +216,18 @@ def test_ranks_of_a_host_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(clock.asked) == 1
 
 
+def _any(answer: object) -> bool:
+    return True
+
+
 def test_what_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = {"chip": "a", "dtype": "b"}
-    assert recall("kind", key) is None
+    assert recall("kind", key, _any) is None
     assert remember("kind", key, {"x": 1.5})
-    assert recall("kind", key) == {"x": 1.5}
-    assert recall("kind", key | {"chip": "c"}) is None
-    assert recall("other", key) is None
+    assert recall("kind", key, _any) == {"x": 1.5}
+    assert recall("kind", key | {"chip": "c"}, _any) is None
+    assert recall("other", key, _any) is None
     (path,) = (tmp_path / "burst_rt").glob("kind-*.json")
-    for broken in ("", "{", "[]", '{"key": {}}'):
-        path.write_text(broken)
-        assert recall("kind", key) is None
     forget("kind")
     assert not path.exists()
     # A folder that cannot be: nothing is kept, nothing fails.
@@ -231,7 +235,79 @@ def test_what_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert not remember("kind", key, 1)
     with alone("kind", key, 1.0):
-        assert recall("kind", key) is None
+        assert recall("kind", key, _any) is None
+
+
+@pytest.mark.parametrize(
+    "broken", ["", "{", "[]", '{"key": {}}', "[" * 100_000, b"\xff", "pipe", "folder", "link"]
+)
+def test_a_damaged_memory_is_set_aside_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str | bytes
+) -> None:
+    key = {"chip": "a"}
+    assert remember("kind", key, 1)
+    (path,) = (tmp_path / "burst_rt").glob("kind-*.json")
+    path.unlink()
+    if broken == "pipe":
+        os.mkfifo(path)
+    elif broken == "folder":
+        path.mkdir()
+    elif broken == "link":
+        path.symlink_to(tmp_path)
+    else:
+        path.write_bytes(broken if isinstance(broken, bytes) else broken.encode())
+    assert recall("kind", key, _any) is None
+    assert "is damaged: it is now " in caplog.text
+    assert not path.exists()
+    assert remember("kind", key, 2)
+    assert recall("kind", key, _any) == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "x",
+        [],
+        3,
+        {"triton": 1e-3},
+        {"triton": 1e-3, "cudnn": math.nan, "flash": 1e-3},
+        {"triton": 1e-3, "cudnn": -1.0, "flash": 1e-3},
+        {"triton": 1e-3, "cudnn": 0.0, "flash": 1e-3},
+        {"triton": 1e-3, "cudnn": math.inf, "flash": 1e-3},
+        {"triton": 1e-3, "cudnn": None, "flash": 1e-3},
+    ],
+)
+def test_figures_that_are_none_are_measured_anew(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    answer: object,
+) -> None:
+    _measure_by(monkeypatch, Clock(triton=2e-3, cudnn=1e-3, flash=3e-3))
+    assert pick(_square()).kernel.name == "cudnn"
+    (path,) = (tmp_path / "burst_rt").glob(f"{KIND}-*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"answer": answer}))
+    speed._known.clear()
+    _measure_by(monkeypatch, Clock(triton=1e-3, cudnn=2e-3, flash=3e-3))
+    picked = pick(_square())
+    assert (picked.kernel.name, "measured now" in picked.reason) == ("triton", True)
+    assert "is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_lock_that_is_no_file_is_done_without(tmp_path: Path, kind: str) -> None:
+    with alone("kind", {"a": "b"}, 0.1):
+        pass
+    (path,) = (tmp_path / "burst_rt").glob("kind-*.lock")
+    path.unlink()
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(precious)
+    with alone("kind", {"a": "b"}, 5.0):
+        assert precious.read_text() == "precious"
 
 
 def test_waiting_for_another_rank_ends() -> None:

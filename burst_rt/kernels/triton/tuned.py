@@ -118,13 +118,16 @@ def _loads(arch: int, stages: int) -> tuple[Loads, ...]:
 def _recalled(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Config | None:
     if kind not in TUNED or device.type != "cuda" or not torch.cuda.is_available():
         return None
-    found = recall(_KIND, _key(kind, device, head_dim, dtype))
+    found = recall(_KIND, _key(kind, device, head_dim, dtype), _is_config)
+    return None if found is None else Config(*found)
+
+
+def _is_config(found: object) -> bool:
     if not isinstance(found, list) or len(found) != len(Config._fields):
-        return None
+        return False
     *numbers, loads = found
     known = loads in get_args(Loads) and all(isinstance(x, int) and x > 0 for x in numbers)
-    divide = known and not any(ROWS_TOGETHER % x for x in numbers[:2])
-    return Config(*found) if divide else None
+    return known and not any(ROWS_TOGETHER % x for x in numbers[:2])
 
 
 def _key(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> dict[str, str]:

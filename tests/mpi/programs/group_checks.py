@@ -21,6 +21,7 @@ from transport_checks import WORLD, finish, main, wait_for
 from burst_rt.errors import ConfigError, InputError, PeerLost, Stalled
 from burst_rt.runtime.ends import find_ends
 from burst_rt.transport import Notice, NoticeKind
+from burst_rt.transport.base import UNKNOWN_CODE
 from burst_rt.transport.meeting import meet
 from burst_rt.transport.sockets import SocketControl, SocketTransport
 
@@ -73,7 +74,7 @@ def check_a_rank_that_ends_without_a_word_is_noticed() -> None:
             assert time.monotonic() < deadline_s
             found = control.notices()
         assert [(notice.peer, notice.kind, notice.value) for notice in found] == [
-            (0, NoticeKind.LEFT, 137)
+            (0, NoticeKind.LEFT, UNKNOWN_CODE)
         ]
         assert "its connection ended" in found[0].text
     _WORLD.barrier()
