@@ -7,7 +7,7 @@
 # Versions: mpi4py 4.1.2 with Open MPI 5.0.11 and MPICH 5.0.2, numpy 2.4.6. Seen on 2026-11-27.
 # Output:
 #     Open MPI v5.0.11: sent [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], received [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
-#     MPICH Version:      5.0.2: sent [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], received [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+#     MPICH Version: 5.0.2: sent [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], received [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
 # Decided here: transport/base.py takes buffers of contiguous bytes (`memoryview`, uint8), not arrays, so an order cannot get lost on the way; and
 #   `Context.all_reduce` asks for a contiguous tensor (burst_rt/context.py).
 set -euo pipefail
@@ -29,7 +29,7 @@ if world.rank == 0:
 else:
     got = np.zeros((3, 2))
     world.Recv(got, 0)
-    library = MPI.Get_library_version().split(",")[0].split("\n")[0].rstrip()
+    library = " ".join(MPI.Get_library_version().split(",")[0].split("\n")[0].split())
     print(f"{library}: sent {a.T.tolist()}, received {got.tolist()}")
     expect(not np.array_equal(got, a.T) and np.array_equal(got.ravel(), a.ravel()), "the order of a transposed array")
 EOF

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # One would guess: in yunchang (USP), attn_type=AttnType.TORCH_MATH is the slow and portable way to the same result: torch's own attention
 #   a block, for machines without FlashAttention.
-# In fact: it gives the right result on one rank only. torch's attention returns no log-sum-exp, and the wrapper hands on zeros in its place
-#   ("LSE is not available, use zeros as fallback", yunchang/kernels/attention.py), by which a ring merges its blocks with equal weights. No error. The
-#   first rank of a causal ring, which merges nothing, is right.
+# In fact: it gives the right result on one rank only. torch's attention returns no log-sum-exp, and the wrapper hands on zeros in its
+#   place ("LSE is not available, use zeros as fallback", yunchang/kernels/attention.py), by which a ring merges its blocks with
+#   equal weights. No error. The first rank of a causal ring, which merges nothing, is right.
 # Who is hurt: who tests a ring on CPUs, or on GPUs without FlashAttention, by this type.
 # Versions: yunchang 0.6.4, torch 2.13.0 (CPU, gloo). Seen on 2026-11-27.
 # Output:
