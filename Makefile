@@ -18,7 +18,7 @@ ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
 DOCS := $(call stamp,docs$(comma)hf)
 
-.PHONY: help run test test-all test-mpis test-masks test-newest check lint types docs unit other-cpus other-transformers faults bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-mpis test-masks test-newest check lint types docs unit other-cpus other-transformers faults findings bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -110,6 +110,18 @@ COUNT ?= 300
 
 faults: $(ALL) ## drawn faults against real MPI jobs (SEED, COUNT); half an hour
 	$(BIN)/python tests/faults.py --seed $(SEED) --count $(COUNT)
+
+# Each in environments of its own, which are kept for the next finding, and with FINDINGS_CACHE=FOLDER for the next time.
+FINDINGS ?= $(filter-out findings/common.sh,$(wildcard findings/*.sh))
+
+findings: ## run what was found out about others' packages again: a line each (findings/README.md); downloads several GB
+	@made=$$(mktemp -d); trap 'rm -rf "$$made"' EXIT; failed=0; \
+	for finding in $(FINDINGS); do \
+		FINDINGS_CACHE="$${FINDINGS_CACHE:-$$made}" PYTHON="$(PYTHON)" bash "$$finding" > "$$made/output" 2>&1; code=$$?; \
+		case $$code in 0) found="as found";; 1) found="CHANGED ";; *) found="not run ";; esac; \
+		echo "$$found  $$(basename "$$finding" .sh): $$(tail -n 1 "$$made/output")"; \
+		[ $$code = 0 ] || failed=1; \
+	done; exit $$failed
 
 bench: $(ALL) ## all benchmarks of the project, on this machine
 	$(BIN)/burst-rt bench all
