@@ -20,8 +20,9 @@ from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.masks import Causal, Documents, Full, Mask
-from burst_rt.runtime.mean import RanksOrGroup, weighted_mean
+from burst_rt.runtime.mean import weighted_mean
 from burst_rt.runtime.refusing import refuse
+from burst_rt.runtime.sums import RanksOrGroup, refuse_in
 
 __all__ = ["BATCH_NAMES", "IGNORED_LABEL", "ShardedBatch", "cross_entropy", "shard_batch"]
 
@@ -45,6 +46,9 @@ class ShardedBatch:
         same.
     shift_labels: the label of each token's successor, -100 where there is none, for
         `cross_entropy`. None in a batch without labels.
+    num_labels: how many labelled tokens the whole batch has, on all ranks of the context: what
+        `cross_entropy` divides by. 0 in a batch without labels. With micro-batches, their sum is
+        the `count` of a step.
     mask: what packed documents and padding hide. It is not causal by itself: `Causal() & mask`.
     layout: which tokens each rank has. `burst_attention` must get this layout.
     tensors: the first five, by name.
@@ -56,6 +60,7 @@ class ShardedBatch:
     tensors: dict[str, torch.Tensor] = field(repr=False)
     position_ids: torch.Tensor = field(repr=False)
     shift_labels: torch.Tensor | None = field(repr=False)
+    num_labels: int
     largest_positions: tuple[int, ...] = field(repr=False)
 
     def __getattr__(self, name: str) -> torch.Tensor:
@@ -157,6 +162,7 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayo
         tensors={name: mine(x) for name, x in batch.items()},
         position_ids=mine(positions),
         shift_labels=None if shift_labels is None else mine(shift_labels),
+        num_labels=0 if shift_labels is None else int((shift_labels != IGNORED_LABEL).sum()),
         largest_positions=largest,
     )
 
@@ -256,13 +262,20 @@ def _wrong(what: str, expected: str, got: str) -> NoReturn:
 
 
 def cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, *, group: RanksOrGroup | None = None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    group: RanksOrGroup | None = None,
+    count: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mean cross-entropy, in nats, of all ranks' labelled tokens, on every rank.
 
     logits: `[..., classes]`, computed on in float32. labels: `[...]`, int64, shifted already where
     the model predicts the next token; -100 counts for nothing. group: as in `mean_over_ranks`,
     which says how gradients come together.
+    count: the labelled tokens of the whole step, over all of its micro-batches and all ranks of the
+    group, where gradients of several micro-batches add up; see `mean_over_ranks` and
+    `ShardedBatch.num_labels`. None: those of this call.
 
     Collective; blocks as `mean_over_ranks` does. Returns a float32 scalar, NaN where no rank has a
     label. Raises InputError for labels of another shape or dtype, and for labels on a CPU that are
@@ -275,7 +288,7 @@ def cross_entropy(
             group,
         )
     losses = token_losses(logits, labels, group)
-    return weighted_mean(losses, labels.flatten() != IGNORED_LABEL, group, "cross_entropy")
+    return weighted_mean(losses, labels.flatten() != IGNORED_LABEL, group, "cross_entropy", count)
 
 
 def token_losses(
@@ -307,7 +320,4 @@ def token_losses(
 
 
 def _refuse_labels(reason: str, group: RanksOrGroup | None) -> NoReturn:
-    error = InputError(f"cross_entropy: labels: {reason}")
-    if isinstance(group, Context):
-        refuse("cross_entropy", error, group.runtime)
-    raise error  # ranks of torch.distributed wait where nothing can be told them
+    refuse_in(group, "cross_entropy", InputError(f"cross_entropy: labels: {reason}"))
