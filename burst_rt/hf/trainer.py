@@ -20,6 +20,7 @@ from accelerate.data_loader import get_sampler, prepare_data_loader
 from burst_rt.context import Context
 from burst_rt.errors import InputError
 from burst_rt.hf.prepare import prepare
+from burst_rt.hf.resuming import Resumable, draw_by_epoch
 from burst_rt.hf.shard import KEYWORD, shard
 from burst_rt.runtime.refusing import refuse
 
@@ -98,6 +99,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
                 "compute_metrics: expected None, as a rank has the logits of its own tokens alone; "
                 "leave it out, or set prediction_loss_only=True"
             )
+        self.add_callback(Resumable(self._refuse))
         if self.model_init is None:
             self._make_ready(self.model)
 
@@ -198,7 +200,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             # One that draws from the process's own chance would draw something else on each rank.
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             sampler.generator = torch.Generator().manual_seed(seed)
-        return prepare_data_loader(
+        prepared = prepare_data_loader(
             loader,
             given.device,
             num_processes=len(self._leaders),
@@ -213,6 +215,9 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             non_blocking=given.non_blocking,
             use_stateful_dataloader=given.use_stateful_dataloader,
         )
+        if not seedable and isinstance(sampler, torch.utils.data.Sampler):
+            draw_by_epoch(prepared, sampler)
+        return prepared
 
     # Losses and counts.
 
