@@ -174,6 +174,8 @@ def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
             _wrong(f"{name!r} is not known", f"some of {', '.join(BATCH_NAMES)}", "leave it out")
         if not isinstance(x, torch.Tensor):
             _wrong(name, "a tensor", f"got {type(x).__name__}")
+        if not _holds_values(x):
+            _wrong(name, "a dense tensor that holds values", f"got {_described(x)}")
     first = batch.get("input_ids", batch.get("inputs_embeds"))
     if first is None or first.ndim < 2:
         got = "neither" if first is None else f"shape {tuple(first.shape)}"
@@ -199,7 +201,21 @@ def _positions(given: torch.Tensor | None, rows: int, tokens: int) -> torch.Tens
     if found.ndim != 2 or found.shape[0] not in (1, rows) or found.shape[1] != tokens:
         expected = f"shape [batch, tokens] = {(rows, tokens)}, [1, tokens] or [tokens]"
         _wrong("position_ids", expected, f"got {tuple(given.shape)}")
+    if found.is_complex() or not bool(found.isfinite().all()):
+        got = "complex ones" if found.is_complex() else "infinite ones or NaN"
+        _wrong("position_ids", "finite real numbers", f"got {got}")
     return found.cpu()
+
+
+def _holds_values(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_meta
+
+
+def _described(x: object) -> str:
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    layout = "" if x.layout == torch.strided else f", {x.layout}"
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}{layout}"
 
 
 def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask:
@@ -278,9 +294,20 @@ def cross_entropy(
     `ShardedBatch.num_labels`. None: those of this call.
 
     Collective; blocks as `mean_over_ranks` does. Returns a float32 scalar, NaN where no rank has a
-    label. Raises InputError for labels of another shape or dtype, and for labels on a CPU that are
-    no class: on every rank that waits for this one where group is a Context, else on this rank.
+    label. Raises InputError for logits and labels that are no such tensors, and for labels on a CPU
+    that are no class: on every rank that waits for this one where group is a Context, else on this
+    rank.
     """
+    if not isinstance(logits, torch.Tensor) or not (
+        logits.is_floating_point() and logits.ndim and _holds_values(logits)
+    ):
+        error = InputError(
+            "cross_entropy: logits: expected dense floating-point numbers [..., classes], got "
+            f"{_described(logits)}"
+        )
+        refuse_in(group, "cross_entropy", error)
+    if not isinstance(labels, torch.Tensor) or not _holds_values(labels):
+        _refuse_labels(f"expected a dense tensor of torch.int64, got {_described(labels)}", group)
     if labels.shape != logits.shape[:-1]:
         _refuse_labels(
             f"expected {tuple(logits.shape[:-1])}, one for each of the logits' tokens; got "

@@ -71,6 +71,12 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     `evaluate` are collective over all processes; they block as their collectives do, in attention
     at most `timeout_s` for each call. Losses are the means over all tokens of all ranks.
 
+    A resumed run sees the rows that it would have seen, in the same order. Samplers that draw from
+    a generator (`train_sampling_strategy="group_by_length"`, torch's random ones) begin each epoch
+    at the generator's first seed plus the epoch's number. Refused when a run is resumed, unless
+    `ignore_data_skip` is set: samplers of your own with neither a generator nor `set_epoch`, and a
+    stream without a length after the first pass over it.
+
     Raises InputError, on every rank that waits for this one, for what is not done (docs/
     transformers.md has the list), and ContractMismatch where the ranks of a context get different
     batches.

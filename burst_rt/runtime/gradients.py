@@ -47,7 +47,7 @@ def average_gradients(
     size = ranks.size() if isinstance(ranks, dist.ProcessGroup) else ranks.world_size
     used = _have_gradients(wanted, ranks, size)
 
-    def kind(parameter: torch.nn.Parameter) -> str:
+    def kind(parameter: torch.Tensor) -> str:
         return f"{parameter.dtype} {parameter.device}"
 
     for _, same in groupby(sorted(used, key=kind), key=kind):
@@ -68,7 +68,7 @@ def average_gradients(
                 grad.copy_(part.view_as(grad))
 
 
-def _wanted(parameters: object, group: RanksOrGroup | None) -> list[torch.nn.Parameter]:
+def _wanted(parameters: object, group: RanksOrGroup | None) -> list[torch.Tensor]:
     """The parameters that require grad. Raises InputError for anything else than parameters."""
 
     def refuse(reason: str) -> NoReturn:
@@ -100,8 +100,8 @@ def _wanted(parameters: object, group: RanksOrGroup | None) -> list[torch.nn.Par
 
 
 def _have_gradients(
-    wanted: list[torch.nn.Parameter], ranks: dist.ProcessGroup | Ranks, size: int
-) -> list[torch.nn.Parameter]:
+    wanted: list[torch.Tensor], ranks: dist.ProcessGroup | Ranks, size: int
+) -> list[torch.Tensor]:
     """The parameters that have a gradient on some rank.
 
     Raises ContractMismatch on every rank where the parameters are not the same on all ranks.
@@ -131,7 +131,7 @@ def _have_gradients(
     return [p for p, count in zip(wanted, counts, strict=True) if count]
 
 
-def _sums_of_first(parameters: list[torch.nn.Parameter], device: torch.device) -> torch.Tensor:
+def _sums_of_first(parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The sum of the magnitudes of each parameter's first values, float64."""
     kinds: dict[object, list[int]] = defaultdict(list)
     for number, p in enumerate(parameters):

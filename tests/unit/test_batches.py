@@ -135,6 +135,19 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a vector": ({"input_ids": _IDS[0]}, {}, r"got shape \(23,\)"),
     "a name": ({"pixel_values": _IDS}, {}, "'pixel_values' is not known"),
     "a list": ({"labels": [1]}, {}, "labels: expected a tensor; got list"),
+    "tokens on meta": (
+        {"input_ids": _IDS.to("meta")},
+        {},
+        "input_ids: expected a dense tensor that",
+    ),
+    "sparse tokens": ({"input_ids": _IDS.to_sparse()}, {}, "got torch.int64 .* torch.sparse_coo"),
+    "positions on meta": ({"position_ids": _IDS.to("meta")}, {}, "position_ids: expected a dense"),
+    "no positions": (
+        {"position_ids": torch.full((2, _TOKENS), torch.nan)},
+        {},
+        "position_ids: expected finite real numbers; got infinite ones or NaN",
+    ),
+    "complex positions": ({"position_ids": _IDS * 1j}, {}, "position_ids: .* got complex ones"),
     "labels of rows": (
         {"labels": torch.tensor([0, 1])},
         {},
@@ -401,6 +414,7 @@ def test_micro_batches_add_up_to_the_step(world_size: int) -> None:
             mask = Causal() & part.mask
             attend = partial(burst_rt.burst_attention, layout=part.layout, mask=mask)
             logits = model(part.input_ids, attend)
+            assert part.shift_labels is not None
             # A number, and a tensor of it.
             given = count if part is parts[0] else torch.tensor(count)
             loss = burst_rt.cross_entropy(logits, part.shift_labels, group=ctx, count=given)

@@ -40,7 +40,7 @@ class _Seen(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def _under_a_mode(attend: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
-    with _Seen():
+    with _Seen():  # type: ignore[no-untyped-call]
         return attend(*qkv)
 
 
@@ -99,10 +99,10 @@ def test_two_backwards_of_one_call_are_of_one_call() -> None:
     burst_rt.run_local(2, run)
 
 
-def _means(ctx: Context, **options: int) -> list[Tensor]:
+def _means(ctx: Context, count: int | None = None) -> list[Tensor]:
     """Two means of which each rank has two terms."""
     x = torch.full((2, 2), 1.0 + ctx.rank, requires_grad=True)
-    return [burst_rt.mean_over_ranks(each, group=ctx, **options) for each in (x[0], 2 * x[1])]
+    return [burst_rt.mean_over_ranks(each, group=ctx, count=count) for each in (x[0], 2 * x[1])]
 
 
 def test_backwards_of_two_means() -> None:
@@ -220,9 +220,9 @@ def test_other_models() -> None:
             burst_rt.average_gradients(parameters, group=ctx)
         with torch.no_grad():
             parameters = _parameters(*shapes)
-            parameters[0] *= 1 + 1e-6 * ctx.rank
+            parameters[0].mul_(1 + 1e-6 * ctx.rank)
         assert parameters[1].grad is not None
-        parameters[1].grad *= 3 * ctx.rank
+        parameters[1].grad.mul_(3 * ctx.rank)
         burst_rt.average_gradients(parameters, group=ctx)
         assert parameters[1].grad.tolist() == [3.0] * 8
 

@@ -41,6 +41,7 @@ def main() -> None:
         assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)), results
 
         # A compiled program keeps the numbers of its calls for the backwards.
+        q, k, v = (layout.shard(x) for x in inputs[:3])
         inputs_of = [[x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2)]
         values = [compiled(*each) for each in inputs_of]
         with pytest.raises(ContractMismatch, match="whose backward this is: call"):
