@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     )
     from burst_rt.runtime.differentiable import differentiable
     from burst_rt.runtime.ends import LocalRank
-    from burst_rt.runtime.mean import average_gradients, mean_over_ranks
+    from burst_rt.runtime.gradients import average_gradients
+    from burst_rt.runtime.mean import mean_over_ranks
     from burst_rt.runtime.pipeline import Pipeline
     from burst_rt.runtime.runtime import Stats
 
@@ -71,7 +72,7 @@ _HOME = {
     "Spans": "planning.masks",
     "Stats": "runtime.runtime",
     "Step": "attention.cache_step",
-    "average_gradients": "runtime.mean",
+    "average_gradients": "runtime.gradients",
     "burst_attention": "attention.api",
     "checkpoint": "attention.checkpointing",
     "cross_entropy": "batches",

@@ -20,8 +20,9 @@ from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.masks import Causal, Chunked, Documents, Full, Mask
-from burst_rt.runtime.mean import RanksOrGroup, weighted_mean
+from burst_rt.runtime.mean import weighted_mean
 from burst_rt.runtime.refusing import refuse
+from burst_rt.runtime.sums import RanksOrGroup, refuse_in
 
 __all__ = ["BATCH_NAMES", "IGNORED_LABEL", "ShardedBatch", "cross_entropy", "shard_batch"]
 
@@ -45,6 +46,9 @@ class ShardedBatch:
         same.
     shift_labels: the label of each token's successor, -100 where there is none, for
         `cross_entropy`. None in a batch without labels.
+    num_labels: how many labelled tokens the whole batch has, on all ranks of the context: what
+        `cross_entropy` divides by. 0 in a batch without labels. With micro-batches, their sum is
+        the `count` of a step.
     mask: what packed documents and padding hide. It is not causal by itself: `Causal() & mask`.
     layout: which tokens each rank has. `burst_attention` must get this layout.
     tensors: the first five, by name.
@@ -58,6 +62,7 @@ class ShardedBatch:
     tensors: dict[str, torch.Tensor] = field(repr=False)
     position_ids: torch.Tensor = field(repr=False)
     shift_labels: torch.Tensor | None = field(repr=False)
+    num_labels: int
     largest_positions: tuple[int, ...] = field(repr=False)
     places: np.ndarray[Any, np.dtype[np.int64]] | None = field(repr=False)
     _chunks: dict[int, Mask] = field(repr=False, default_factory=dict)
@@ -177,6 +182,7 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayo
         tensors={name: mine(x) for name, x in batch.items()},
         position_ids=mine(positions),
         shift_labels=None if shift_labels is None else mine(shift_labels),
+        num_labels=0 if shift_labels is None else int((shift_labels != IGNORED_LABEL).sum()),
         largest_positions=largest,
         places=_places(mask, positions.numpy()),
     )
@@ -204,6 +210,8 @@ def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
             _wrong(f"{name!r} is not known", f"some of {', '.join(BATCH_NAMES)}", "leave it out")
         if not isinstance(x, torch.Tensor):
             _wrong(name, "a tensor", f"got {type(x).__name__}")
+        if not _holds_values(x):
+            _wrong(name, "a dense tensor that holds values", f"got {_described(x)}")
     first = batch.get("input_ids", batch.get("inputs_embeds"))
     if first is None or first.ndim < 2:
         got = "neither" if first is None else f"shape {tuple(first.shape)}"
@@ -229,7 +237,21 @@ def _positions(given: torch.Tensor | None, rows: int, tokens: int) -> torch.Tens
     if found.ndim != 2 or found.shape[0] not in (1, rows) or found.shape[1] != tokens:
         expected = f"shape [batch, tokens] = {(rows, tokens)}, [1, tokens] or [tokens]"
         _wrong("position_ids", expected, f"got {tuple(given.shape)}")
+    if found.is_complex() or not bool(found.isfinite().all()):
+        got = "complex ones" if found.is_complex() else "infinite ones or NaN"
+        _wrong("position_ids", "finite real numbers", f"got {got}")
     return found.cpu()
+
+
+def _holds_values(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_meta
+
+
+def _described(x: object) -> str:
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    layout = "" if x.layout == torch.strided else f", {x.layout}"
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}{layout}"
 
 
 def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask:
@@ -317,18 +339,36 @@ def _wrong(what: str, expected: str, got: str) -> NoReturn:
 
 
 def cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, *, group: RanksOrGroup | None = None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    group: RanksOrGroup | None = None,
+    count: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mean cross-entropy, in nats, of all ranks' labelled tokens, on every rank.
 
     logits: `[..., classes]`, computed on in float32. labels: `[...]`, int64, shifted already where
     the model predicts the next token; -100 counts for nothing. group: as in `mean_over_ranks`,
     which says how gradients come together.
+    count: the labelled tokens of the whole step, over all of its micro-batches and all ranks of the
+    group, where gradients of several micro-batches add up; see `mean_over_ranks` and
+    `ShardedBatch.num_labels`. None: those of this call.
 
     Collective; blocks as `mean_over_ranks` does. Returns a float32 scalar, NaN where no rank has a
-    label. Raises InputError for labels of another shape or dtype, and for labels on a CPU that are
-    no class: on every rank that waits for this one where group is a Context, else on this rank.
+    label. Raises InputError for logits and labels that are no such tensors, and for labels on a CPU
+    that are no class: on every rank that waits for this one where group is a Context, else on this
+    rank.
     """
+    if not isinstance(logits, torch.Tensor) or not (
+        logits.is_floating_point() and logits.ndim and _holds_values(logits)
+    ):
+        error = InputError(
+            "cross_entropy: logits: expected dense floating-point numbers [..., classes], got "
+            f"{_described(logits)}"
+        )
+        refuse_in(group, "cross_entropy", error)
+    if not isinstance(labels, torch.Tensor) or not _holds_values(labels):
+        _refuse_labels(f"expected a dense tensor of torch.int64, got {_described(labels)}", group)
     if labels.shape != logits.shape[:-1]:
         _refuse_labels(
             f"expected {tuple(logits.shape[:-1])}, one for each of the logits' tokens; got "
@@ -336,7 +376,7 @@ def cross_entropy(
             group,
         )
     losses = token_losses(logits, labels, group)
-    return weighted_mean(losses, labels.flatten() != IGNORED_LABEL, group, "cross_entropy")
+    return weighted_mean(losses, labels.flatten() != IGNORED_LABEL, group, "cross_entropy", count)
 
 
 def token_losses(
@@ -368,7 +408,4 @@ def token_losses(
 
 
 def _refuse_labels(reason: str, group: RanksOrGroup | None) -> NoReturn:
-    error = InputError(f"cross_entropy: labels: {reason}")
-    if isinstance(group, Context):
-        refuse("cross_entropy", error, group.runtime)
-    raise error  # ranks of torch.distributed wait where nothing can be told them
+    refuse_in(group, "cross_entropy", InputError(f"cross_entropy: labels: {reason}"))

@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -26,7 +27,7 @@ from burst_rt.runtime.ends import Group
 
 __all__ = [
     "STEPS", "TOKENS", "MakeOptimizer", "Stage", "adamw", "alone", "make_decoder", "sequences",
-    "sgd", "train",
+    "sgd", "train", "train_by_rows",
 ]  # fmt: skip
 
 STEPS = 20
@@ -118,6 +119,34 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())
+    return found
+
+
+def train_by_rows(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ctx: Context,
+    group: Group,
+    part: slice,
+    dp: dist.ProcessGroup,
+) -> list[float]:
+    """`train`, each sequence a micro-batch. dp: the ranks that have the other sequences."""
+    layout = ctx.layout(TOKENS)
+    attend = partial(burst_rt.burst_attention, causal=True, layout=layout)
+    tokens, labels = (layout.shard(x) for x in sequences(part))
+    count = (sequences(part)[1] != -100).sum()
+    dist.all_reduce(count, group=dp)
+    found = []
+    for _ in range(STEPS):
+        total = 0.0
+        for row in range(len(tokens)):
+            scores = model(tokens[row, None], layout.positions(), attend)
+            loss = burst_rt.cross_entropy(scores[0], labels[row], group=group, count=count)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total)
     return found
 
 

@@ -128,7 +128,7 @@ def burst_attention(
             layout, kv_layout or layout, chosen, scale, softcap, strategy, return_lse,
             needs_of(q, k, v, sinks),
         )  # fmt: skip
-        out, lse = forward_op(q, k, v, *terms, alibi_slopes, sinks)
+        out, lse, _ = forward_op(q, k, v, *terms, alibi_slopes, sinks)
         return (out, lse) if return_lse else out
     try:
         if torch._C._are_functorch_transforms_active():

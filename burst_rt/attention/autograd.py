@@ -68,13 +68,18 @@ class BurstAttentionFunction(torch.autograd.Function):
         """Runs the call, and saves what the backward needs. Blocks as `run_forward` does."""
         if _somebody_looks(q, k, v):
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse = forward_op(q, k, v, *terms_of_call(call), alibi_slopes, sinks)
+                out, lse, ctx.number = forward_op(
+                    q, k, v, *terms_of_call(call), alibi_slopes, sinks
+                )
         else:
             terms = ScoreTerms(call.softcap, alibi_slopes, sinks)
             _check_against(call, QKV(q, k, v), terms)
             # Modes of the program's own (a default device, say) are not meant for what is inside.
             with torch._C.DisableTorchFunction():
                 out, lse = run_forward(call, QKV(q, k, v), terms)
+            ctx.number = call.setup.runtime.number
+        # The number is no saved tensor: where a checkpoint runs the forward again, the backward is
+        # still that of the first forward.
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, alibi_slopes, sinks)
@@ -93,13 +98,14 @@ class BurstAttentionFunction(torch.autograd.Function):
         if torch.is_grad_enabled() or _somebody_looks(dout, *saved):
             # The dispatcher's autograd refuses second derivatives.
             terms = terms_of_call(call)
+            number = torch.as_tensor(ctx.number, device="cpu")
             *found, dsinks = _needed(
-                call.needs, _backward_op(dout, dlse, *saved, *terms, alibi_slopes, sinks)
+                call.needs, _backward_op(dout, dlse, *saved, number, *terms, alibi_slopes, sinks)
             )
             return (*found, None, None, dsinks)
         with torch._C.DisableTorchFunction():
             grads, dsinks = run_backward(
-                call, QKV(q, k, v), Results(out, lse, dout, dlse),
+                call, QKV(q, k, v), Results(out, lse, dout, dlse), int(ctx.number),
                 ScoreTerms(call.softcap, alibi_slopes, sinks),
             )  # fmt: skip
             return (*grads, None, None, dsinks)
@@ -246,18 +252,21 @@ def _last_two(rest: tuple[Any, ...]) -> tuple[Terms, Any, Any]:
 
 def _run_forward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out, lse, and the number of the call: a compiled program keeps it for the backward."""
     qkv = QKV(q, k, v)
     call, terms = _call_of(qkv, *_last_two(rest), "burst_attention")
-    return run_forward(call, qkv, terms)
+    out, lse = run_forward(call, qkv, terms)
+    return out, lse, torch.tensor(call.setup.runtime.number, device="cpu")
 
 
 def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _keep_out_of_cuda_graphs()
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=sum_dtype(q.dtype))
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse
+    number = torch.empty((), dtype=torch.int64, device="cpu")
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse, number
 
 
 def _run_backward_op(
@@ -268,12 +277,13 @@ def _run_backward_op(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    number: torch.Tensor,
     *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients as an op returns them: an empty tensor where a gradient is not needed."""
     qkv = QKV(q, k, v)
     call, terms = _call_of(qkv, *_last_two(rest), "backward of burst_attention")
-    grads, dsinks = run_backward(call, qkv, Results(out, lse, dout, dlse), terms)
+    grads, dsinks = run_backward(call, qkv, Results(out, lse, dout, dlse), int(number), terms)
     dq, dk, dv, dsinks = (q.new_empty(0) if grad is None else grad for grad in (*grads, dsinks))
     return dq, dk, dv, dsinks
 
@@ -286,6 +296,7 @@ def _fake_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    number: torch.Tensor,
     *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     terms, _, sinks = _last_two(rest)
@@ -296,21 +307,22 @@ def _fake_backward(
     return dq, dk, dv, dsinks
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """Saves what the op's backward needs. Compiled programs use it: there autograd sees the op."""
     q, k, v, *rest = inputs
     ctx.terms, slopes, sinks = _last_two(tuple(rest))
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, slopes, sinks)
+    out, lse, ctx.number = output
+    ctx.save_for_backward(q, k, v, out, lse, slopes, sinks)
 
 
 def _backward(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None
 ) -> tuple[torch.Tensor | None, ...]:
     *saved, slopes, sinks = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(saved[3])
-    grads = _backward_op(dout, dlse, *saved, *ctx.terms, slopes, sinks)
+    grads = _backward_op(dout, dlse, *saved, ctx.number, *ctx.terms, slopes, sinks)
     *grads, dsinks = _needed(ctx.terms[-1], grads)
     return (*grads, *(None for _ in ctx.terms), None, dsinks)
 
@@ -332,11 +344,12 @@ _TERMS = (
     "bool return_lse, bool[] needs_grad, Tensor? alibi_slopes=None, Tensor? sinks=None"
 )
 _library.define(
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_TERMS}) -> (Tensor, Tensor)", tags=_tags
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_TERMS}) -> (Tensor, Tensor, Tensor)",
+    tags=_tags,
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, {_TERMS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor lse, Tensor number, {_TERMS}) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=_tags,
 )
 _library.impl("attention_forward", _run_forward_op, "CompositeExplicitAutograd")

@@ -83,14 +83,15 @@ def run_forward(
 
 
 def run_backward(
-    call: Call, qkv: QKV, results: Results, terms: ScoreTerms = _NONE
+    call: Call, qkv: QKV, results: Results, forward: int, terms: ScoreTerms = _NONE
 ) -> tuple[Gradients, torch.Tensor | None]:
     """The gradients of this rank's tokens, and its share of the sinks'; None for one not needed.
 
-    Collective; blocks and raises as `burst_attention` does.
+    forward: the number of the call that is differentiated, which the ranks compare. Collective;
+    blocks and raises as `burst_attention` does.
     """
     contract, runtime = call.backward_contract, call.setup.runtime
-    with autocast_off(qkv.q.device.type):
+    with runtime.backward_of(forward), autocast_off(qkv.q.device.type):
         try:
             check_not_captured(runtime.device)
             plan = call.backward_plan

@@ -18,8 +18,9 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from burst_rt.batches import IGNORED_LABEL, token_losses
 from burst_rt.errors import InputError
 from burst_rt.hf.shard import KEYWORD, Part, is_of_part, part_of, require_attended
-from burst_rt.runtime.mean import mean_over_ranks, sum_over_ranks
+from burst_rt.runtime.mean import mean_over_ranks
 from burst_rt.runtime.refusing import refuse
+from burst_rt.runtime.sums import sum_over_ranks
 
 __all__ = ["register_losses"]
 

@@ -21,9 +21,9 @@ from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.opaque import opaque
 from burst_rt.planning.masks import Documents, Mask
-from burst_rt.runtime.mean import RanksOrGroup
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.runtime import Runtime
+from burst_rt.runtime.sums import RanksOrGroup
 
 __all__ = ["KEYWORD", "Part", "shard"]
 

@@ -20,6 +20,7 @@ from accelerate.data_loader import get_sampler, prepare_data_loader
 from burst_rt.context import Context
 from burst_rt.errors import InputError
 from burst_rt.hf.prepare import prepare
+from burst_rt.hf.resuming import Resumable, draw_by_epoch
 from burst_rt.hf.shard import KEYWORD, shard
 from burst_rt.runtime.refusing import refuse
 
@@ -70,6 +71,12 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     `evaluate` are collective over all processes; they block as their collectives do, in attention
     at most `timeout_s` for each call. Losses are the means over all tokens of all ranks.
 
+    A resumed run sees the rows that it would have seen, in the same order. Samplers that draw from
+    a generator (`train_sampling_strategy="group_by_length"`, torch's random ones) begin each epoch
+    at the generator's first seed plus the epoch's number. Refused when a run is resumed, unless
+    `ignore_data_skip` is set: samplers of your own with neither a generator nor `set_epoch`, and a
+    stream without a length after the first pass over it.
+
     Raises InputError, on every rank that waits for this one, for what is not done (docs/
     transformers.md has the list), and ContractMismatch where the ranks of a context get different
     batches.
@@ -98,6 +105,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
                 "compute_metrics: expected None, as a rank has the logits of its own tokens alone; "
                 "leave it out, or set prediction_loss_only=True"
             )
+        self.add_callback(Resumable(self._refuse))
         if self.model_init is None:
             self._make_ready(self.model)
 
@@ -208,7 +216,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             # One that draws from the process's own chance would draw something else on each rank.
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             sampler.generator = torch.Generator().manual_seed(seed)
-        return prepare_data_loader(
+        prepared = prepare_data_loader(
             loader,
             given.device,
             num_processes=len(self._leaders),
@@ -223,6 +231,9 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             non_blocking=given.non_blocking,
             use_stateful_dataloader=given.use_stateful_dataloader,
         )
+        if not seedable and isinstance(sampler, torch.utils.data.Sampler):
+            draw_by_epoch(prepared, sampler)
+        return prepared
 
     # Losses and counts.
 

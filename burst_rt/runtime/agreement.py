@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Agreed", "AgreedWhen", "Agreement", "Contract"]
 
+_FORWARD = "the call whose backward this is"
+
 
 @dataclass(frozen=True)
 class Contract:
@@ -60,8 +62,9 @@ class AgreedWhen(Enum):
 class Agreement:
     """One rank's side of the ranks' agreement on a call; the `Opening` of a driver.
 
-    number: of the call. error: why this rank cannot make the call, or None. If `failure` returns an
-    error, every rank calls `settle`.
+    number: of the call. error: why this rank cannot make the call, or None. forward: in a backward
+    the number of the call that is differentiated, else 0. If `failure` returns an error, every rank
+    calls `settle`.
     """
 
     def __init__(
@@ -70,16 +73,20 @@ class Agreement:
         number: int,
         contract: Contract,
         error: BurstError | None = None,
+        forward: int = 0,
     ) -> None:
         self._control = control
         self.number = number
         self._contract = contract
         self._error = error
+        self._forward = forward
         self._verdict: list[int] | None = None
 
     def start(self) -> None:
         """Begins the allreduce. Never blocks."""
-        code, digest = 1 if self._error else 0, self._contract.digest
+        # Backwards of equal calls have the same words. The numbers of their forwards tell them
+        # apart: added to the digest, because the words are hashed once for all calls of a kind.
+        code, digest = 1 if self._error else 0, self._contract.digest + self._forward
         self._pending = self._control.allreduce_max(
             [code, self.number, -self.number, digest, -digest]
         )
@@ -112,10 +119,13 @@ class Agreement:
         To be called after `failure`, which is the same on every rank. Raises Stalled and PeerLost.
         """
         error = self._error
+        words = dict(self._contract.words)
+        if self._forward:
+            words[_FORWARD] = f"call {self._forward}"
         mine = {
             "error": None if error is None else [type(error).__name__, error.message],
             "number": self.number,
-            "call": dict(self._contract.words),
+            "call": words,
         }
         pending = self._control.allgather(json.dumps(mine).encode())
         watch.wait_for(pending, timeout_s, "the comparison of their calls")
@@ -153,10 +163,13 @@ def _common_error(said: list[dict[str, object]], rank: int) -> BurstError:
     for call, word in zip(calls, said, strict=True):
         call["number of the call"] = str(word["number"])
     differences = []
+    advice = "pass the same arguments"
     odd: set[int] = set()
     for field in sorted({name for call in calls for name in call}):
         values = [call.get(field, "nothing") for call in calls]
         if len(set(values)) > 1:
+            if field == _FORWARD:
+                advice = "run the backwards in the same order"
             common, count = Counter(values).most_common(1)[0]
             others = [r for r, value in enumerate(values) if value != common]
             odd.update(others)
@@ -170,6 +183,6 @@ def _common_error(said: list[dict[str, object]], rank: int) -> BurstError:
             )
     message = (
         f"the ranks entered one call with different arguments ({'; '.join(differences)}). "
-        "Every rank must pass the same arguments"
+        f"Every rank must {advice}"
     )
     return ContractMismatch(message, rank=rank, peer=min(odd, default=None))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from burst_rt.runtime.process import process
+from burst_rt.runtime.runtime import Runtime
 
 __all__ = ["differentiable"]
 
@@ -25,21 +29,34 @@ def differentiable(
 
     Neither is recorded by autograd, so gradients of gradients are refused. The function takes
     positional arguments only, and blocks as forward and backward do. In a program over ranks, all
-    ranks must differentiate what some rank differentiates. As `jax.custom_vjp`.
+    ranks must differentiate what some rank differentiates, in the same order: where the forward
+    makes calls over ranks, the backward's calls raise ContractMismatch on ranks that are in
+    backwards of different forwards. As `jax.custom_vjp`.
     """
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
+            runtimes = [made for made in process.made_here() if isinstance(made, Runtime)]
+            before = [runtime.number for runtime in runtimes]
             result, kept = forward(*args)
             ctx.save_for_backward(*kept)
+            # The last call that the forward made in each group says which forward it was.
+            ctx.calls = [
+                (runtime, runtime.number)
+                for runtime, number in zip(runtimes, before, strict=True)
+                if runtime.number != number
+            ]
             return result
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
             mine = (grad.clone(memory_format=torch.contiguous_format) for grad in grads)
-            return backward(ctx.saved_tensors, *mine)
+            with ExitStack() as stack:
+                for runtime, number in ctx.calls:
+                    stack.enter_context(runtime.backward_of(number))
+                return backward(ctx.saved_tensors, *mine)
 
     function: Callable[..., Any] = Function.apply
     return function

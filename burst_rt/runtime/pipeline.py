@@ -56,6 +56,8 @@ class Pipeline:
         self.schedule = schedule
         self.fingerprint = fingerprint  # of all ranks' graphs; the ranks compare it in every run
         self.progress = Progress()
+        # The call in which the pipeline ran first: it tells pipelines of equal graphs apart.
+        self._first = 0
         by_buffer = groupby(schedule.graph.parts, lambda part: part.buffer)
         self._parts = {name: list(parts) for name, parts in by_buffer}
 
@@ -86,8 +88,9 @@ class Pipeline:
         a tuple of tensors. "add" need not be given: `Op("add", (total, term))` adds the term to the
         total, and `Op("add", (total, term, offset))` adds it from that byte of the total on.
 
-        Raises InputError and ConfigError (a wrong argument) and ContractMismatch (different graphs)
-        on every rank alike, before anything is sent; PeerLost, Stalled and DeviceError later.
+        Raises InputError and ConfigError (a wrong argument) and ContractMismatch (different graphs,
+        or another pipeline than the one that ran together with this one first) on every rank alike,
+        before anything is sent; PeerLost, Stalled and DeviceError later.
         """
         error = self._refuses_names(buffers, ops)
         if error is not None:
@@ -95,10 +98,14 @@ class Pipeline:
         tasks = self.graph.tasks
         moved = frozenset(m.part for task in tasks for m in (*task.sends, *task.recvs))
         bound_to, absent, error = self._bind(buffers, moved)
-        contract = Contract({"call": "Pipeline.run", "graphs": self.fingerprint})
+        words = {"call": "Pipeline.run", "graphs": self.fingerprint}
+        if self._first:
+            words["the pipeline that ran first"] = f"in call {self._first}"
+        contract = Contract(words)
         # The ranks agree before anything else, because a user's graph need not open with an
         # agreement.
-        self.runtime.agree(contract.words, error)
+        self.runtime.agree(words, error)
+        self._first = self._first or self.runtime.number
 
         device = next((bound_to[part].device for part in sorted(moved) if part in bound_to), None)
         for part in absent:

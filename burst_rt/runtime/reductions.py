@@ -6,6 +6,7 @@ Not for the tensors of a training step: use `collectives.py` or a library for th
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 
 import torch
 
@@ -18,14 +19,20 @@ __all__ = ["all_reduce", "gather_last_run"]
 _SUMMED = (torch.float32, torch.float64, torch.int64)
 
 
-def all_reduce(runtime: Runtime, x: torch.Tensor) -> torch.Tensor:
-    """Sums a tensor over the ranks, in place; blocks and raises as `Context.all_reduce` does."""
+def all_reduce(
+    runtime: Runtime, x: torch.Tensor, about: Mapping[str, str] | None = None
+) -> torch.Tensor:
+    """Sums a tensor over the ranks, in place; blocks and raises as `Context.all_reduce` does.
+
+    about: more that the ranks compare, in words.
+    """
     error = _refuses(x)
     if error is not None:
         runtime.refuse("all_reduce", error)
-    about = {"call": "all_reduce", "shape": str(tuple(x.shape)), "dtype": str(x.dtype)}
+    words = {"call": "all_reduce", "shape": str(tuple(x.shape)), "dtype": str(x.dtype)}
+    words.update(about or {})
     host = x.detach().cpu()  # shares x's memory where x is on the CPU
-    runtime.collective(about, lambda: runtime.control.allreduce_sum(host.numpy()))
+    runtime.collective(words, lambda: runtime.control.allreduce_sum(host.numpy()))
     if x.device.type != "cpu":
         x.detach().copy_(host)
     else:

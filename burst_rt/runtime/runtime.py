@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
 from burst_rt.drivers import (
@@ -103,6 +103,19 @@ class _InCall:
             self._runtime.flight.leave()
 
 
+class _BackwardOf:
+    """Inside, the runtime's calls belong to the backward of the call with a number."""
+
+    def __init__(self, runtime: Runtime, number: int) -> None:
+        self._runtime, self._number = runtime, number
+
+    def __enter__(self) -> None:
+        self._before, self._runtime.forward = self._runtime.forward, self._number
+
+    def __exit__(self, *_: object) -> None:
+        self._runtime.forward = self._before
+
+
 class Runtime:
     """One rank's part of a group of ranks; see the module.
 
@@ -134,6 +147,7 @@ class Runtime:
         self.last_run: tuple[Graph, BaseDriver] | None = None
         self.broken: BaseException | None = None
         self._number = 0
+        self.forward = 0  # in a backward the number of the call that is differentiated
         self._kept: list[object] = []  # memory of messages that may be under way for ever
         self._closed = False
         self._process_id = os.getpid()
@@ -228,7 +242,7 @@ class Runtime:
             started_s = time.perf_counter()
             sent, received = self.transport.bytes_sent, self.transport.bytes_received
             opening: Agreement | Agreed = (
-                Agreement(self.control, self._number, contract)
+                Agreement(self.control, self._number, contract, forward=self.forward)
                 if agreed is AgreedWhen.OPENING
                 else Agreed(self._number)
             )
@@ -394,6 +408,14 @@ class Runtime:
         """The number of the last call, the same on every rank after it."""
         return self._number
 
+    def backward_of(self, number: int) -> AbstractContextManager[None]:
+        """Inside, calls belong to the backward of the call with this number.
+
+        Ranks compare the numbers, because backwards of equal calls are told apart by nothing else.
+        Does not block.
+        """
+        return _BackwardOf(self, number)
+
     def waiting_here(self) -> set[int]:
         """The ranks that have said that they wait for this rank to enter its next call.
 
@@ -427,7 +449,7 @@ class Runtime:
                 raise error
             return
         contract = Contract(description)
-        agreement = Agreement(self.control, self._number, contract, error)
+        agreement = Agreement(self.control, self._number, contract, error, self.forward)
         entered_s = time.perf_counter()
         with _InCall(self, contract.call), self._unbroken():
             agreement.start()

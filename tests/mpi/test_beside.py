@@ -16,7 +16,7 @@ from tolerances import LOSSES
 _TESTS = Path(__file__).parents[1]
 _PROGRAM = _TESTS / "mpi" / "programs" / "beside.py"
 _PAGE = _TESTS.parent / "docs" / "beside.md"
-_WITH_SGD = ("fsdp2", "hsdp", "ddp", "tensor_parallel", "pipeline")
+_WITH_SGD = ("fsdp2", "micro_batches", "hsdp", "ddp", "tensor_parallel", "pipeline")
 
 
 def _losses(folder: Path, num_ranks: int, *names: str) -> dict[str, list[float]]:

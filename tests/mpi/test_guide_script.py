@@ -45,11 +45,22 @@ def _alone(program: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("num_ranks", "by"), [(3, "burst-rt run"), (2, "torchrun")])
-def test_the_losses_are_those_of_one_process(num_ranks: int, by: Launcher, tmp_path: Path) -> None:
-    page = _PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("num_ranks", "by", "loop"),
+    [(3, "burst-rt run", ""), (2, "torchrun", ""), (3, "burst-rt run", "micro-batches")],
+)
+def test_the_losses_are_those_of_one_process(
+    num_ranks: int, by: Launcher, loop: str, tmp_path: Path
+) -> None:
+    script, *others = re.findall(
+        r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
+    if loop:
+        # With "every document is a micro-batch" in place of the loop that is the script's end.
+        (other,) = (each for each in others if "micro_batches" in each)
+        script = script[: script.index("    for step in range(20):")] + other
     program = tmp_path / "mine.py"
-    program.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], encoding="utf-8")
+    program.write_text(script, encoding="utf-8")
     expected = _alone(program)
     assert expected[-1] < 0.5 * expected[0], "a training that learns little would hide errors"
     job = run_job(program, num_ranks, by=by)

@@ -94,3 +94,45 @@ def test_trainers_do_what_they_do_on_one_process(
     for name, words in _SAID.items():
         assert words in said[name], said[name]
     assert len(two["1:refused"]["loss"]) == 2  # two steps after all of these
+
+
+def test_a_resumed_run_sees_the_rows_that_it_would_have_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With each sampler of Trainer's, inside a first and a later epoch and between them; or the
+    sampler, or the stream, is refused by name.
+    """
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    found_by_run = _run(tmp_path, 2, "1:sampled", "2:sampled")
+    runs = {
+        (int(run[0]), name): each
+        for run, by_name in found_by_run.items()
+        for name, each in by_name.items()
+    }
+    orders: dict[str, list[Any]] = {}
+    for (num_contexts, name), by_step in runs.items():
+        rows, losses = by_step.pop("0")
+        if num_contexts == 1:
+            orders[name] = rows
+        for at, found in by_step.items():
+            step = int(at)
+            if name == "own, by chance":
+                assert "sampler: expected one whose order can be made again, got Shuffled" in found
+            elif name == "a stream of no length" and step > 5:
+                assert "train_dataset: expected one that has a length, " in found
+                assert ", got Stream: " in found
+            else:
+                seen, resumed_losses = found
+                assert seen == rows[len(rows) - len(seen) :], (num_contexts, name, step)
+                assert resumed_losses == losses, (num_contexts, name, step)
+                assert len(seen) >= 2 * (9 - step) - 1, (num_contexts, name, step)
+    # Without chance all of that would hold, too.
+    for name in (
+        "random",
+        "random, not seedable",
+        "group_by_length",
+        "weighted",
+        "a stream by epoch",
+    ):
+        first, second = orders[name][:8], orders[name][11:19]
+        assert first != second, name

@@ -29,6 +29,7 @@ from burst_rt.attention import run as attention_run
 from burst_rt.attention.sharding import LAYOUTS
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import MASKS, Both
+from burst_rt.runtime.runtime import Runtime
 
 
 @pytest.fixture
@@ -59,7 +60,11 @@ def _attend(
 
 @pytest.mark.parametrize("needs", ["qkv", "q", "kv", ""])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_ops_pass_opcheck(ctx: Context, needs: str, dtype: torch.dtype) -> None:
+def test_both_ops_pass_opcheck(
+    ctx: Context, needs: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # opcheck compares the outputs of two calls, and one of them is the call's number.
+    monkeypatch.setattr(Runtime, "number", 1)
     layout = ctx.layout(16)
     q, k, v = (
         x.detach().requires_grad_(name in needs)
@@ -69,12 +74,12 @@ def test_both_ops_pass_opcheck(ctx: Context, needs: str, dtype: torch.dtype) -> 
     terms = autograd.terms_of_call(call)
     opcheck(torch.ops.burst_rt.attention_forward.default, (q, k, v, *terms))
     with torch.no_grad():
-        out, lse = torch.ops.burst_rt.attention_forward(q, k, v, *terms)
+        out, lse, number = torch.ops.burst_rt.attention_forward(q, k, v, *terms)
     tensors = [x.detach() for x in (q, k, v, out, lse)]
     for dlse in (None, torch.randn_like(lse)):
         opcheck(
             torch.ops.burst_rt.attention_backward.default,
-            (torch.randn_like(out), dlse, *tensors, *terms),
+            (torch.randn_like(out), dlse, *tensors, number, *terms),
         )
 
 
@@ -280,7 +285,7 @@ def test_a_second_derivative_is_refused(ctx: Context) -> None:
         dq.sum().backward()
     # The op on its own, which the compiler sees, refuses too.
     call = burst_rt.make_call(q, k, v, layout=ctx.layout(16))
-    out, _ = torch.ops.burst_rt.attention_forward(q, k, v, *autograd.terms_of_call(call))
+    out, *_ = torch.ops.burst_rt.attention_forward(q, k, v, *autograd.terms_of_call(call))
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(InputError, match="second derivatives"):
         dq.sum().backward()
@@ -690,7 +695,7 @@ def test_ops_of_a_meta_world_need_no_rank() -> None:
         q, k, v = _qkv(ctx)
         call = burst_rt.make_call(q, k, v, layout=layout)
         before = ctx.stats().calls
-        out, lse = torch.ops.burst_rt.attention_forward(
+        out, lse, _ = torch.ops.burst_rt.attention_forward(
             *(x.detach().to("meta") for x in (q, k, v)), *autograd.terms_of_call(call)
         )
         assert (out.shape, lse.shape, ctx.stats().calls) == (q.shape, (2, 4, 16), before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,6 +137,19 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a vector": ({"input_ids": _IDS[0]}, {}, r"got shape \(23,\)"),
     "a name": ({"pixel_values": _IDS}, {}, "'pixel_values' is not known"),
     "a list": ({"labels": [1]}, {}, "labels: expected a tensor; got list"),
+    "tokens on meta": (
+        {"input_ids": _IDS.to("meta")},
+        {},
+        "input_ids: expected a dense tensor that",
+    ),
+    "sparse tokens": ({"input_ids": _IDS.to_sparse()}, {}, "got torch.int64 .* torch.sparse_coo"),
+    "positions on meta": ({"position_ids": _IDS.to("meta")}, {}, "position_ids: expected a dense"),
+    "no positions": (
+        {"position_ids": torch.full((2, _TOKENS), torch.nan)},
+        {},
+        "position_ids: expected finite real numbers; got infinite ones or NaN",
+    ),
+    "complex positions": ({"position_ids": _IDS * 1j}, {}, "position_ids: .* got complex ones"),
     "labels of rows": (
         {"labels": torch.tensor([0, 1])},
         {},
@@ -369,3 +383,103 @@ def test_what_is_no_context_is_refused() -> None:
     nothing: Any = None
     with pytest.raises(InputError, match=r"ctx must be a context .* got NoneType"):
         burst_rt.shard_batch({"input_ids": _IDS}, nothing)
+
+
+class _Small(torch.nn.Module):
+    """One layer of attention, the same on every rank."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.qkv, self.out = (
+            torch.nn.Parameter(torch.randn(size, generator=generator).to(dtype))
+            for size in ((32, 3 * 16), (16, 32))
+        )
+
+    def forward(self, ids: torch.Tensor, attend: Any) -> torch.Tensor:
+        x = functional.one_hot(ids, 32).to(self.qkv.dtype) @ self.qkv
+        q, k, v = x.unflatten(-1, (3, 2, 8)).unbind(2)
+        found: torch.Tensor = attend(q, k, v).flatten(2) @ self.out
+        return found
+
+
+def _packed_step() -> list[dict[str, torch.Tensor]]:
+    """Four micro-batches of packed documents; each has another number of labels."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for number, lengths in enumerate([(40,), (7, 30, 3), (20, 20), (1, 1, 38)]):
+        ids = torch.randint(32, (1, 40), generator=generator)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        labels = ids.masked_fill(positions == 0, -100)
+        labels[0, : 9 * number] = -100  # a prompt
+        found.append({"input_ids": ids, "position_ids": positions, "labels": labels})
+    return found
+
+
+def _whole_step() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss of the step's tokens in one process, in float64, and its gradients."""
+    model = _Small(torch.float64)
+    scores, wanted = [], []
+    for batch in _packed_step():
+        documents = (batch["position_ids"][0] == 0).cumsum(0)
+        shown = (documents[:, None] == documents).tril()
+
+        def attend(*qkv: torch.Tensor, shown: torch.Tensor = shown) -> torch.Tensor:
+            q, k, v = (x.transpose(1, 2) for x in qkv)
+            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=shown)
+            return out.transpose(1, 2)
+
+        scores.append(model(batch["input_ids"], attend)[0, :-1])
+        wanted.append(batch["labels"][0, 1:])
+    loss = functional.cross_entropy(torch.cat(scores), torch.cat(wanted))
+    loss.backward()
+    return loss.detach(), [x.grad for x in model.parameters() if x.grad is not None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_micro_batches_add_up_to_the_step(world_size: int) -> None:
+    truth, gradients = _whole_step()
+
+    def run(ctx: burst_rt.Context) -> None:
+        model = _Small(torch.float32)
+        parts = [burst_rt.shard_batch(batch, ctx) for batch in _packed_step()]
+        count = sum(part.num_labels for part in parts)
+        assert len({part.num_labels for part in parts}) == 4
+        total = torch.zeros(())
+        for part in parts:
+            mask = Causal() & part.mask
+            attend = partial(burst_rt.burst_attention, layout=part.layout, mask=mask)
+            logits = model(part.input_ids, attend)
+            assert part.shift_labels is not None
+            # A number, and a tensor of it.
+            given = count if part is parts[0] else torch.tensor(count)
+            loss = burst_rt.cross_entropy(logits, part.shift_labels, group=ctx, count=given)
+            loss.backward()
+            total += loss.detach()
+        burst_rt.average_gradients(model.parameters(), group=ctx)
+        torch.testing.assert_close(total, truth.float())
+        for parameter, expected in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, expected.float(), rtol=1e-4, atol=1e-6)
+
+    burst_rt.run_local(world_size, run)
+
+
+@pytest.mark.parametrize(
+    ("count", "got"),
+    [
+        (0, "0"), (-3, "-3"), (torch.nan, "nan"), (torch.inf, "inf"), (True, "True"),
+        ("8", "'8'"), ([8], r"\[8\]"), (torch.ones(2), r"torch.float32 \(2,\)"),
+        (torch.tensor(0), r"tensor\(0\)"), (10**400, "1000"), (2j, "2j"),
+    ],
+)  # fmt: skip
+def test_counts_that_are_refused(count: Any, got: str) -> None:
+    """By every rank, though one rank alone is wrong."""
+
+    def run(ctx: burst_rt.Context) -> None:
+        given = count if ctx.rank == 1 else 8
+        logits, labels = torch.zeros(1, 3, 5), torch.ones(1, 3, dtype=torch.int64)
+        with pytest.raises(InputError, match=f"count must be a number above 0, .*; got {got}"):
+            burst_rt.cross_entropy(logits, labels, group=ctx, count=given)
+        assert burst_rt.cross_entropy(logits, labels, group=ctx, count=8).isfinite()
+
+    burst_rt.run_local(2, run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,3 +50,77 @@ def test_the_function_that_was_called_is_named() -> None:
         burst_rt.cross_entropy(torch.ones(3, 5), torch.ones(3, dtype=torch.int64))
     with pytest.raises(InputError, match=r"^cross_entropy: labels: expected \(3,\), .* got \(2,\)"):
         burst_rt.cross_entropy(torch.ones(3, 5), torch.ones(2, dtype=torch.int64))
+
+
+_SPARSE = torch.nn.Parameter(torch.ones(3, 2))
+_NAMED: Any = {"a": torch.nn.Parameter(_X)}
+_SPARSE.grad = torch.ones(3, 2).to_sparse()
+_LOGITS, _LABELS = torch.zeros(3, 5), torch.ones(3, dtype=torch.int64)
+# What one rank calls, and what all ranks are told.
+_WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
+    "values": (lambda ctx: burst_rt.mean_over_ranks(2.5, group=ctx), "values must be a tensor"),  # type: ignore[arg-type]
+    "weights": (
+        lambda ctx: burst_rt.mean_over_ranks(_X, torch.ones(2), group=ctx),
+        "weights must be a tensor",
+    ),
+    "a group": (lambda _: burst_rt.cross_entropy(_LOGITS, _LABELS, group=3), "group must be"),  # type: ignore[arg-type]
+    "no group": (lambda _: burst_rt.cross_entropy(_LOGITS, _LABELS), "there is no process group"),
+    "no group, gradients": (lambda _: burst_rt.average_gradients([]), "there is no process group"),
+    "None": (
+        lambda ctx: burst_rt.average_gradients([None], group=ctx),  # type: ignore[list-item]
+        "got NoneType at place 0",
+    ),
+    "a number": (lambda ctx: burst_rt.average_gradients(3, group=ctx), "got int; for one"),  # type: ignore[arg-type]
+    "a dict": (
+        lambda ctx: burst_rt.average_gradients(_NAMED, group=ctx),
+        "got str at place 0",
+    ),
+    "names": (
+        lambda ctx: burst_rt.average_gradients(
+            torch.nn.Linear(2, 2).named_parameters(),  # type: ignore[arg-type]
+            group=ctx,
+        ),
+        "got tuple at place 0",
+    ),
+    "sparse gradients": (
+        lambda ctx: burst_rt.average_gradients([_SPARSE], group=ctx),
+        "the gradient of parameter 0 of shape (3, 2) must be dense",
+    ),
+    "no labels": (lambda ctx: burst_rt.cross_entropy(_LOGITS, None, group=ctx), "got NoneType"),  # type: ignore[arg-type]
+    "a list": (lambda ctx: burst_rt.cross_entropy(_LOGITS, [1] * 3, group=ctx), "got list"),  # type: ignore[arg-type]
+    "labels on meta": (
+        lambda ctx: burst_rt.cross_entropy(_LOGITS, _LABELS.to("meta"), group=ctx),
+        "labels: expected a dense tensor of torch.int64, got torch.int64 (3,) on meta",
+    ),
+    "logits in a list": (
+        lambda ctx: burst_rt.cross_entropy([1.0], _LABELS, group=ctx),  # type: ignore[arg-type]
+        "logits: expected dense floating-point numbers [..., classes], got list",
+    ),
+    "a logit": (
+        lambda ctx: burst_rt.cross_entropy(torch.ones(()), _LABELS[0], group=ctx),
+        "got torch.float32 () on cpu",
+    ),
+    "complex logits": (
+        lambda ctx: burst_rt.cross_entropy(_LOGITS + 1j, _LABELS, group=ctx),
+        "got torch.complex64 (3, 5) on cpu",
+    ),
+    "sparse logits": (
+        lambda ctx: burst_rt.cross_entropy(_LOGITS.to_sparse(), _LABELS, group=ctx),
+        "on cpu, torch.sparse_coo",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _WRONG)
+@pytest.mark.parametrize("everyone", [False, True])
+def test_what_one_rank_does_wrong_all_are_told(case: str, everyone: bool) -> None:
+    """And the ranks go on; where all of them are wrong, each has its own error."""
+    call, said = _WRONG[case]
+
+    def run(ctx: burst_rt.Context) -> None:
+        wrong = everyone or ctx.rank == 1
+        with pytest.raises(InputError, match=re.escape(said)):
+            call(ctx) if wrong else burst_rt.mean_over_ranks(_X, group=ctx)
+        assert burst_rt.mean_over_ranks(_X, group=ctx) == 1
+
+    burst_rt.run_local(2, run, timeout_s=20)

@@ -9,7 +9,7 @@ import torch
 from worlds import Case
 
 import burst_rt
-from burst_rt.errors import InputError
+from burst_rt.errors import ContractMismatch, InputError
 
 
 def main() -> None:
@@ -39,6 +39,17 @@ def main() -> None:
                 torch.tensor([after.calls - before.calls, after.bytes_sent - before.bytes_sent]),
             )
         assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)), results
+
+        # A compiled program keeps the numbers of its calls for the backwards.
+        q, k, v = (layout.shard(x) for x in inputs[:3])
+        inputs_of = [[x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2)]
+        values = [compiled(*each) for each in inputs_of]
+        with pytest.raises(ContractMismatch, match="whose backward this is: call"):
+            values[ctx.rank % 2].backward()
+        values = [compiled(*each) for each in inputs_of]
+        for value, each in zip(values, inputs_of, strict=True):
+            found = torch.autograd.grad(value, each)
+            assert all(torch.equal(x, y) for x, y in zip(found, results[0][1:4], strict=True))
 
         # One rank's bad input reaches all, compiled or not, and the next call works.
         q, k, v = (layout.shard(x) for x in inputs[:3])

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from small_training import (
@@ -24,6 +25,7 @@ from small_training import (
     sequences,
     sgd,
     train,
+    train_by_rows,
 )
 from torch import nn
 from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
@@ -42,6 +44,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import burst_rt
+from burst_rt.errors import ContractMismatch
 
 
 def fsdp2(folder: Path) -> list[float]:
@@ -54,6 +57,17 @@ def fsdp2(folder: Path) -> list[float]:
     fully_shard(model, mesh=everyone)
     with burst_rt.init(group=mesh["cp"]) as ctx:
         return train(model, sgd(model.parameters()), ctx, everyone, mine)
+
+
+def micro_batches(folder: Path) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    everyone = mesh["dp", "cp"]._flatten("dp_cp")
+    mine = slice(mesh.get_local_rank("dp"), None, 2)
+    model = make_decoder()
+    fully_shard(model, mesh=everyone)
+    with burst_rt.init(group=mesh["cp"]) as ctx:
+        dp = mesh["dp"].get_group()
+        return train_by_rows(model, sgd(model.parameters()), ctx, everyone, mine, dp)
 
 
 def hsdp(folder: Path) -> list[float]:
@@ -211,10 +225,45 @@ def check_mean_over_ranks() -> None:
             torch.testing.assert_close(grad / size, wanted)
 
 
+def check_what_is_paired_up_by_order() -> None:
+    """Backwards, counts and parameters that differ on the last rank: all ranks are told."""
+    odd = dist.get_rank() == dist.get_world_size() - 1
+
+    def means(count: int | None = None) -> list[torch.Tensor]:
+        x = torch.ones(2, 3, requires_grad=True)
+        return [burst_rt.mean_over_ranks(each, count=count) for each in x]
+
+    def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        found = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        for parameter in found:
+            parameter.grad = parameter.detach().clone()
+        return found
+
+    one, other = means()
+    with pytest.raises(ContractMismatch, match="in the backwards of different means"):
+        (other if odd else one).backward()
+    for mean in means(count=8):
+        mean.backward()
+    with pytest.raises(ContractMismatch, match="count must be the same on every rank"):
+        means(count=8 + odd)
+    for shapes, said in (
+        (((2, 3), (6,)), "other shapes or dtypes"),
+        (((90, 90), (90, 90)), r"parameter 0, float32 \(90, 90\), has other values on some ranks"),
+    ):
+        given = parameters(*shapes)
+        with pytest.raises(ContractMismatch, match=said):
+            burst_rt.average_gradients(given[:: -1 if odd else 1])
+        burst_rt.average_gradients(given)
+        for parameter in given:
+            torch.testing.assert_close(parameter.grad, parameter.detach())
+
+
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     check_mean_over_ranks()
+    check_what_is_paired_up_by_order()
     found = {}
     for name in names:
         everyones: list[list[float]] = [[] for _ in range(dist.get_world_size())]

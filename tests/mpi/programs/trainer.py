@@ -178,14 +178,142 @@ def bf16(folder: Path, context: Context | None, num_contexts: int) -> Found:
 class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
     """Rows one after another, of no known length."""
 
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        yield from make_rows(_ROWS, seed=2)
+        yield from self.rows
 
 
 def streamed(folder: Path, context: Context | None, num_contexts: int) -> Found:
     trainer = make(folder / "streamed", context, num_contexts, max_steps=4)
-    trainer.train_dataset = Stream()
+    trainer.train_dataset = Stream(make_rows(_ROWS, seed=2))
     return trained(trainer)
+
+
+class Shuffled(torch.utils.data.Sampler[int]):
+    """A sampler of the user's own, which draws from the process's chance."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(self.rows)).tolist())
+
+
+class ByEpoch(Shuffled):
+    """Its order is that of the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(len(self.rows), generator=generator).tolist())
+
+
+class StreamByEpoch(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+    """Rows in the order of the epoch, of known length."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.order = rows, ByEpoch(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(self.rows[i] for i in self.order)
+
+
+def weighted(rows: Any) -> Any:
+    return torch.utils.data.WeightedRandomSampler([1.0] * len(rows), len(rows))
+
+
+# By name: training arguments, a sampler, a stream in place of the rows.
+SAMPLERS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "random": ({}, None, None),
+    "random, not seedable": ({"accelerator_config": {"use_seedable_sampler": False}}, None, None),
+    "sequential": ({"train_sampling_strategy": "sequential"}, None, None),
+    "group_by_length": ({"train_sampling_strategy": "group_by_length"}, None, None),
+    "weighted": ({}, weighted, None),
+    "own, by epoch": ({}, ByEpoch, None),
+    "own, by chance": ({}, Shuffled, None),
+    "a stream by epoch": ({}, None, StreamByEpoch),
+    "a stream of no length": ({}, None, Stream),
+}
+# 22 rows are 6 steps an epoch: inside the first, at its end, inside the second.
+RESUMED_AT = (3, 6, 8)
+_OVER_CONTEXTS = ("random", "random, not seedable", "group_by_length", "own, by epoch")
+
+
+class Watched(Plain):
+    """Notes the rows that it trains on; another sampler."""
+
+    sampler: Any = None
+
+    def __init__(self, **options: Any) -> None:
+        self.seen: list[list[int]] = []
+        super().__init__(**options)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if self.sampler is None:
+            return super()._get_train_sampler(train_dataset)
+        return self.sampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        self.seen.append(inputs["input_ids"].sum(1).tolist())
+        return super().compute_loss(model, inputs, *args, **options)
+
+
+def sampled(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """Rows and losses by sampler: of a whole run, and of those that go on from its checkpoints."""
+    found: Found = {}
+    names = list(SAMPLERS) if num_contexts == 1 else _OVER_CONTEXTS
+    for number, name in enumerate(names):
+        arguments, sampler, stream = SAMPLERS[name]
+
+        def run(
+            resumed_at: int,
+            place: Path = folder / f"sampled-{num_contexts}-{number}",
+            arguments: dict[str, Any] = arguments,
+            sampler: Any = sampler,
+            stream: Any = stream,
+        ) -> list[list[Any]] | str:
+            rows = make_rows(22, seed=2)
+            save = "no" if resumed_at else "steps"
+            trainer = Watched(
+                model=make_model(), context=context, data_collator=collate,
+                train_dataset=rows if stream is None else stream(rows),
+                args=transformers.TrainingArguments(
+                    **options(
+                        place, num_contexts, max_steps=9, save_strategy=save, save_steps=1,
+                        **_ONE_ORDER, **arguments,
+                    )
+                ),
+            )  # fmt: skip
+            trainer.sampler = sampler
+            before = str(place / f"checkpoint-{resumed_at}") if resumed_at else None
+            try:
+                losses = trained(trainer, resume_from_checkpoint=before)["loss"]
+            except InputError as error:
+                return str(error)
+            return [trainer.seen, losses]
+
+        found[name] = {str(at): run(at) for at in (0, *RESUMED_AT)}
+    if dist.is_initialized():
+        # Each rank has the rows of its context; the test looks at rank 0's.
+        everyones = [found]
+        dist.broadcast_object_list(everyones)
+        (found,) = everyones
+    return found
 
 
 def make_tuning(
@@ -317,6 +445,9 @@ def main(folder: Path, names: list[str]) -> None:
     contexts: dict[int, Context | None] = {1: burst_rt.init() if ranks > 1 else None}
     if ranks == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        contexts[2] = burst_rt.init(group=mesh["cp"])
+    if ranks == 2 and "2:sampled" in names:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
         contexts[2] = burst_rt.init(group=mesh["cp"])
     for each in names:
         num_contexts, _, name = each.partition(":")

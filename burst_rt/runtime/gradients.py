@@ -1,0 +1,161 @@
+"""The mean of all ranks' gradients, for models in no wrapper."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from burst_rt.errors import ContractMismatch, InputError
+from burst_rt.runtime.sums import Ranks, RanksOrGroup, differs, ranks_of, refuse_in, sum_in_place
+
+__all__ = ["average_gradients"]
+
+_NAME = "average_gradients"
+# How many of a parameter's first values ranks compare, and how far, of 1, their sums may be from
+# each other: what another machine rounds otherwise is nearer, what another model has is not.
+_COMPARED, _NEAR = 64, 1e-4
+
+
+@torch.no_grad()
+def average_gradients(
+    parameters: Iterable[torch.nn.Parameter], *, group: RanksOrGroup | None = None
+) -> None:
+    """Gives every rank the mean of all ranks' gradients, in place, as DDP and FSDP2 would.
+
+    For models in no wrapper. parameters: the same list on every rank, with dense gradients. Their
+    values must be the same on every rank too: make the model from one seed, or broadcast it. A
+    parameter that has no gradient on any rank keeps none. One that has a gradient on some ranks
+    only counts as 0 on the others. group: as in `mean_over_ranks`, and the same as there.
+
+    Ranks compare shapes, dtypes and each parameter's first 64 values, up to rounding. So they find
+    other orders and other models, unless these values are equal.
+
+    Collective: one all-reduce for each dtype, of all its gradients, one of three numbers a
+    parameter, and over a process group one of two numbers. 16-bit gradients are summed in float32.
+    Gradients that lie in memory one behind the other, as views of one tensor, are not copied.
+    Blocks as `mean_over_ranks` does, and raises InputError as there. Raises ContractMismatch on
+    every rank where parameters differ.
+    """
+    ranks = ranks_of(group, _NAME)
+    wanted = _wanted(parameters, group)
+    size = ranks.size() if isinstance(ranks, dist.ProcessGroup) else ranks.world_size
+    used = _have_gradients(wanted, ranks, size)
+
+    def kind(parameter: torch.Tensor) -> str:
+        return f"{parameter.dtype} {parameter.device}"
+
+    for _, same in groupby(sorted(used, key=kind), key=kind):
+        members = list(same)
+        for parameter in members:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad for parameter in members if parameter.grad is not None]
+        flat = _one_tensor(grads)
+        copied = flat is None or flat.dtype.itemsize < 4
+        if flat is None:
+            flat = torch.cat([grad.flatten() for grad in grads])
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        sum_in_place(flat, ranks)
+        flat /= size
+        if copied:
+            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+
+def _wanted(parameters: object, group: RanksOrGroup | None) -> list[torch.Tensor]:
+    """The parameters that require grad. Raises InputError for anything else than parameters."""
+
+    def refuse(reason: str) -> NoReturn:
+        refuse_in(group, _NAME, InputError(f"{_NAME}: {reason}"))
+
+    if isinstance(parameters, (torch.Tensor, torch.nn.Module)) or not isinstance(
+        parameters, Iterable
+    ):
+        refuse(
+            "parameters must be several parameters, such as model.parameters(), got "
+            f"{type(parameters).__name__}; for one, give [parameter]"
+        )
+    wanted = []
+    for number, parameter in enumerate(parameters):
+        if not isinstance(parameter, torch.Tensor) or hasattr(parameter, "device_mesh"):
+            refuse(
+                "parameters must be those of a model in no wrapper, such as model.parameters(), "
+                f"got {type(parameter).__name__} at place {number}"
+            )
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            refuse(
+                f"the gradient of parameter {number} of shape {tuple(parameter.shape)} must be "
+                "dense, got a sparse one; give torch.nn.Embedding(sparse=False)"
+            )
+        wanted.append(parameter)
+    return wanted
+
+
+def _have_gradients(
+    wanted: list[torch.Tensor], ranks: dist.ProcessGroup | Ranks, size: int
+) -> list[torch.Tensor]:
+    """The parameters that have a gradient on some rank.
+
+    Raises ContractMismatch on every rank where the parameters are not the same on all ranks.
+    """
+    said = [f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}" for p in wanted]
+    digest = zlib.crc32("; ".join(said).encode())
+    if not wanted:
+        return []
+    device = wanted[0].device
+    if isinstance(ranks, dist.ProcessGroup) and bool(differs(digest, ranks, device)):
+        raise ContractMismatch(
+            f"{_NAME}: the ranks gave other numbers of parameters, or other shapes or dtypes; this "
+            f"one {_few(said)}; give the same list on every rank, in the same order"
+        )
+    have = torch.tensor([p.grad is not None for p in wanted], dtype=torch.float64)
+    sums = _sums_of_first(wanted, device)
+    found = torch.stack([have.to(device), sums, sums.square()])
+    sum_in_place(found, ranks, {"parameters": f"{_few(said)} (digest {digest:08x})"})
+    counts, total, squares = (found / size).tolist()
+    for number, (mean, square) in enumerate(zip(total, squares, strict=True)):
+        if square - mean * mean > _NEAR**2 * square:
+            raise ContractMismatch(
+                f"{_NAME}: parameter {number}, {said[number]}, has other values on some "
+                "ranks than on others; give the same parameters in the same order on every rank, "
+                "and make the model from one seed, or broadcast it"
+            )
+    return [p for p, count in zip(wanted, counts, strict=True) if count]
+
+
+def _sums_of_first(parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The sum of the magnitudes of each parameter's first values, float64."""
+    kinds: dict[object, list[int]] = defaultdict(list)
+    for number, p in enumerate(parameters):
+        kinds[min(p.numel(), _COMPARED), p.dtype, p.device].append(number)
+    found = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+    for numbers in kinds.values():
+        first = torch.stack([parameters[n].detach().flatten()[:_COMPARED] for n in numbers])
+        found[torch.tensor(numbers, device=device)] = first.abs().double().sum(1).to(device)
+    return found
+
+
+def _few(said: Sequence[str]) -> str:
+    """Parameters in few words."""
+    more = f" and {len(said) - 6} more" if len(said) > 6 else ""
+    return f"{len(said)}: {'; '.join(said[:6])}{more}"
+
+
+def _one_tensor(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The memory of tensors that lie one behind the other; None where they do not."""
+    first, at = parts[0], parts[0].storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    for part in parts:
+        follows = part.storage_offset() == at and part.untyped_storage().data_ptr() == memory
+        if not follows or not part.is_contiguous():
+            return None
+        at += part.numel()
+    return first.as_strided((at - first.storage_offset(),), (1,))

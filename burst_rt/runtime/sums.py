@@ -1,0 +1,189 @@
+"""Sums over ranks that autograd differentiates, over a context or a group of torch.distributed.
+
+Ranks compare which sum a backward belongs to, because the sums themselves are paired up by their
+order alone. A context's ranks do so in the agreement that opens the sum; those of a process group
+by a reduction of two numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, NoReturn, Protocol, TypeAlias, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from burst_rt.errors import ContractMismatch, InputError
+from burst_rt.runtime.ends import Group, process_group
+from burst_rt.runtime.reductions import all_reduce
+from burst_rt.runtime.refusing import refuse
+from burst_rt.runtime.runtime import Runtime
+
+__all__ = [
+    "Ranks", "RanksOrGroup", "differs", "ranks_of", "refuse_in", "sum_in_place", "sum_over_ranks",
+]  # fmt: skip
+
+# How many sums each process group has made, by its name: the same on all of its ranks.
+_num_sums: Counter[str] = Counter()
+
+
+@runtime_checkable
+class Ranks(Protocol):
+    """Ranks that add up tensors without torch.distributed: a `Context`."""
+
+    @property
+    def world_size(self) -> int:
+        """How many they are."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Context.all_reduce`."""
+
+
+RanksOrGroup: TypeAlias = "Group | Ranks"
+
+
+def sum_over_ranks(
+    x: torch.Tensor,
+    *,
+    group: RanksOrGroup | None = None,
+    name: str = "sum_over_ranks",
+    count: float | None = None,
+) -> torch.Tensor:
+    """The sum of all ranks' x, on every rank: float32 or float64, of one shape on all ranks.
+
+    group, gradients, blocking and errors: as in `mean.mean_over_ranks`. name: who asks. count: a
+    number that the ranks compare.
+    """
+    found: torch.Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
+        x, ranks_of(group, name), name, 0, count
+    )
+    return found
+
+
+def ranks_of(group: RanksOrGroup | None, name: str) -> dist.ProcessGroup | Ranks:
+    """The ranks that a user's object stands for.
+
+    Raises InputError in the name of the function that was called, and then blocks as `refuse`
+    does; on this rank alone, and at once, where there is a torch.distributed.
+    """
+    try:
+        if group is None and not dist.is_initialized():
+            raise InputError(
+                f"{name}: there is no process group; call torch.distributed.init_process_group(), "
+                "or give group="
+            )
+        if group is None:
+            return dist.group.WORLD  # type: ignore[return-value]  # set, as there is one
+        if isinstance(group, Ranks):
+            return group
+        found: dist.ProcessGroup = process_group(group, name)
+    except InputError as error:
+        # With torch.distributed the other ranks may wait in a collective of its, where nothing can
+        # be told them. Else they wait in a context.
+        if dist.is_initialized():
+            raise
+        refuse(name, error)
+    return found
+
+
+def refuse_in(group: object, name: str, error: InputError) -> NoReturn:
+    """Raises the error: on every rank that waits for this one where group is a Context.
+
+    There it blocks as `refuse` does. Ranks of torch.distributed cannot be told.
+    """
+    runtime = _runtime_of(group)
+    if runtime is None:
+        raise error
+    refuse(name, error, runtime)
+
+
+def _runtime_of(ranks: object) -> Runtime | None:
+    """A Context's runtime; None for other ranks."""
+    runtime = getattr(ranks, "runtime", None)
+    return runtime if isinstance(runtime, Runtime) else None
+
+
+def sum_in_place(
+    x: torch.Tensor, ranks: dist.ProcessGroup | Ranks, about: Mapping[str, str] | None = None
+) -> None:
+    """Sums x in place. about: what a Context's ranks compare before, in words.
+
+    Blocks as torch's all-reduce, or `Context.all_reduce`, does.
+    """
+    runtime = _runtime_of(ranks)
+    if isinstance(ranks, dist.ProcessGroup):
+        dist.all_reduce(x, group=ranks)
+    elif ranks.world_size > 1 and runtime is not None:
+        all_reduce(runtime, x, about)
+    elif ranks.world_size > 1:
+        ranks.all_reduce(x)
+
+
+def differs(number: float, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Whether the ranks of a process group have other numbers, as a scalar on the device.
+
+    Collective; where the device is a GPU, nothing waits for it.
+    """
+    limits = torch.full((2,), float(number), dtype=torch.float64, device=device)
+    limits[1].neg_()
+    dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=group)
+    return limits.sum() != 0
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """`apply(x, ranks, name, forward, count)` -> the sum of all ranks' x, whose gradient is the sum
+    of all ranks' gradients.
+
+    forward: in a backward the number of the sum that is differentiated, else 0. count: a number
+    that must be the same on every rank, or None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, ranks: Any, name: str, forward: int, count: float | None
+    ) -> torch.Tensor:
+        """Blocks as the ranks' all-reduce does; so does the backward."""
+        ctx.ranks, ctx.name = ranks, name
+        total = x.clone()
+        if isinstance(ranks, dist.ProcessGroup):
+            ctx.number = _sum_in_group(total, ranks, name, forward, count)
+            return total
+        runtime = _runtime_of(ranks)
+        with nullcontext() if runtime is None else runtime.backward_of(forward):
+            sum_in_place(total, ranks, None if count is None else {"count": f"{count:.17g}"})
+        ctx.number = 0 if runtime is None else runtime.number
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total = _SumOverRanks.apply(grad, ctx.ranks, ctx.name, ctx.number, None)  # type: ignore[no-untyped-call]
+        return total, None, None, None, None
+
+
+def _sum_in_group(
+    x: torch.Tensor, group: dist.ProcessGroup, name: str, forward: int, count: float | None
+) -> int:
+    """Sums x in place, and compares the forward or the count. Returns the sum's number.
+
+    Raises ContractMismatch on every rank where they differ; on a GPU x is then NaN, because an
+    error would have to wait for the GPU.
+    """
+    group_name = group.group_name
+    _num_sums[group_name] += 1
+    number = _num_sums[group_name]
+    compared = forward if count is None else count
+    wrong = differs(compared, group, x.device) if compared else None
+    if wrong is not None and not x.is_cuda and bool(wrong):
+        raise ContractMismatch(
+            f"{name}: the ranks are in the backwards of different means, this one in that of sum "
+            f"{forward} of the group; run the backwards in the same order on every rank"
+            if count is None
+            else f"{name}: count must be the same on every rank, got {count:.17g} on this rank and "
+            "another on others; add up the labelled tokens of all ranks"
+        )
+    dist.all_reduce(x, group=group)
+    if wrong is not None and x.is_cuda:
+        x.masked_fill_(wrong, torch.nan)
+    return number
