@@ -96,9 +96,9 @@ other-cpus: $(ALL) ## a sample of the numeric tests, as other CPUs would round
 OLDEST_TRANSFORMERS := 5.23.0
 
 other-transformers: $(ALL) ## models of transformers, with the oldest release that is supported
-	$(BIN)/pip install --quiet --no-deps --upgrade --target build/transformers transformers==$(OLDEST_TRANSFORMERS)
-	PYTHONPATH=$(CURDIR)/build/transformers $(BIN)/pytest $(PARALLEL) tests/unit/test_hf.py tests/unit/test_hf_cache.py tests/unit/test_hf_lengths.py
-	PYTHONPATH=$(CURDIR)/build/transformers $(BIN)/pytest $(JOBS) tests/mpi/test_models.py tests/mpi/test_generate.py -k '[2]'
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-oldest transformers==$(OLDEST_TRANSFORMERS)
+	PYTHONPATH=$(CURDIR)/.venv-oldest $(BIN)/pytest $(PARALLEL) tests/unit/test_hf.py tests/unit/test_hf_cache.py tests/unit/test_hf_lengths.py
+	PYTHONPATH=$(CURDIR)/.venv-oldest $(BIN)/pytest $(JOBS) tests/mpi/test_models.py tests/mpi/test_generate.py -k '[2]'
 
 NEWEST ?=
 

@@ -199,7 +199,7 @@ def _places(mask: Mask, positions: Any) -> Any:
     index = np.arange(positions.shape[1]) - mask.padding[:, None]
     packed = mask.counts > 1
     if not mask.padded:
-        packed = packed.any(keepdims=True)
+        packed[:] = packed.any()
     return np.where(packed[:, None], positions, index)
 
 

@@ -1,6 +1,6 @@
 """`make test-newest`: the tests with the newest release of each library that they build on.
 
-An environment of its own (build/newest) gets the newest releases that pip finds; then the unit
+An environment of its own (.venv-newest) gets the newest releases that pip finds; then the unit
 tests run in it, and the jobs of models. Warnings are errors there as everywhere, but a test that
 fails by a warning alone is counted apart: it says that a release deprecates something, and not
 that a result is wrong. The exit code is 1 where a test fails by more than that.
@@ -18,7 +18,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
-_HOME = _ROOT / "build" / "newest"
+_HOME = _ROOT / ".venv-newest"
 _PACKAGES = ("torch", "triton", "transformers", "trl", "accelerate", "numpy", "mpi4py")
 _SUITES = {
     "unit and sim": ["-n", "logical", "--maxprocesses", "8", "tests/unit", "tests/sim"],

@@ -148,7 +148,7 @@ def _structure(
     if isinstance(handed, Handed):
         return handed.mask(batch)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    structure = Causal() if causal else Full()
+    structure: Mask = Causal() if causal else Full()
     if sliding_window is not None:
         structure &= SlidingWindow(sliding_window - 1, 0 if causal else sliding_window - 1)
     return structure

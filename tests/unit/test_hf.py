@@ -592,7 +592,7 @@ def test_preparing_leaves_modes_as_they_are_and_hooks_once() -> None:
 
 
 def test_a_mask_that_is_changed_is_refused() -> None:
-    mask: Any = Handed(Causal())
+    mask: Any = Handed(masking_utils.causal_mask_function)
     assert not hasattr(mask, "keys")
     changes: list[Callable[[], object]] = [
         lambda: mask[:, :4], lambda: torch.ones(2) + mask, lambda: mask.to("cpu"),

@@ -30,7 +30,7 @@ def _chunked_cells(batch: dict[str, torch.Tensor], size: int) -> torch.Tensor:
     ids = batch["input_ids"]
     config = transformers.Llama4TextConfig(attention_chunk_size=size)
     config._attn_implementation = "eager"
-    mask = masking_utils.create_chunked_causal_mask(
+    mask: torch.Tensor = masking_utils.create_chunked_causal_mask(
         config, torch.zeros(*ids.shape, 1), batch.get("attention_mask"), None,
         batch.get("position_ids"),
     )  # fmt: skip
@@ -195,7 +195,7 @@ def test_lengths_are_short_within_and_as_they_were_afterwards() -> None:
 
 
 def test_lengths_of_images_and_numbers_of_layers_are_not_meant() -> None:
-    model = torch.nn.Module()
+    model: Any = torch.nn.Module()
     model.config = transformers.Qwen2Config(max_window_layers=50, sliding_window=4096)
     model.config.vision_config = transformers.Qwen2Config(sliding_window=99)
     names = dict(lengths_beyond(model, 16))
