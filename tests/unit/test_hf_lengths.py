@@ -113,6 +113,17 @@ def test_chunks_of_padded_documents_are_those_of_the_documents_alone() -> None:
     assert torch.equal(burst_rt.run_local(2, run, timeout_s=60)[0], expected)
 
 
+def test_places_of_chunks_are_one_a_token() -> None:
+    documents = burst_rt.Documents([3, 5])
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
+    assert documents.chunks(2, positions) == burst_rt.Documents([2, 1, 2, 2, 1])
+    for size, places in ((2, positions[:7]), (0, positions)):
+        with pytest.raises(InputError, match="a place for each of 8 tokens, got"):
+            documents.chunks(size, places)
+    with pytest.raises(InputError, match="chunks: places must be integers"):
+        documents.chunks(2, positions.float())
+
+
 class _CountsByItself(Llama4TextAttention):  # type: ignore[misc]  # transformers has no types
     """Llama 4's attention, under a name whose queries nobody rescales."""
 

@@ -183,13 +183,21 @@ class Documents(Mask):
         """`[batch, queries]`: where the document of each query begins among the keys."""
         return np.stack([row.kv[document] for row, _, document in self._found(q)])
 
-    def chunks(self, size: int, places: Positions) -> Documents:
+    def chunks(self, size: int, places: Any) -> Documents:
         """These documents, each cut into chunks: tokens whose place is in [0, size), and so on.
 
-        places: `[batch or 1, tokens]`, which ascend by 1 within a document. Not for documents with
-        q_lengths. Worked example: documents of 3 and 5 tokens at places 0 1 2, 0 1 2 3 4 have
-        chunks of 2, 1, 2, 2 and 1 tokens where size is 2.
+        places: integers, `[tokens]` or `[batch, tokens]`, that ascend by 1 within a document, such
+        as position_ids. Raises InputError for others. Not for documents with q_lengths.
+
+        Worked example: documents of 3 and 5 tokens at places 0 1 2, 0 1 2 3 4 have chunks of 2, 1,
+        2, 2 and 1 tokens where size is 2.
         """
+        places = np.atleast_2d(_integers("chunks: places", places))
+        if places.shape[1] != self._rows[0].kv[-1] or size < 1:
+            raise InputError(
+                f"Documents.chunks: expected a size of at least 1, and a place for each of "
+                f"{self._rows[0].kv[-1]} tokens, got {size} and {places.shape[1]}"
+            )
         rows = max(len(self._rows), len(places))
         ids = np.empty((rows, places.shape[1]), np.int64)
         for number in range(rows):
