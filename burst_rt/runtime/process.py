@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -103,13 +104,20 @@ class Process:
         # prompt the program goes on after the error.
         if getattr(sys, "last_value", None) is error and not hasattr(sys, "ps1"):
             self._uncaught.append(error)
+        if is_of_another(error):
+            time.sleep(FIRST_WORD_S)
         line = in_one_line(error)
         if line:
             print(line, file=sys.stderr)
             return
         with shortened(error):
-            ours = isinstance(error, BurstError)
-            self._print_uncaught(kind, error, error.__traceback__ if ours else trace)
+            if not isinstance(error, BurstError):
+                self._print_uncaught(kind, error, trace)
+            elif self._print_uncaught is sys.__excepthook__:
+                # Written at once: launchers pass on what ranks write as it comes.
+                sys.stderr.write("".join(traceback.format_exception(error)))
+            else:
+                self._print_uncaught(kind, error, error.__traceback__)
 
     def _leave(self) -> None:
         if os.getpid() != self._installed_in:
@@ -129,8 +137,6 @@ class Process:
             farewell(code, failure)
         if failure is None:
             return
-        if is_of_another(failure):
-            time.sleep(FIRST_WORD_S)
         mpi = sys.modules.get("mpi4py.MPI")
         running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
         if mpi is not None and running and mpi.COMM_WORLD.size > 1:

@@ -969,6 +969,6 @@ except ImportError as error:
     )
     assert re.fullmatch(
         rf"burst_rt\.hf needs transformers .* \(.*{missing}.*\); in the clone of burst_rt say: "
-        r"pip install '\.\[hf\]'\n",
+        r"pip install '\.\[hf\]' -c constraints\.txt\n",
         done.stdout,
     ), done.stdout
