@@ -290,7 +290,8 @@ def _find_mpirun() -> tuple[MpiLauncher | None, Finding]:
     return launcher, Finding("mpirun", "ok", found)
 
 
-_HELLO = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
+# The number and its newline in one piece: pieces of two ranks may mix.
+_HELLO = "from mpi4py import MPI; print(f'{MPI.COMM_WORLD.allreduce(1)}\\n', end='')"
 
 
 def _hello_job(launcher: MpiLauncher | None) -> Finding:
@@ -314,7 +315,7 @@ _HELLO_TORCHRUN = """
 import torch
 import burst_rt
 with burst_rt.init(device="cpu") as ctx:
-    print(int(ctx.all_reduce(torch.ones(1))))
+    print(f"{int(ctx.all_reduce(torch.ones(1)))}\\n", end="")
 """
 
 
