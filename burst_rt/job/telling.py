@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -18,7 +19,9 @@ from types import FrameType, TracebackType
 from burst_rt.errors import BurstError, DeviceError, InternalError, PeerLost, Stalled
 from burst_rt.job import launched
 
-__all__ = ["FIRST_WORD_S", "in_one_line", "is_of_another", "named_once", "shortened"]
+__all__ = [
+    "FIRST_WORD_S", "in_full", "in_one_line", "is_of_another", "named_once", "shortened",
+]  # fmt: skip
 
 # How long a rank that ends by another rank's error lets that rank be the first to end.
 FIRST_WORD_S = 0.5
@@ -49,6 +52,16 @@ def in_one_line(error: BaseException) -> str:
     where = f" (at {user[-1].tb_frame.f_code.co_filename}:{user[-1].tb_lineno})" if user else ""
     told = named_once(name, " ".join(error.message.split()), error.rank)
     return f"burst-rt: rank {error.rank}: {told}{where}"
+
+
+def in_full(error: BurstError) -> str:
+    """What the rank that made an error prints of it: a sentence, then where the program made it."""
+    trace = "".join(traceback.format_exception(error))
+    if error.rank is None or not _is_a_rank():
+        return trace
+    name = f"{type(error).__module__}.{type(error).__name__}"
+    told = named_once(name, " ".join(error.message.split()), error.rank)
+    return f"burst-rt: rank {error.rank}: {told}\n{trace}"
 
 
 def named_once(kind: str, message: str, rank: int | None) -> str:

@@ -16,7 +16,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -25,7 +24,7 @@ from typing import Protocol
 from burst_rt.errors import BurstError, PeerLost, Stalled
 from burst_rt.job import launched
 from burst_rt.job.ending import exit_code_of, in_words
-from burst_rt.job.telling import FIRST_WORD_S, in_one_line, is_of_another, shortened
+from burst_rt.job.telling import FIRST_WORD_S, in_full, in_one_line, is_of_another, shortened
 
 __all__ = ["Member", "Process", "process"]
 
@@ -115,7 +114,7 @@ class Process:
                 self._print_uncaught(kind, error, trace)
             elif self._print_uncaught is sys.__excepthook__:
                 # Written at once: launchers pass on what ranks write as it comes.
-                sys.stderr.write("".join(traceback.format_exception(error)))
+                sys.stderr.write(in_full(error))
             else:
                 self._print_uncaught(kind, error, error.__traceback__)
 

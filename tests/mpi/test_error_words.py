@@ -45,6 +45,8 @@ def test_a_mistake_on_one_rank_is_printed_once_by_that_rank(tmp_path: Path, by: 
     assert own[0].endswith(_ADVICE), job.text
     assert _frames(job) == ["program.py", "program.py", "api.py"], job.text
     assert job.err.count("in attend") == 1, job.text
+    sentence = job.err.find("burst-rt: rank 1: burst_rt.errors.InputError: burst_attention: q must")
+    assert 0 <= sentence < job.err.index("Traceback"), job.text
     other = re.findall(r"^burst-rt: rank 0: .*", job.err, re.MULTILINE)
     assert len(other) <= 1, job.text
     for line in other:
