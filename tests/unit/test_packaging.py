@@ -156,7 +156,8 @@ def test_an_index_shows_the_readme_without_links_that_lead_nowhere(distributions
     (wheel,) = distributions.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        _, _, shown = archive.read(name).decode().partition("\n\n")
+        fields, _, shown = archive.read(name).decode().partition("\n\n")
+    assert "\nProject-URL: Paper, https://arxiv.org/abs/2403.09347\n" in fields
     links = re.findall(r"\]\(([^)]*)\)", shown)
     assert len(links) > 1
     assert [link for link in links if not link.startswith("https://")] == []
@@ -170,8 +171,8 @@ def test_an_index_shows_the_readme_without_links_that_lead_nowhere(distributions
     (archive_path,) = distributions.glob("*.tar.gz")
     with tarfile.open(archive_path) as sdist:
         files = {name.partition("/")[2] for name in sdist.getnames()}
-    named = set(re.findall(r"`((?:docs/)?\w+\.md)`", shown))
-    assert {"ARCHITECTURE.md", "docs/index.md"} <= named <= files
+    named = set(re.findall(r"`((?:\w+/)?\w+\.md)`", shown))
+    assert {"ARCHITECTURE.md", "docs/index.md", "findings/README.md"} <= named <= files
 
 
 def test_the_editable_install_maps_the_folders(tmp_path: Path) -> None:
