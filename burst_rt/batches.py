@@ -297,7 +297,7 @@ def _bounded(bounds: dict[str, torch.Tensor], batch: dict[str, torch.Tensor], to
 
 
 def _difference(own: Any, other: Any) -> str:
-    """Of two lists; in words."""
+    """Where two lists of bounds differ, in words."""
     if not (isinstance(own, list) and isinstance(other, list) and len(own) == len(other)):
         return f"{np.size(other)} bounds in place of {np.size(own)}"
     at = next(at for at, (x, y) in enumerate(zip(own, other, strict=True)) if x != y)

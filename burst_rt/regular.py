@@ -11,7 +11,10 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["open_regular"]
+__all__ = ["NOT_REGULAR", "open_regular"]
+
+# What `open_regular` raises for a link, a folder, a pipe or a socket.
+NOT_REGULAR = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 
 
 def open_regular(path: Path, flags: int) -> int:

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from burst_rt.regular import open_regular
+from burst_rt.regular import NOT_REGULAR, open_regular
 
 __all__ = ["alone", "cache_folder", "forget", "recall", "remember"]
 
@@ -51,9 +51,10 @@ def recall(
             found = json.load(file)
         if found["key"] == dict(key) and is_answer(answer := found["answer"]):
             return answer
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except OSError as error:
+        if error.errno not in NOT_REGULAR:
+            return None  # a file that is not there, or that cannot be opened now
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     _set_aside(path)
     return None

@@ -8,7 +8,7 @@
 # Output:
 #     open_mpi: bfloat16 1 + 1: [4.25e+37], float8_e4m3fn 1 + 1: [128.0], float16 1 + 1: [2.0], MAX of bfloat16 0.1 and -0.1: [-0.1]
 #     mpich: bfloat16 1 + 1: refused, float8_e4m3fn 1 + 1: refused, float16 1 + 1: [2.0], MAX of bfloat16 0.1 and -0.1: refused
-# Decided here: transport/base.py (`allreduce_sum` takes float32, float64 and int64 only), burst_rt/runtime/mean.py (16-bit gradients are summed in float32).
+# Decided here: transport/base.py (`allreduce_sum` takes float32, float64 and int64 only), burst_rt/runtime/gradients.py (16-bit gradients are summed in float32).
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 cat > "$work/program.py" <<'EOF'

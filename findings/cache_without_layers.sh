@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One would guess: a cache of one's own, a subclass of transformers.Cache that keeps keys and values by itself and has no layers of
 #   transformers', goes on after a minor release as before: `generate` drops the tokens that get_seq_length() says are there.
-# In fact: since 5.24.0 `generate` asks whether *all* layers of the cache are linear (recurrent states, of which it drops no tokens). Of no
-#   layers all are: all([]) is True. A second turn hands the model the whole text, behind what is cached: each
+# In fact: since 5.24.0 `generate` asks whether *all* layers of the cache are linear (recurrent states, from which it drops no tokens). A cache
+#   without layers passes for one: all([]) is True. A second turn hands the model the whole text, behind what is cached: each
 #   token of the first turn is there twice, at other positions, and nothing is said.
 # Who is hurt: who writes caches over remote memory, over ranks or compressed, beside transformers' own layers.
 # Versions: transformers 5.23.0 and 5.24.0, torch 2.13.0 (CPU). Seen on 2026-11-27.

@@ -47,10 +47,13 @@ class Ranks:
         self._poller = select.poll()
         self._pipes: dict[int, int] = {}  # ranks by the descriptor of their pipe
         for rank in range(num_ranks):
-            os.mkfifo(pipe_path(job_dir, rank), 0o600)
-            pipe = os.open(pipe_path(job_dir, rank), os.O_RDONLY | os.O_NONBLOCK)
-            self._pipes[pipe] = rank
-            self._poller.register(pipe, select.POLLHUP)
+            # A rank without a pipe is seen to end by its process alone: where this process may open
+            # no more files, or the folder takes no pipes.
+            with suppress(OSError):
+                os.mkfifo(pipe_path(job_dir, rank), 0o600)
+                pipe = os.open(pipe_path(job_dir, rank), os.O_RDONLY | os.O_NONBLOCK)
+                self._pipes[pipe] = rank
+                self._poller.register(pipe, select.POLLHUP)
 
     def __enter__(self) -> Ranks:
         return self

@@ -80,7 +80,10 @@ def _mean(
     counted = labels.flatten().to(losses.device) != ignore_index
     if num_items_in_batch is None:
         return mean_over_ranks(losses, counted, group=part.group)
-    total = sum_over_ranks(losses.double().sum(), group=part.group)
+    on_device = isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch.is_cuda
+    # One on a GPU is not compared, because the host would have to wait for it.
+    count = None if on_device else float(num_items_in_batch)
+    total = sum_over_ranks(losses.double().sum(), group=part.group, count=count)
     return (total / num_items_in_batch).float()
 
 

@@ -170,5 +170,5 @@ _READERS: dict[str, Callable[..., Mask]] = {
     "packed_sequence_mask_function": _documents,
     "remap_positions_for_packed_sequence": _moved,
 }
-# Of one rank's padding or cache.
+# Known, and refused: they go by one rank's padding or cache.
 _REFUSED = frozenset({"padding_mask_function", "add_offsets_to_mask_function"})

@@ -41,9 +41,8 @@ _FOLDER = "transformers.models."
 # the type of the weights. The tokens of other ranks weigh far more.
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _TOKENS_A_RANK = 8
-# In place of windows, chunks and the like; documents that begin at no multiple of it.
+# In place of windows, chunks and the like.
 _SHORT = 5
-_SHORT_DOCUMENTS = (4, 3)
 # What a model raises that cannot be called so.
 _ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
 # From one token of the comparison to the next: any that differ will do.
@@ -208,8 +207,9 @@ def _rounding(model: Any, computed_in: torch.dtype) -> float:
 def _batches(model: Any, ctx: Context) -> dict[str, dict[str, torch.Tensor]]:
     """Short rows of each kind that a model may count in its own way.
 
-    Some models count positions by the padding, and some by the padding token, too. Packed
-    documents begin at no multiple of the numbers in `_beyond`; encoder-decoders have none.
+    Some models count positions by the padding, and some by the padding token, too. Both packed
+    documents are longer than `_SHORT`, by which some models choose frequencies for all of a call,
+    and the second one begins at no multiple of it. Encoder-decoders have none.
     """
     count = _TOKENS_A_RANK * ctx.world_size
     tokens = torch.arange(2 * count).view(2, count) * _STRIDE
@@ -220,10 +220,16 @@ def _batches(model: Any, ctx: Context) -> dict[str, dict[str, torch.Tensor]]:
     padded = {"input_ids": tokens, "attention_mask": shown}
     if model.config.is_encoder_decoder:
         return {"padded rows": {**padded, "decoder_input_ids": tokens}}
-    lengths = [*_SHORT_DOCUMENTS, count - sum(_SHORT_DOCUMENTS)]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    first = _first_document(ctx)
+    positions = torch.cat([torch.arange(first), torch.arange(count - first)])[None]
     packed = {"input_ids": tokens[:1], "position_ids": positions}
     return {"padded rows": padded, "packed rows": packed}
+
+
+def _first_document(ctx: Context) -> int:
+    """How many tokens the first, and shorter, packed document has."""
+    length = _TOKENS_A_RANK * ctx.world_size // 2 - 1
+    return length + 2 if length % _SHORT == 0 else length
 
 
 def _check_logits(model: Any, batch: dict[str, torch.Tensor], kind: str, ctx: Context) -> float:
@@ -232,7 +238,7 @@ def _check_logits(model: Any, batch: dict[str, torch.Tensor], kind: str, ctx: Co
     On both sides of each length of the model's configuration. Collective. Returns how far they may
     be.
     """
-    lengths = lengths_beyond(model, _TOKENS_A_RANK * ctx.world_size - sum(_SHORT_DOCUMENTS))
+    lengths = lengths_beyond(model, _first_document(ctx))
     whole = _alone(model, batch, ctx)
     rounding, where = _rounding(model, whole.dtype), ""
     off = _largest(_logits_off(model, batch, whole, ctx), ctx)
@@ -262,6 +268,8 @@ def _off_beyond(
     with shortened(model, lengths, _SHORT):
         try:
             whole = _alone(model, batch, ctx)
+        except torch.OutOfMemoryError:
+            raise  # on this rank alone, perhaps
         except _ERRORS as error:
             names = ", ".join(name for name, _ in lengths)
             warnings.warn(

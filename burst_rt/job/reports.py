@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from burst_rt.job import launched
-from burst_rt.job.telling import named_once
+from burst_rt.job.telling import OF_ONE_RANK, named_once
 
 __all__ = [
     "JOB_DIR_VARIABLE",
@@ -157,7 +157,7 @@ def primary_failure(reports: Sequence[RankReport]) -> RankReport | None:
         key=lambda report: (
             report.secondary,
             # An error that one rank made is raised by all.
-            report.peer not in (None, report.rank),
+            report.kind not in OF_ONE_RANK and report.peer not in (None, report.rank),
             report.ended_at_s,
             report.rank,
         ),
@@ -173,8 +173,15 @@ def say_started(job_dir: Path, rank: int) -> None:
     with suppress(OSError):
         # Open until the process is gone. Its children do not keep it open.
         pipe = os.open(pipe_path(job_dir, rank), os.O_WRONLY | os.O_NONBLOCK)
-        os.register_at_fork(after_in_child=partial(os.close, pipe))
+        os.register_at_fork(after_in_child=partial(_close, pipe, os.fstat(pipe).st_ino))
     _write(job_dir / f"started-{rank}.json", Started(rank, os.getpid(), whereabouts())._asdict())
+
+
+def _close(descriptor: int, inode: int) -> None:
+    """Closes a file, unless the program has closed it, and the number is another file's now."""
+    with suppress(OSError):
+        if os.fstat(descriptor).st_ino == inode:
+            os.close(descriptor)
 
 
 def whereabouts() -> str:

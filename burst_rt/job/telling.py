@@ -20,9 +20,12 @@ from burst_rt.errors import BurstError, DeviceError, InternalError, PeerLost, St
 from burst_rt.job import launched
 
 __all__ = [
-    "FIRST_WORD_S", "in_full", "in_one_line", "is_of_another", "named_once", "shortened",
+    "FIRST_WORD_S", "OF_ONE_RANK", "in_full", "in_one_line", "is_of_another", "named_once",
+    "shortened",
 ]  # fmt: skip
 
+# Errors that a rank raises for itself, whichever rank they name. The others are raised by all.
+OF_ONE_RANK = tuple(x.__name__ for x in (PeerLost, Stalled, DeviceError, InternalError))
 # How long a rank that ends by another rank's error lets that rank be the first to end.
 FIRST_WORD_S = 0.5
 # What may stand between two of burst_rt's frames.
@@ -34,7 +37,7 @@ def is_of_another(error: BaseException | None) -> bool:
     return (
         isinstance(error, BurstError)
         and _is_a_rank()
-        and not isinstance(error, (PeerLost, Stalled, DeviceError, InternalError))
+        and type(error).__name__ not in OF_ONE_RANK
         and None not in (error.rank, error.peer)
         and error.rank != error.peer
     )

@@ -52,11 +52,12 @@ def differentiable(
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            mine = (grad.clone(memory_format=torch.contiguous_format) for grad in grads)
+            mine = [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
+            kept = ctx.saved_tensors  # a checkpoint may run a forward for these
             with ExitStack() as stack:
                 for runtime, number in ctx.calls:
                     stack.enter_context(runtime.backward_of(number))
-                return backward(ctx.saved_tensors, *mine)
+                return backward(kept, *mine)
 
     function: Callable[..., Any] = Function.apply
     return function

@@ -106,16 +106,18 @@ def _have_gradients(
 
     Raises ContractMismatch on every rank where the parameters are not the same on all ranks.
     """
-    if size == 1 or (not wanted and isinstance(ranks, dist.ProcessGroup)):
+    if size == 1:
         return [p for p in wanted if p.grad is not None]
     said = [f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}" for p in wanted]
     digest = zlib.crc32("; ".join(said).encode())
-    device = wanted[0].device if wanted else torch.device("cpu")
+    device = wanted[0].device if wanted else _device_of(ranks)
     if isinstance(ranks, dist.ProcessGroup) and bool(differs(digest, ranks, device)):
         raise ContractMismatch(
             f"{_NAME}: the ranks gave other numbers of parameters, or other shapes or dtypes; this "
             f"one {_few(said)}; give the same list on every rank, in the same order"
         )
+    if not wanted and isinstance(ranks, dist.ProcessGroup):
+        return []
     have = torch.tensor([p.grad is not None for p in wanted], dtype=torch.float64)
     sums = _sums_of_first(wanted, device)
     found = torch.stack([have.to(device), sums, sums.square()])
@@ -131,6 +133,12 @@ def _have_gradients(
     return [p for p, count in zip(wanted, counts, strict=True) if count]
 
 
+def _device_of(ranks: dist.ProcessGroup | Ranks) -> torch.device:
+    """Where a rank without parameters meets the others: NCCL reduces on GPUs only."""
+    nccl = isinstance(ranks, dist.ProcessGroup) and dist.get_backend(ranks) == "nccl"
+    return torch.device("cuda" if nccl else "cpu")
+
+
 def _sums_of_first(parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The sum of the magnitudes of each parameter's first values, float64."""
     kinds: dict[object, list[int]] = defaultdict(list)
@@ -138,9 +146,20 @@ def _sums_of_first(parameters: list[torch.Tensor], device: torch.device) -> torc
         kinds[min(p.numel(), _COMPARED), p.dtype, p.device].append(number)
     found = torch.zeros(len(parameters), dtype=torch.float64, device=device)
     for numbers in kinds.values():
-        first = torch.stack([parameters[n].detach().flatten()[:_COMPARED] for n in numbers])
+        first = torch.stack([_first_values(parameters[n].detach()) for n in numbers])
         found[torch.tensor(numbers, device=device)] = first.abs().double().sum(1).to(device)
     return found
+
+
+def _first_values(p: torch.Tensor) -> torch.Tensor:
+    """Without a copy of the rest: a transposed parameter is read row by row."""
+    while p.ndim > 1 and p.numel() >= 2 * _COMPARED:
+        row = p[0]
+        if row.numel() < _COMPARED:
+            p = p[: -(-_COMPARED // row.numel())]
+            break
+        p = row
+    return p.flatten()[:_COMPARED]
 
 
 def _few(said: Sequence[str]) -> str:

@@ -42,12 +42,13 @@ def mean_over_ranks(
     results. All results are the same mean, so the average of the ranks' gradients is the gradient
     of the mean.
 
-    Collective: one all-reduce in the forward and one in the backward, each with a comparison of one
-    number in the backward and for `count`; they block as torch's, or `Context.all_reduce`, do. A
-    `count` on a device is waited for. Raises InputError, before anything is sent: on every rank
-    that waits for this one where group is a Context, else on this rank alone. Raises
-    ContractMismatch on every rank where counts differ, or where ranks are in the backwards of
-    different means; on GPUs, over a process group, the result or the gradient is NaN instead.
+    Collective: one all-reduce in the forward and one in the backward, in which ranks also compare
+    `count` and, in the backward, which mean it is of. They block as torch's, or
+    `Context.all_reduce`, do. A `count` on a device is waited for. Raises InputError, before
+    anything is sent: on every rank that waits for this one where group is a Context, else on this
+    rank alone. Raises ContractMismatch on every rank where counts differ, or where ranks are in the
+    backwards of different means; over a process group the result or the gradient is NaN instead on
+    GPUs and in compiled programs.
     """
     return weighted_mean(values, weights, group, "mean_over_ranks", count)
 
@@ -76,14 +77,10 @@ def weighted_mean(
             f"{tuple(values.shape)}, that does not require grad; got {_described(weights)}",
         )  # fmt: skip
     weights = weights.double()
-    if count is None:
-        sums = torch.stack([(weights * values).sum(), weights.sum()])
-        total, weight = sum_over_ranks(sums, group=group, name=name)
-        mean: torch.Tensor = total / weight
-    else:
-        number = _as_count(count, group, name)
-        total = sum_over_ranks((weights * values).sum(), group=group, name=name, count=number)
-        mean = total / number
+    number = None if count is None else _as_count(count, group, name)
+    sums = torch.stack([(weights * values).sum(), weights.sum()])
+    total, weight = sum_over_ranks(sums, group=group, name=name, count=number)
+    mean: torch.Tensor = total / (weight if number is None else number)
     return mean.to(torch.promote_types(values.dtype, torch.float32))
 
 

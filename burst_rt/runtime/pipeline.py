@@ -75,7 +75,8 @@ class Pipeline:
         """Runs the graph once and returns its trace.
 
         Collective; blocks until this rank's part is done, within the context's deadlines. With NCCL
-        blocks until all work is on streams.
+        blocks until all work is on streams. Ranks compare the call in which their pipelines ran
+        first: one that a rank has made anew by itself is refused, with ContractMismatch.
 
         buffers: for every buffer that is sent, received or named by an operation, one tensor or a
         tensor for each part, by the buffer's name. One tensor for several parts is cut along its

@@ -7,7 +7,9 @@ by a reduction of two numbers.
 
 from __future__ import annotations
 
-from collections import Counter
+import struct
+import weakref
+import zlib
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NoReturn, Protocol, TypeAlias, runtime_checkable
@@ -25,8 +27,9 @@ __all__ = [
     "Ranks", "RanksOrGroup", "differs", "ranks_of", "refuse_in", "sum_in_place", "sum_over_ranks",
 ]  # fmt: skip
 
-# How many sums each process group has made, by its name: the same on all of its ranks.
-_num_sums: Counter[str] = Counter()
+# How many sums each process group has made: the same on all of its ranks.
+_num_sums: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_DIGESTS = 1 << 20
 
 
 @runtime_checkable
@@ -146,10 +149,10 @@ class _SumOverRanks(torch.autograd.Function):
     ) -> torch.Tensor:
         """Blocks as the ranks' all-reduce does; so does the backward."""
         ctx.ranks, ctx.name = ranks, name
-        total = x.clone()
         if isinstance(ranks, dist.ProcessGroup):
-            ctx.number = _sum_in_group(total, ranks, name, forward, count)
+            total, ctx.number = _sum_in_group(x, ranks, name, forward, count)
             return total
+        total = x.clone()
         runtime = _runtime_of(ranks)
         with nullcontext() if runtime is None else runtime.backward_of(forward):
             sum_in_place(total, ranks, None if count is None else {"count": f"{count:.17g}"})
@@ -164,26 +167,56 @@ class _SumOverRanks(torch.autograd.Function):
 
 def _sum_in_group(
     x: torch.Tensor, group: dist.ProcessGroup, name: str, forward: int, count: float | None
-) -> int:
-    """Sums x in place, and compares the forward or the count. Returns the sum's number.
+) -> tuple[torch.Tensor, int]:
+    """The sum of all ranks' x, and its number in the group. Compares the forward and the count.
 
-    Raises ContractMismatch on every rank where they differ; on a GPU x is then NaN, because an
-    error would have to wait for the GPU.
+    What is compared travels beside x, in one reduction of one shape: a rank that was given no count
+    meets one that was. Raises ContractMismatch on every rank where they differ; on a GPU, and in a
+    compiled program, the sum is NaN instead, because an error would have to wait for it.
     """
-    group_name = group.group_name
-    _num_sums[group_name] += 1
-    number = _num_sums[group_name]
-    compared = forward if count is None else count
-    wrong = differs(compared, group, x.device) if compared else None
-    if wrong is not None and not x.is_cuda and bool(wrong):
+    compiled = torch.compiler.is_compiling()
+    number = 0 if compiled else _next_number(group)
+    same = [_compared(forward), _compared(None if compiled else count)]
+    told = torch.tensor(same, dtype=torch.float64, device=x.device).flatten()
+    both = torch.cat([x.flatten().double(), told])
+    dist.all_reduce(both, group=group)
+    size = group.size()
+    given, totals, squares = both[-6:].view(2, 3).unbind(1)
+    # The numbers of those that gave one are equal where the mean of squares is the squared mean.
+    other_forward, other_count = (given * squares != totals * totals).unbind()
+    some_count = (given[1] != 0) & (given[1] != size)
+    total = both[:-6].view_as(x).to(x.dtype)
+    if compiled or x.is_cuda:
+        return total.masked_fill(other_forward | other_count | some_count, torch.nan), number
+    if bool(other_forward):
         raise ContractMismatch(
             f"{name}: the ranks are in the backwards of different means, this one in that of sum "
             f"{forward} of the group; run the backwards in the same order on every rank"
-            if count is None
-            else f"{name}: count must be the same on every rank, got {count:.17g} on this rank and "
-            "another on others; add up the labelled tokens of all ranks"
         )
-    dist.all_reduce(x, group=group)
-    if wrong is not None and x.is_cuda:
-        x.masked_fill_(wrong, torch.nan)
+    if bool(other_count | some_count):
+        mine = "none" if count is None else f"{count:.17g}"
+        raise ContractMismatch(
+            f"{name}: count must be the same on every rank, got {mine} on this rank and another on "
+            "others; add up the labelled tokens of all ranks"
+        )
+    return total, number
+
+
+def _next_number(group: dist.ProcessGroup) -> int:
+    _num_sums[group] = number = _num_sums.get(group, 0) + 1
     return number
+
+
+def _compared(number: float | None) -> list[float]:
+    """A number as the ranks add it up: whether there is one, its digest, the digest's square.
+
+    Digests of 20 bits, so that sums over many ranks are exact. 0 and None: no number.
+    """
+    if not number:
+        return [0.0, 0.0, 0.0]
+    digest = number if number < _DIGESTS and number == int(number) else _digest(number)
+    return [1.0, float(digest), float(digest * digest)]
+
+
+def _digest(number: float) -> int:
+    return zlib.crc32(struct.pack("<d", number)) % _DIGESTS

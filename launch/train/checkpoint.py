@@ -41,7 +41,7 @@ from safetensors import SafetensorError
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import CHECKPOINT_NAME, TrainConfig
-from burst_rt.regular import open_regular
+from burst_rt.regular import NOT_REGULAR, open_regular
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, dtype
@@ -409,8 +409,7 @@ def _open_lock(path: Path, flags: int) -> int:
     try:
         return open_regular(path / _LOCK, flags)
     except OSError as error:
-        # A link, a folder, a pipe or a socket.
-        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO):
+        if error.errno not in NOT_REGULAR:
             raise
         raise ConfigError(
             f"--out: expected {path / _LOCK} to be a file, by which a run holds its folder, and it "

@@ -77,14 +77,16 @@ class MetricsFile:
         which steps have no record. Raises OSError.
         """
         self._path = path
+        is_there = path.exists()
         records, is_whole = _read(path)
         self.history = [record for record in records if 0 < record.step <= after_step]
         aside = None if is_whole else _set_aside(path)
         missing = sorted(set(range(1, after_step + 1)) - {record.step for record in self.history})
         if aside or missing:
             _log.warning(
-                "burst-rt: %s is damaged%s: %s; the run goes on",
+                "burst-rt: %s is %s%s: %s; the run goes on",
                 path,
+                "damaged" if is_there else "missing",
                 f", and is kept as {aside.name}" if aside else "",
                 f"{_ranges(missing)} {'has' if len(missing) == 1 else 'have'} no record"
                 if missing

@@ -511,7 +511,7 @@ def test_the_doctor_survives_a_broken_mpi_and_says_what_to_do(
 ) -> None:
     """torchrun needs no MPI, so a job can run all the same."""
     monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path / "lib" / "libmpi.so"))
-    # Of the user's jobs, not of the doctor's.
+    # These are the user's jobs, not the doctor's.
     monkeypatch.setenv("BURST_RT_TRANSPORT", "nccl")
     exit_code, findings = _doctor(tmp_path)
     assert exit_code == 0

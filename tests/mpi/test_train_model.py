@@ -372,7 +372,7 @@ def _lose_a_weight(path: Path) -> None:
 
 
 def _cast(dtype: torch.dtype, last: str = "") -> Callable[[Path], object]:
-    """Of the weights whose names end so."""
+    """The weights whose names end so."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         tensors |= {name: x.to(dtype) for name, x in tensors.items() if name.endswith(last)}

@@ -564,6 +564,13 @@ def test_a_damaged_record_is_set_aside_with_a_word(
         assert aside.read_bytes() == damaged
 
 
+def test_a_record_that_is_gone_is_missing_and_not_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    MetricsFile(tmp_path / "metrics.jsonl", after_step=2)
+    assert "metrics.jsonl is missing: steps 1 to 2 have no record" in caplog.text
+
+
 def test_a_second_damaged_record_does_not_replace_the_first(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(f"damage {number}\n")

@@ -117,9 +117,19 @@ def test_places_of_chunks_are_one_a_token() -> None:
     documents = burst_rt.Documents([3, 5])
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
     assert documents.chunks(2, positions) == burst_rt.Documents([2, 1, 2, 2, 1])
-    for size, places in ((2, positions[:7]), (0, positions)):
-        with pytest.raises(InputError, match="a place for each of 8 tokens, got"):
+    wrong: list[tuple[Any, Any]] = [
+        (2, positions[:7]), (0, positions), (2.5, positions), ("2", positions),
+    ]  # fmt: skip
+    for size, places in wrong:
+        with pytest.raises(InputError, match="a place for each of 8 tokens in 1 rows, got"):
             documents.chunks(size, places)
+    two_rows = burst_rt.Documents([[8], [8]])
+    with pytest.raises(InputError, match="tokens in 2 rows, got"):
+        two_rows.chunks(2, positions.expand(3, -1))
+    with pytest.raises(InputError, match="expected documents by lengths"):
+        burst_rt.Documents(q_lengths=[3, 5], kv_lengths=[3, 5]).chunks(2, positions)
+    with pytest.raises(InputError, match="ascend by 1 within a document, got 3 after 1 at token 5"):
+        documents.chunks(2, torch.tensor([0, 1, 2, 0, 1, 3, 4, 5]))
     with pytest.raises(InputError, match="chunks: places must be integers"):
         documents.chunks(2, positions.float())
 
@@ -149,6 +159,23 @@ def _with_attention(kind: type[torch.nn.Module], **options: Any) -> Any:
         for layer in model.model.layers:
             setattr(layer.self_attn, name, value)
     return model.eval()
+
+
+def test_frequencies_that_go_by_the_length_are_no_difference() -> None:
+    """Packed rows are compared with documents that are all longer than the small number."""
+    torch.manual_seed(0)
+    rope = dict(make_model("Phi3").config.rope_parameters)
+    config = transformers.Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        pad_token_id=0, rope_parameters={**rope, "original_max_position_embeddings": 40},
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    model.set_attn_implementation("burst_rt")
+    for ranks in (2, 3):
+        burst_rt.run_local(
+            ranks, lambda ctx: burst_rt.hf.prepare(deepcopy(model), ctx) is None, timeout_s=60
+        )
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_parameters_in_another_order(case: str, world_size: int) -> None:
 
 
 def test_other_models() -> None:
-    """Of another seed; of fewer parameters; that one rank trains in part; not of other rounding."""
+    """One from another seed, one with fewer parameters, one trained in part: but not one rounded."""
 
     def run(ctx: Context) -> None:
         odd = ctx.rank == 1

@@ -4,6 +4,7 @@ for all ranks of a host.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -261,6 +262,22 @@ def test_a_damaged_memory_is_set_aside_with_a_word(
     assert not path.exists()
     assert remember("kind", key, 2)
     assert recall("kind", key, _any) == 2
+
+
+def test_a_file_that_cannot_be_opened_now_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = {"chip": "a"}
+    assert remember("kind", key, 1)
+
+    def too_many(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("burst_rt.remembered.open_regular", too_many)
+        assert recall("kind", key, _any) is None
+    assert not caplog.text
+    assert recall("kind", key, _any) == 1
 
 
 @pytest.mark.parametrize(

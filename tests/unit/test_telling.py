@@ -114,6 +114,16 @@ def test_the_rank_that_made_the_error_is_the_cause() -> None:
     assert primary_failure(reports[::2]) == reports[0]
 
 
+@pytest.mark.parametrize("kind", ["DeviceError", "InternalError"])
+def test_an_error_of_a_ranks_own_is_the_cause_of_what_came_after_it(kind: str) -> None:
+    """Though it names a peer: the others do not raise it, but what follows from it."""
+    reports = [
+        RankReport(0, 1.0, 70, kind, 1, f"{kind}: no\n"),
+        RankReport(1, 9.0, 1, "RuntimeError", None, "RuntimeError: Connection closed by peer\n"),
+    ]
+    assert primary_failure(reports) == reports[0]
+
+
 def test_a_headline_keeps_its_end() -> None:
     for length in (10, 500, 900, 5000):
         text = f"InputError: rank 1: {'x ' * length}; do this"

@@ -12,7 +12,7 @@ import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning.masks.base import Mask, Relation
-from burst_rt.planning.masks.positions import Chunked
+from burst_rt.planning.masks.positions import Chunked, is_count
 from burst_rt.planning.masks.spans import END, Positions, Spans
 
 __all__ = ["Documents"]
@@ -193,20 +193,28 @@ class Documents(Mask):
         2, 2 and 1 tokens where size is 2.
         """
         places = np.atleast_2d(_integers("chunks: places", places))
-        if places.shape[1] != self._rows[0].kv[-1] or size < 1:
+        tokens, rows = int(self._rows[0].kv[-1]), {len(self._rows), len(places)} - {1}
+        if not is_count(size, 1) or places.shape[1] != tokens or len(rows) > 1 or self._moves:
             raise InputError(
-                f"Documents.chunks: expected a size of at least 1, and a place for each of "
-                f"{self._rows[0].kv[-1]} tokens, got {size} and {places.shape[1]}"
+                "Documents.chunks: expected documents by lengths, a size of at least 1, and a "
+                f"place for each of {tokens} tokens in {len(self._rows)} rows, got {size!r} and "
+                f"places of shape {places.shape} for {self!r}"
             )
-        rows = max(len(self._rows), len(places))
-        ids = np.empty((rows, places.shape[1]), np.int64)
-        for number in range(rows):
-            row = self._rows[number % len(self._rows)]
-            chunk = places[number % len(places)] // size
-            begins = np.diff(chunk, prepend=chunk[:1]) != 0
+        ids = np.empty((max(rows, default=1), tokens), np.int64)
+        for number, found in enumerate(ids):
+            row, place = self._rows[number % len(self._rows)], places[number % len(places)]
+            begins = np.zeros(tokens, bool)
             begins[row.kv[:-1]] = True
-            ids[number] = np.cumsum(begins)
-            ids[number][~np.repeat(row.seen, np.diff(row.kv))] = _PADDING
+            seen = np.repeat(row.seen, np.diff(row.kv))
+            leaps = (np.diff(place) != 1) & ~begins[1:] & seen[1:]
+            if leaps.any():
+                at = int(leaps.argmax()) + 1
+                raise InputError(
+                    "Documents.chunks: expected places that ascend by 1 within a document, got "
+                    f"{int(place[at])} after {int(place[at - 1])} at token {at} of row {number}"
+                )
+            begins[1:] |= np.diff(place // size) != 0
+            found[:] = np.where(seen, np.cumsum(begins), _PADDING)
         return Documents(ids=ids)
 
     def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]]:

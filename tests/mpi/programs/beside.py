@@ -245,8 +245,12 @@ def check_what_is_paired_up_by_order() -> None:
         (other if odd else one).backward()
     for mean in means(count=8):
         mean.backward()
-    with pytest.raises(ContractMismatch, match="count must be the same on every rank"):
-        means(count=8 + odd)
+    for count in (8 + odd, 8 if odd else None):
+        with pytest.raises(ContractMismatch, match="count must be the same on every rank"):
+            means(count=count)
+    with pytest.raises(ContractMismatch, match="other numbers of parameters"):
+        burst_rt.average_gradients([] if odd else parameters((2, 3)))
+    burst_rt.average_gradients([])
     for shapes, said in (
         (((2, 3), (6,)), "other shapes or dtypes"),
         (((90, 90), (90, 90)), r"parameter 0, float32 \(90, 90\), has other values on some ranks"),
@@ -259,9 +263,45 @@ def check_what_is_paired_up_by_order() -> None:
             torch.testing.assert_close(parameter.grad, parameter.detach())
 
 
+def check_a_compiled_mean() -> None:
+    """One program, without a break, whatever the step; its gradient is the eager one."""
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return burst_rt.mean_over_ranks(x * x)
+
+    torch._dynamo.utils.counters.clear()
+    for step in range(12):
+        x = torch.full((3,), step + dist.get_rank() + 1.0, requires_grad=True)
+        mean = loss(x)
+        (grad,) = torch.autograd.grad(mean, x)
+        torch.testing.assert_close(grad, 2 * x.detach() / 3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def check_groups_made_anew(folder: Path) -> None:
+    """A group's sums are counted from its beginning: torch gives names of groups again."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size < 3:
+        return
+    for other in (1, 2):
+        store = dist.FileStore(str(folder / f"store-{other}"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        group = dist.new_group([0, other])
+        if rank in (0, other):
+            x = torch.ones(2, requires_grad=True)
+            burst_rt.mean_over_ranks(x, group=group).backward()
+            assert x.grad is not None
+            torch.testing.assert_close(x.grad, torch.full((2,), 0.5))
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
+    check_groups_made_anew(folder)
     dist.init_process_group("gloo")
+    check_a_compiled_mean()
     check_mean_over_ranks()
     check_what_is_paired_up_by_order()
     found = {}
