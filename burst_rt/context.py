@@ -1,4 +1,4 @@
-"""Contexts: a user's handle on a group of ranks that attend together.
+"""`init` and `Context`: a user's handle on a group of ranks that attend together.
 
 `init` joins the MPI job, or makes a world of one. Several contexts may live in one process (context
 parallel beside data, tensor and pipeline parallel); each context duplicates its communicator. A

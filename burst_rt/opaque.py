@@ -1,4 +1,4 @@
-"""Dataclasses that wrappers of a module's forward hand on as they are."""
+"""Dataclasses that wrappers of a module's forward (FSDP2) hand on as they are."""
 
 from __future__ import annotations
 

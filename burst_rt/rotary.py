@@ -1,5 +1,6 @@
-"""Rotary positions (RoFormer, arXiv 2104.09864), for tokens at any global positions: a whole
-sequence's or a rank's part of one.
+"""Rotary positions (RoFormer, arXiv 2104.09864), for tokens at any global positions.
+
+The tokens are a whole sequence's, or a rank's part of one.
 """
 
 from __future__ import annotations

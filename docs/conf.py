@@ -1,6 +1,8 @@
 """How Sphinx builds the guide (`make docs`), from Markdown files and docstrings."""
 
 import re
+import runpy
+from pathlib import Path
 
 from burst_rt.version import __version__
 
@@ -10,7 +12,7 @@ html_title = f"burst_rt {__version__}"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 # Sources lie where GitHub shows them, so a link works there and here.
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "*.md", "findings/*.md"]
+include_patterns = ["docs/*.md", "docs/decisions/*.md", "*.md", "findings/*.md"]
 exclude_patterns = [".*", "build", "runs", "**/__pycache__"]
 myst_heading_anchors = 3
 # The theme that comes with Sphinx loads no font and no script from elsewhere.
@@ -56,6 +58,13 @@ def _escaped(line: str) -> str:
     return "`".join(parts)
 
 
+def _add_modules(app: object, name: str, source: list[str]):
+    """Puts the list of modules at the end of its page."""
+    if name == "docs/modules":
+        source[0] += "\n" + runpy.run_path(str(Path(__file__).with_name("modules.py")))["page"]()
+
+
 def setup(app):
     """Called by Sphinx."""
+    app.connect("source-read", _add_modules)
     app.connect("autodoc-process-docstring", _to_rest)

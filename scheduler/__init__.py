@@ -1,5 +1,6 @@
-"""The scheduler: task graphs, the engine that runs them, policies, traces and the verifier. Pure,
-standard library only. The simulator stands beside it, in `burst_rt.scheduler.simulator`.
+"""The scheduler: task graphs, the engine that runs them, policies, traces and the verifier.
+
+It is pure: standard library only. The simulator is beside it, in `burst_rt.scheduler.simulator`.
 """
 
 from burst_rt.scheduler.engine import (

@@ -1,5 +1,6 @@
-"""The engine: a state machine that decides what may be issued. No I/O, no clock, no thread, no
-tensor.
+"""The engine: a state machine that decides what may be issued; `Schedule` is made of a graph once.
+
+It has no I/O, no clock, no thread and no tensor.
 
 Events go in (past tense), instructions come out (imperative). Whoever holds the engine performs the
 instructions and reports what happened; `loop.run` does so. One table lists the legal transitions

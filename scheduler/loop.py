@@ -1,4 +1,7 @@
-"""The loop between an engine and a driver. The same few lines run graphs of CPUs and of GPUs."""
+"""The loop between engine and driver, and the `Driver` protocol; a line of tasks needs no engine.
+
+The same few lines run graphs of CPUs and of GPUs.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Policies: the order in which a lane issues its ready tasks.
+"""Policies: pure functions of a graph that order the ready tasks of a lane.
 
-A policy is a pure function of the graph. It has no say on lanes that are issued in program order.
+A policy has no say on lanes that are issued in program order.
 It can change the time that a graph takes and never the result, because the graph itself chains
 accumulations in program order.
 """

@@ -1,4 +1,4 @@
-"""Traces: what each task of a run did and when, and what follows from it.
+"""Traces: each task's span, and from them exposed communication, skew, overlap, and who waited.
 
 A span is one task. Times are seconds of a monotonic clock. Traces of several ranks can be compared
 if the ranks share that clock, as ranks of one host do.

@@ -1,4 +1,4 @@
-"""The verifier: proves, before anything runs, that the graphs of all ranks fit together.
+"""The verifier proves that all ranks' graphs fit: ordered accesses, paired sends, no deadlock.
 
 `check_graph` checks the graph of one rank, `check_world` the graphs of all ranks. `check_share` is
 one rank's share of `check_world`: it looks at the rank's own graph, and takes a statement of its

@@ -1,6 +1,4 @@
-"""More jobs on several hosts, by `make test-all`: Slurm, torchrun's other ways to meet, hosts whose
-network has to be named.
-"""
+"""More jobs on several hosts, by `make test-all`: Slurm, torchrun, networks to be named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The ranks of a job, for the checks of transports: how the program's own messages go, and how
-ends of a transport are made.
-"""
+"""The ranks of a job for the checks of transports: how messages go, how ends are made."""
 
 from __future__ import annotations
 

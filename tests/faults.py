@@ -1,5 +1,6 @@
-"""Faults drawn from a seed, against real jobs: ranks and launchers that die or stop, bad calls,
-forked children, damaged checkpoints. `make faults`, or `python tests/faults.py --help`.
+"""Faults drawn from a seed, against real jobs: `make faults`, or `python tests/faults.py --help`.
+
+Ranks and launchers die or stop, calls are bad, children are forked, checkpoints are damaged.
 
 A case is one line of words from which it can be repeated, by `--case` or by `--seed S --only K`:
 

@@ -1,5 +1,6 @@
-"""A run whose model writes letters, made without training; and the text that it writes, found by
-one process without a cache.
+"""A run whose model writes letters, made without training; its text, found by one process.
+
+That process has no cache.
 """
 
 from __future__ import annotations

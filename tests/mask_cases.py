@@ -1,5 +1,7 @@
-"""Calls under masks, as factors: what `unit/test_masked_attention.py` takes all pairs of, and
-`all_masks.py` the product (all pairs, where Triton's interpreter is the machine).
+"""Calls under masks, as factors that tests combine.
+
+`unit/test_masked_attention.py` takes all pairs of them, and `all_masks.py` the product (all pairs,
+where Triton's interpreter is the machine).
 """
 
 from __future__ import annotations

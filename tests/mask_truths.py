@@ -1,5 +1,6 @@
-"""Masks beside what they must come to, cell by cell in plain loops, which share no code with the
-package.
+"""Masks beside what they must come to, cell by cell in plain loops.
+
+The loops share no code with the package.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Seeded mixes of documents, windows and prefixes, over worlds of all sizes; whether the layout
-that is taken for one is the fastest.
+"""Seeded mixes of documents, windows and prefixes; whether the layout that is taken is fastest.
+
+The mixes are over worlds of all sizes.
 """
 
 from __future__ import annotations

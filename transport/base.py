@@ -1,4 +1,4 @@
-"""What a transport and a control group must do. Nothing here moves a byte.
+"""The `Transport` and `ControlGroup` protocols, and notices; nothing here moves a byte.
 
 A transport carries the messages of task graphs: raw bytes, non-blocking, counted. A control group
 carries the few small things ranks must agree on (call contracts, errors, farewells); it has a

@@ -1,4 +1,4 @@
-"""Does this MPI take device memory? Only a throw-away job tells.
+"""Whether this MPI takes device memory: a throw-away job tells, and its answer is remembered.
 
 The library's query flag is wrong at times, and an MPI that does not take device memory crashes.
 `python -m burst_rt.transport.probe DEVICE` is a rank of that job: it passes device tensors round a

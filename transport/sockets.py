@@ -1,4 +1,4 @@
-"""Ranks as processes that know each other through a `torch.distributed` group: stream sockets.
+"""Ranks as processes of a `torch.distributed` group: messages over stream sockets.
 
 A message starts once its receive is posted: the receiver says so to the sender (READY), who sends
 the bytes (DATA) straight from memory to memory. So no message waits for another one's receive, and

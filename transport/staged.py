@@ -1,4 +1,4 @@
-"""Staging: device memory over a transport that takes host memory only, as a lowering of the graph.
+"""Staging, a lowering of the graph: device memory goes as copies and messages of host chunks.
 
 `staged(graph)` is the same graph with every exchange of device memory replaced by chunks. On the
 sending side a chunk is a copy to a pinned chunk of the host (lane `d2h`) and a message out of that

@@ -1,4 +1,4 @@
-"""Starting MPI, under a deadline.
+"""Starting MPI under a deadline, and naming the ranks that are missing.
 
 MPI_Init waits for every rank of the job and has no deadline of its own. Importing `mpi4py.MPI`
 calls MPI_Init while the thread holds the interpreter's lock, so that no other thread could end the

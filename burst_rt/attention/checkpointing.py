@@ -1,4 +1,4 @@
-"""Activation checkpointing that never runs attention twice.
+"""Activation checkpointing that keeps attention's outputs, and so never runs attention twice.
 
 Torch's own checkpointing, without reentrant autograd, and a policy for it. Of a layer's activations
 its inputs and attention's outputs (out and lse) are kept; everything else is computed again in the

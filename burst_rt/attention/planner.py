@@ -1,4 +1,4 @@
-"""The planner: from a problem to a verified plan, cached.
+"""The planner: from a problem to a verified plan, cached, with its memory formula.
 
 A plan is everything about one direction of a call that does not depend on the tensors' values: the
 graph of this rank, its schedule, the kernel, the bytes sent, the memory.

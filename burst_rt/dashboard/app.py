@@ -1,5 +1,6 @@
-"""The dashboard's routes: the page's files, the present as a stream of events, windows of the past,
-and `/metrics`. There are no others.
+"""The dashboard's routes: the page, the present as a stream, windows of the past, `/metrics`.
+
+There are no others.
 
 Files are read once, at the start: a request names numbers and things of the model, never a path.
 All that is sent is data, and the page writes it as text.

@@ -1,5 +1,6 @@
-"""A timeline as a browser gets it: spans stand beneath their call, each name stands once, and times
-are whole tenths of microseconds.
+"""A timeline as a browser gets it, in few bytes.
+
+Spans are beneath their call, each name is said once, and times are whole tenths of microseconds.
 """
 
 from __future__ import annotations

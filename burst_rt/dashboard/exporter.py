@@ -1,4 +1,4 @@
-"""`/metrics` for Prometheus: a snapshot in its text format, made when it is scraped.
+"""`/metrics` for Prometheus, with DCGM's names: a snapshot in its text format, made when scraped.
 
 GPU fields have the names, units and labels of NVIDIA's DCGM exporter
 (github.com/NVIDIA/dcgm-exporter, `etc/default-counters.csv`) where that has them, so dashboards and

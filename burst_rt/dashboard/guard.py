@@ -1,5 +1,6 @@
-"""Who may see the dashboard: a viewer that has the run's token, asks from the dashboard's own page,
-and only reads (GET or HEAD). The guard stands before every route.
+"""Who may see the dashboard: viewers with the run's token that ask from its page and only read.
+
+It checks the token, Host, Origin, and the method (GET or HEAD), before every route.
 
 The token comes once with the link, and then as a cookie that scripts cannot read and other sites'
 pages cannot send; Prometheus sends it as a bearer token. The Host header must name this machine,

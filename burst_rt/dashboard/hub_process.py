@@ -1,5 +1,6 @@
-"""The process of a job's hub: `python -m burst_rt.dashboard.hub_process`, started by
-`telemetry.starting.start_hub`.
+"""The hub's process: the hub, its record and, where asked for, the dashboard.
+
+`telemetry.starting.start_hub` starts it as `python -m burst_rt.dashboard.hub_process`.
 
 It joins the hub (`telemetry.hub`) with what shows the job to people: the record and, where it is
 asked for, the dashboard. The job's secret comes by the environment, all other settings as

@@ -1,5 +1,6 @@
-"""Where a viewer reads: from a model in its own process (the hub's, or a replay's), or from a hub
-in another process.
+"""Where a viewer reads: from a model in its own process, or from a hub in another process.
+
+A model in its own process is the hub's, or a replay's.
 
 All of them answer in the types of `telemetry.views`, so whatever shows a job works on any of them.
 """

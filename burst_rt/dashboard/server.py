@@ -1,5 +1,6 @@
-"""Serves the dashboard: binds a port, tells the link, and runs uvicorn in an event loop that
-belongs to the hub or to a command.
+"""Serves the dashboard: binds a port, tells the link, and runs uvicorn.
+
+uvicorn's event loop belongs to the hub or to a command.
 """
 
 from __future__ import annotations

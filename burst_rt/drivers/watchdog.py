@@ -1,4 +1,4 @@
-"""Watches calls that have been issued and have not ended.
+"""Watches calls that were issued and have not ended; what keeps them from ending ends the job.
 
 With an ordered transport (NCCL) a call returns once its work is on streams. If another rank then
 fails, that work never ends. The program would wait for the work for ever, in code of its own such

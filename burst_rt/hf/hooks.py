@@ -1,4 +1,4 @@
-"""What a model has while there are caches over ranks for it: hooks that look at its calls.
+"""Hooks on a model that has caches over ranks: the model's calls become steps of the caches.
 
 Calls with such a cache are cut, and their logits are those of all ranks. Other calls are left as
 they are. When the last cache of a model is gone, so are the hooks.

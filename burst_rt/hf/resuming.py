@@ -1,4 +1,4 @@
-"""Which rows a run of Trainer sees after it was resumed: those that it would have seen.
+"""Samplers drawn from each epoch's seed: a resumed run of Trainer sees the rows it would have seen.
 
 accelerate skips the batches of the epoch that a checkpoint is in, so the epoch's order must be made
 again. A sampler, or a stream of rows, that draws goes on where it stopped, and a resumed run would

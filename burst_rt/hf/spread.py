@@ -1,5 +1,4 @@
-"""What one rank finds for the next token, on every rank: logits, the state of random generators,
-and whether a text ends.
+"""One rank's result for the next token, on every rank: logits, random state, the end of a text.
 
 All ranks then choose the same token, greedily, by chance or among beams, and stop at the same.
 """

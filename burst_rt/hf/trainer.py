@@ -1,4 +1,4 @@
-"""transformers' Trainer, and TRL's that derive from it, over the ranks of contexts.
+"""transformers' Trainer and TRL's over ranks: shared batches, counts, losses, evaluation, refusals.
 
     class Mine(burst_rt.hf.Trainer, transformers.Trainer): ...     # or trl.SFTTrainer
     Mine(model=model, args=args, train_dataset=dataset, context=ctx).train()

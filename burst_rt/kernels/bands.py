@@ -1,4 +1,4 @@
-"""Bands (what a window leaves of a tile) on a CPU, by matrix products.
+"""Bands (what a window leaves of a tile) on a CPU: strips of a few rows, by matrix products.
 
 torch's fused CPU attention computes all cells of a block, and is fast where a block has many rows.
 A block of many rows of a band has many hidden cells. So a band is done here, in strips of a few

@@ -1,4 +1,4 @@
-"""What a tile kernel is.
+"""The `Kernel` protocol, the records of tensors that it takes, and the running state of a row.
 
 A kernel computes one tile: a block that travels against the whole shard at home, whichever side
 travels.

@@ -1,4 +1,4 @@
-"""Which of several tile kernels is fastest on this machine.
+"""Which of several tile kernels is fastest on this machine, measured once.
 
 Each kernel is timed once for a class of work, and the answer is kept. A class is chip and versions,
 input type, head size, direction, mask (Full or Causal, whichever the tiles are like), and whether a

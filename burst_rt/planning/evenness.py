@@ -1,4 +1,4 @@
-"""How even a layout is: the largest rank's number over the mean of all ranks; 1.0 is even.
+"""How even a layout is, and others would be: the largest rank's number over the mean; 1.0 is even.
 
 Tokens are what everything but attention costs by. Cells are attention's work. A rank's cells are
 those of its queries where keys travel, and those of its keys where queries travel. In all-to-all

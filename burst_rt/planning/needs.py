@@ -1,4 +1,4 @@
-"""Which rows of a side are computed with which rows of the other side.
+"""Which rows of a side are computed with rows of the other side, and so must be sent.
 
 A strategy sends a row to the ranks that compute with it, and to no other. Rows travel in groups of
 ROWS_TOGETHER rows of a block: a group goes to a rank if any of its rows meets any row of the rank.

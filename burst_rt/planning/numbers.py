@@ -1,4 +1,4 @@
-"""Numbers for objects that a compiled program cannot hold.
+"""Numbers by which compiled programs know masks and layouts, objects that they cannot hold.
 
 A compiled program is given the number instead of the object, each time it runs, as an input like
 any other.

@@ -1,4 +1,4 @@
-"""What the tasks of attention's graphs do: one frozen type for each operation.
+"""Operations of attention's tasks, one frozen type each; a strategy's own are in its module.
 
 `name` is what telemetry shows and what machine files rate. Parts are given by their numbers in the
 graph; blocks are counted by owner. `attention/execute` performs the operations. Here are those that

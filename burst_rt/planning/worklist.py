@@ -1,4 +1,4 @@
-"""A tile as spans of columns and lists of work, which is all that kernels of GPUs need of a mask.
+"""A tile for GPU kernels: spans of its columns, and lists of the blocks seen in whole or in part.
 
 `column_spans` says, row by row, which columns of the tile are seen. `work_list` cuts the tile into
 blocks of rows x blocks of columns and lists the blocks that are seen in whole and those that are

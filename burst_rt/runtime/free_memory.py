@@ -1,4 +1,4 @@
-"""How much memory a host still has for this process.
+"""How much memory the host, or its control groups, still have for this process.
 
 Linux hands out more memory than there is, and ends a process that uses it. So a cache asks
 before it takes much.

@@ -1,4 +1,4 @@
-"""The mean of all ranks' gradients, for models in no wrapper."""
+"""The mean of all ranks' gradients, for models without a wrapper such as DDP or FSDP2."""
 
 from __future__ import annotations
 

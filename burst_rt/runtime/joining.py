@@ -1,6 +1,6 @@
-"""Joining a group of ranks: what `init` decides before there is a context.
+"""Joining a group of ranks: the device and the transport that `init` decides on.
 
-It decides on the device and the transport. Every rank brings its facts (host, GPU, NCCL, MPI).
+Every rank brings its facts (host, GPU, NCCL, MPI).
 Every rank decides by the facts of all ranks, so all ranks decide the same.
 """
 

@@ -1,4 +1,4 @@
-"""Means over ranks: the loss of a step.
+"""The mean over all ranks' tokens, its gradients as DDP and FSDP2 average them.
 
 DDP and FSDP2 average gradients over their ranks: what they differentiate is the mean of the ranks'
 losses. Where every rank's loss is the mean over all tokens of all ranks, that is the same number,

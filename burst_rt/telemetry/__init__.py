@@ -1,5 +1,6 @@
-"""Telemetry: what every rank, GPU and transfer does, seen from one place, at a cost that cannot
-hurt the run.
+"""Telemetry: what every rank, GPU and transfer does, seen from one place.
+
+Its cost cannot hurt the run.
 
 Off unless asked: `burst-rt run --telemetry` (or `--record FILE`), BURST_RT_TELEMETRY=1, or
 `burst_rt.init(telemetry=True)`. A rank's agent (`agent`) tells a hub (`hub`) what the rank does.

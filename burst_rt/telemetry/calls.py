@@ -1,5 +1,6 @@
-"""A context's calls as telemetry sees them: what the context is doing now, counts that miss
-nothing, and spans for viewers.
+"""A context's calls as telemetry sees them: the present call, counts, and spans for viewers.
+
+The counts miss nothing.
 
 The calling thread only notes that a call began and ended, which takes a few microseconds; the
 agent's thread makes messages of the call later. Where that thread cannot keep up, spans are dropped

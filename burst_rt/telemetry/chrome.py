@@ -1,5 +1,6 @@
-"""A record as one trace of all ranks, for Perfetto (ui.perfetto.dev) or chrome://tracing: the Trace
-Event Format, in JSON.
+"""A record as one trace of all ranks, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+It is in the Trace Event Format, in JSON.
 
 A rank is shown as a process, and a lane as a thread of it; where transfers overlap, a lane takes
 several threads. Arrows go from a send to its receive. Counters show power and use of each GPU,

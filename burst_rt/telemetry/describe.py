@@ -1,5 +1,6 @@
-"""A plan in words, and the time that it should take, where a machine like this one is known: the
-planner's forecast, or a simulated run.
+"""A plan in words, with its candidates and the time that it should take.
+
+The time is the planner's forecast, or a simulated run, where a machine like this one is known.
 """
 
 from __future__ import annotations

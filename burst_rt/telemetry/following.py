@@ -1,5 +1,6 @@
-"""A runtime followed by telemetry: the ranks find out whether any of them asked for it, and the
-runtime's observer passes on what happens.
+"""A runtime followed by telemetry: its observer passes on what happens.
+
+The ranks first find out whether any of them asked for it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Numbers over time, of bounded size: the last ten minutes as they came, an hour and a half as
-means of 5 s, a day as means of a minute.
+"""Numbers over time, of bounded size.
+
+The last ten minutes are kept as they came, an hour and a half as means of 5 s, a day as means of a
+minute.
 
 One `History` holds all metrics of one source: rows of float32, and one float64 time a row. A metric
 that a row lacks is NaN there. What is older than the coarsest level is gone; a record keeps

@@ -1,5 +1,6 @@
-"""Samples of a host and of a rank's own process, from psutil. They have the shape of a GPU's
-samples, and come from machines with and without a GPU.
+"""Samples of a host's cores and of a rank's own process, from psutil.
+
+They have the shape of a GPU's samples, and come from machines with and without a GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The hub: one process per job that all ranks are connected to. It feeds the model (`job_model`),
-keeps the record, and answers viewers.
+"""The hub: one process per job that all ranks are connected to.
+
+It feeds the model (`job_model`), keeps the record, and answers viewers.
 
 The hub ends with the job: when its last rank has gone, and whoever started the hub has gone too. A
 rank whose connection ends without a `Bye` is lost, and the hub knows that within milliseconds. The

@@ -1,5 +1,6 @@
-"""The one model of a job. The hub of a running job feeds it with messages, or a replay does from a
-record; every viewer asks it.
+"""The one model of a job, which every viewer asks.
+
+The hub of a running job feeds it with messages, or a replay does from a record.
 
 `apply` takes each message once, in order; `snapshot`, `series` and `timeline` answer in the types
 of `views`. Nothing here waits, starts threads or touches a socket, and only one thread uses a model

@@ -1,5 +1,6 @@
-"""The jobs of this user on this host that have a hub, so that viewers find the hub. Each hub has
-one file, which only this user can read.
+"""The running jobs of this user on this host, whose hubs viewers find with `--attach`.
+
+Each hub has one file, which only this user can read.
 
 The files lie in $XDG_RUNTIME_DIR/burst-rt. Where there is no such folder, they lie in burst-rt-UID
 in the folder for temporary files. A hub that was killed leaves its file, and the next look removes

@@ -1,5 +1,6 @@
-"""How a context joins telemetry: whether any rank asked for it, who starts the hub, and the one
-agent that each rank has.
+"""How a context joins telemetry: who asked for it, who starts the hub, the rank's one agent.
+
+One rank that asks for it is enough.
 
 A caller hands in all that is known of its ranks; nothing here knows contexts. The rest of telemetry
 is imported only once a rank has asked for it. Nothing here can fail a run: without a hub there are

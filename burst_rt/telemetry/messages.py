@@ -1,5 +1,6 @@
-"""What ranks and the hub say to each other, as typed messages (msgspec, MessagePack), never
-pickles.
+"""What ranks and the hub say to each other: typed messages, never pickles.
+
+The types are msgspec's; messages travel as MessagePack.
 
 A connection carries frames (`wire`), one message each. A record file holds the same messages, each
 with the time at which the hub had it and the rank that it came from. So the model (`job_model`) is

@@ -1,5 +1,6 @@
-"""Every metric there is: its unit, its meaning and its range. Samplers, viewers and exporters all
-read this one table.
+"""Every metric there is: its unit, its meaning and its range.
+
+Samplers, viewers and exporters all read this one table.
 
 A source (a GPU, a host, a rank's process, the job) has some of the metrics. A metric that a chip or
 driver does not have is left out, never made up. A value outside its range is no measurement, and is

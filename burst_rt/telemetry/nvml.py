@@ -1,5 +1,6 @@
-"""Samples of NVIDIA GPUs, from NVML (package nvidia-ml-py, module pynvml;
-docs.nvidia.com/deploy/nvml-api), on a thread of their own.
+"""Samples of NVIDIA GPUs, from NVML, on a thread of their own.
+
+NVML's package is nvidia-ml-py, its module pynvml; see docs.nvidia.com/deploy/nvml-api.
 
 Which readings a chip and its driver have is found out once; the others are left out. NVML may be
 missing, fail at any call, hang, or give a value that cannot be: then there are no figures, an event

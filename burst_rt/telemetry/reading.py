@@ -1,5 +1,6 @@
-"""Reads a record for its calls: each call with the spans of the ranks that have it, in the hub's
-time. Traces and summaries are made from these.
+"""Reads a record for its calls: each call with the spans of all ranks that have it.
+
+Times are the hub's. Traces and summaries are made from these calls.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Records: all messages of a job in a file, in the order in which the hub had them. A record can be
-replayed, or made into a trace.
+"""Records: all messages of a job in a file, in the order in which the hub had them.
+
+A record can be replayed, or made into a trace.
 
 The file begins with a line of magic; then come frames (`wire`): a `RecordHeader`, and `Recorded`
 entries. The file grows as the job runs, so a record whose writer was killed lacks only its last

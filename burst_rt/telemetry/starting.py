@@ -1,5 +1,6 @@
-"""Starts a job's hub: a fresh interpreter in a session of its own, without MPI's variables, that
-holds none of a rank's descriptors.
+"""Starts a job's hub: a fresh interpreter in a session of its own, apart from the ranks.
+
+It has none of MPI's variables, and holds none of a rank's descriptors.
 
 mpirun waits for every process that holds a rank's standard output. An MPI program that was started
 with a rank's variables would join the job.

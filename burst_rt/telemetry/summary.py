@@ -1,6 +1,6 @@
-"""What a record says about a run's communication: how much of it was exposed, which ranks compute
-more than others, which come late to the calls, and the longest stalls.
+"""A record's exposed communication, its longest stalls, and which ranks come late.
 
+It says which ranks compute more than others, too.
 A rank that waits for another rank, and not for the wire, does so for one of two reasons. The other
 rank had more to compute in calls: skew. Or it spent more time outside of calls: late entry. A rank
 that comes late need not be waited for at once. The others have tiles of their own to compute first,

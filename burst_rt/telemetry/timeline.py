@@ -1,5 +1,6 @@
-"""The spans of the last minute, rank by rank, and what the spans of all ranks say: who sent what to
-whom, where a rank stood still, and why.
+"""The spans of the last minute, rank by rank: who sent what to whom, and who waited for whom.
+
+They say where a rank had to wait, and why.
 
 A call is kept as it came, at 16 bytes a span; the names and costs of its tasks are in its plan.
 Idle time is either exposed communication or skew (`scheduler.waits`), and only the spans of all

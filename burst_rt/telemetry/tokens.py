@@ -1,4 +1,4 @@
-"""How fast a job that serves gives tokens, and how full its cache is, told to viewers.
+"""`TokenMeter`: time to first token, time per token, and the fill of a cache, told to viewers.
 
 The program says when tokens are there, in the calls that transformers makes of a streamer. So a
 time is what its reader waits for (the model, the choice of the token, the other ranks), and the

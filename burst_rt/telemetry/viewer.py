@@ -1,5 +1,6 @@
-"""A viewer in a process of its own: it asks a running hub over the hub's socket. A viewer in the
-hub's process asks the `JobModel` itself.
+"""A viewer in a process of its own: it asks a running hub over the hub's socket.
+
+A viewer in the hub's process asks the `JobModel` itself.
 """
 
 from __future__ import annotations

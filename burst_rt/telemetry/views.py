@@ -1,5 +1,6 @@
-"""What viewers get: the dashboard, `burst-rt top`, `/metrics` and replays all read these types, and
-nothing else. Plain data, ready for JSON.
+"""What viewers get: types of plain data, ready for JSON.
+
+The dashboard, `burst-rt top`, `/metrics` and replays all read these types, and nothing else.
 
 All times are seconds since the hub began; `JobView.began_at_s` says when that was. Metrics and
 their units are in `metrics.METRICS`.

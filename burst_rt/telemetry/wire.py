@@ -1,5 +1,6 @@
-"""How messages travel: as frames on a stream socket. A frame is a length of four bytes (little
-endian), and then that many bytes; the length is bounded.
+"""How messages travel: frames on a stream socket, addresses, settings.
+
+A frame is a length of four bytes (little endian), and then that many bytes; the length is bounded.
 
 An address is "unix:PATH" (one host) or "tcp:HOST:PORT". A peer that connects says the job's secret
 first. `read_settings` reads what the environment asks for.

@@ -1,4 +1,6 @@
-"""The ranks' side of `burst-rt bench attention`; start it through that command.
+"""The ranks' side of `burst-rt bench attention`: attention over ranks against torch.
+
+Start it through that command.
 
 Both sides of every comparison run in turn in one job, so that the machine's noise hits them alike.
 The side of one process, with as many threads as there are ranks, is rank 0 while the other ranks

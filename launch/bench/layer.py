@@ -1,4 +1,6 @@
-"""The ranks' side of `burst-rt bench layer`; start it through that command.
+"""The ranks' side of `burst-rt bench layer`: a layer by rings, all-to-all, tensor parallelism.
+
+Start it through that command.
 
 One transformer layer, forward and backward, is spread over the ranks in every way: a ring,
 all-to-all, tensor parallelism without and with a split sequence (the BurstAttention paper's

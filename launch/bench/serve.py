@@ -1,4 +1,6 @@
-"""The ranks' side of `burst-rt bench serve`; start it through that command.
+"""The ranks' side of `burst-rt bench serve`: first tokens, chunks, and tokens by what is cached.
+
+Start it through that command.
 
 The model is the byte-level one that `burst-rt train` makes, with the weights it begins with. Both
 sides of a comparison run in turn in one job, so that the machine's noise hits them alike. Torch's

@@ -1,4 +1,4 @@
-"""The ranks' side of `burst-rt bench strategies`, `predict` and `scaling`.
+"""The ranks' side of `burst-rt bench strategies`, `predict` and `scaling`, against forecasts.
 
 Start this module through those commands. All strategies of one point run in turn, round after
 round, so that the machine's noise hits them alike. A time is the slowest rank's, from a common

@@ -1,4 +1,6 @@
-"""The ranks' side of `burst-rt bench transports`; start it through that command.
+"""The ranks' side of `burst-rt bench transports`: MPI, a group's sockets and threads compared.
+
+Start it through that command.
 
 One job has a context over MPI and a context over a group of torch.distributed. The two run in turn.
 Ranks that are threads run after them, in the first process, while the other processes sleep.

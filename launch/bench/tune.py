@@ -1,5 +1,6 @@
-"""`burst-rt bench tune`: block sizes, warps, stages and ways to load of the Triton kernels,
-measured on this machine's GPU.
+"""`burst-rt bench tune`: the Triton kernels' block sizes, measured on this machine and kept.
+
+Warps, stages and ways to load are measured, too, on this machine's GPU.
 
 For every kernel and head size the candidates of `kernels/triton/tuned.py` are compiled by several
 processes, checked against the table's own configuration and timed, full and causal together. The

@@ -1,4 +1,6 @@
-"""A whole model on a machine: the forecast of one layer times the number of layers. Pure Python.
+"""A whole model on a machine: one layer's forecast times the layers; activations kept or not.
+
+It is pure Python.
 
 The layer is that of `burst_rt.baselines.layers`. Times leave out the embedding and the head (one
 row of logits a sequence; their weights are counted), the sampler, and the optimizer's step.

@@ -1,3 +1,4 @@
-"""Language models on real text with the sequence split over ranks: train a small one, or fine-tune
-one of transformers; measure; export.
+"""Language models on real text, the sequence split over ranks: train, measure, export.
+
+A small model is trained, or one of transformers is fine-tuned.
 """

@@ -1,5 +1,6 @@
-"""`python -m burst_rt.launch.train`: one rank of a training job, or of a measurement where `eval`
-is the first word.
+"""`python -m burst_rt.launch.train`: one rank of a training job, or of a measurement.
+
+It is a measurement where `eval` is the first word.
 """
 
 import sys

@@ -1,5 +1,4 @@
-"""`burst-rt train`, `eval` and `export`: their options, and how the first two start themselves on
-ranks.
+"""`burst-rt train`, `eval` and `export`: their options, and how jobs start themselves on ranks.
 
 With `-n` a command launches itself on that many ranks, unless it can be seen without them that it
 cannot run: ranks take seconds to start, and check everything again, together. Without `-n` a

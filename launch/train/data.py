@@ -1,5 +1,6 @@
-"""Text: read documents, hold some out, cut sequences. All of it is a pure function of files and
-numbers.
+"""Text: documents, what is held out, tokens (bytes, or a tokenizer's), sequences.
+
+All of it is a pure function of files and numbers.
 
 A token is a byte and byte 0 separates documents, or a tokenizer says what a token is (`Encoding`).
 Every rank holds the whole text in memory and picks its sequences by arithmetic, so no rank ever

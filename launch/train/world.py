@@ -1,4 +1,4 @@
-"""What the ranks of a job do together, outside of a training step.
+"""What ranks do together outside a step: begin, end, fail together, share rank 0's files.
 
 They begin and end a command (`job_world`), form a mesh (`open_mesh`), fail together (`together`,
 `on_first`, `same_everywhere`), and share the files that rank 0 alone reads and writes

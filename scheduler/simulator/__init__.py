@@ -1,5 +1,6 @@
-"""The simulator: real engines of all ranks under a virtual clock, the machines it reckons with,
-and runs in which things go wrong. Pure, standard library only.
+"""The simulator: real engines under a virtual clock, models of machines, and runs that go wrong.
+
+It is pure: standard library only. The core knows nothing of it.
 """
 
 from burst_rt.scheduler.simulator.faults import Faults, Loss, Rehearsal, Stall, rehearse, verdict

@@ -1,5 +1,4 @@
-"""Runs in which things go wrong, from a seed: the simulator with delays, stalled ranks and lost
-ranks.
+"""Simulated runs with delays, stalled ranks and lost ranks, from a seed.
 
 `rehearse` runs real engines on integer payloads (`payload.py`). Every task, message and piece of
 news takes as long as the seed says, spread over powers of ten, so that any order that hardware

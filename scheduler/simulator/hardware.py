@@ -1,5 +1,4 @@
-"""A machine as the simulator sees it: how long a task takes on a device, and what messages share on
-their way.
+"""A machine as the simulator sees it: rates of its devices, links, and what messages share.
 
 Machine files are read and written elsewhere (`burst_rt.planning.machines`). Beside every nominal
 rate stands its `efficiency`, the fraction of it that real work reaches: measuring a machine changes

@@ -1,5 +1,4 @@
-"""What transfers share: resources, the flows on them, and which resources lie between two ranks of
-a machine.
+"""What transfers share: resources, the flows on them, and the resources between two ranks.
 
 A resource divides its bandwidth equally among the flows on it; a flow goes at the least of its
 shares. What it leaves of a share because another resource holds it back is not given to the others:

@@ -67,3 +67,30 @@ def test_the_losses_are_those_of_one_process(
     assert job.exit_code == 0, job.text
     losses = [float(x) for x in re.findall(r"^step \d+: loss (\S+)$", job.out, re.MULTILINE)]
     assert losses == pytest.approx(expected, rel=LOSSES, abs=1e-4)  # four digits are printed
+
+
+_HOW = _PAGE.with_name("how.md")
+_RING_CHECK = """
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 12, 8, dtype=torch.float64)
+mine = [x.chunk(dist.get_world_size())[dist.get_rank()] for x in (q, k, v)]
+out, lse = ring_attention(*mine)
+scores = q @ k.T / 8**0.5
+whole = scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
+for found, expected in zip((out, lse), whole):
+    expected = expected.chunk(dist.get_world_size())[dist.get_rank()]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+print(f"rank {dist.get_rank()} is right")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_ring_in_plain_torch_is_exact(num_ranks: int, tmp_path: Path) -> None:
+    ring, *_ = re.findall(r"```python\n(.*?)```", _HOW.read_text(encoding="utf-8"), re.DOTALL)
+    program = tmp_path / "ring.py"
+    program.write_text(ring + _RING_CHECK, encoding="utf-8")
+    job = run_job(program, num_ranks, by="torchrun")
+    assert job.exit_code == 0, job.text
+    assert sorted(job.out.split("\n")[:-1]) == [f"rank {i} is right" for i in range(num_ranks)]

@@ -12,7 +12,9 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from dataclasses import fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,6 +75,14 @@ def test_the_first_program_of_the_readme_runs() -> None:
 def test_the_error_of_the_page() -> None:
     shown = _blocks(_ROOT / "docs" / "errors.md", "text")[0].strip()
     assert [names["said"] for names in _run("errors", 2)] == [shown] * 2
+
+
+def test_the_ring_of_the_page_opens_the_module_of_rings() -> None:
+    shown, *_ = _blocks(_ROOT / "docs" / "how.md", "python")
+    assert len(shown.splitlines()) <= 25
+    assert textwrap.indent(shown, "    ") in (
+        import_module("burst_rt.planning.strategies.ring").__doc__ or ""
+    )
 
 
 def test_the_explanation_of_the_page() -> None:
@@ -178,6 +188,18 @@ def test_the_command_line_knows_the_commands_of_a_page(page: Path) -> None:
 
 def test_commands_are_found() -> None:
     assert sum(len(_commands(page)) for page in _PAGES) > 30
+
+
+def test_the_readme_counts_the_lines_to_read_first() -> None:
+    text = (_ROOT / "README.md").read_text(encoding="utf-8")
+    sentence = (
+        text[text.index("**Small enough to read.**") :].partition("\n- ")[0].partition("\n\n")[0]
+    )
+    (said,) = re.findall(r"about ([\d,]+) lines", sentence)
+    files = [_ROOT / link for link in re.findall(r"\]\((\S+\.py)\)", sentence)]
+    assert len(files) > 8
+    counted = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    assert abs(counted - int(said.replace(",", ""))) <= 200, f"{counted:,} lines"
 
 
 def test_every_error_has_its_exit_code_on_the_page() -> None:

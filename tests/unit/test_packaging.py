@@ -10,6 +10,7 @@ import importlib.metadata
 import inspect
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -345,6 +346,27 @@ def _room(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
+def _column(heading: str, number: int) -> list[set[str]]:
+    """The names in code that each row of a table of ARCHITECTURE.md has in one column."""
+    text = (_ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rows = text[text.index(heading) :].partition("\n\n")[0].splitlines()[2:]
+    cells = [row.strip("|").split(" | ")[number] for row in rows]
+    return [set(re.findall(r"`[^`]*?(\w+)(?:\.py|\(\))?`", cell)) for cell in cells]
+
+
+def test_the_floors_are_those_of_the_page() -> None:
+    shown = reversed(_column("| floor | rooms |", 1))
+    rooms = [{name.replace("__init__", "") for name in names} for names in shown]
+    assert rooms == [set(floor) for floor in _FLOORS]
+
+
+def test_words_that_are_on_their_way_out_are_still_here() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in _MODULES.values())
+    old = set().union(*_column("| today | means today |", 0))
+    assert {"ScoreTerms", "cut", "way"} < old
+    assert old - set(re.findall(r"\w+", text)) == set()
+
+
 @pytest.mark.parametrize("name", sorted(_MODULES))
 def test_imports_point_down(name: str) -> None:
     """Imports for types count. `burst_rt` itself names what it hands on in `_HOME`, as text."""
@@ -403,6 +425,23 @@ def _own_docstring(value: object) -> str:
     return docstring or ""
 
 
-@pytest.mark.parametrize("name", sorted(_MODULES))
-def test_every_module_says_what_it_is_for(name: str) -> None:
-    assert ast.get_docstring(ast.parse(_MODULES[name].read_text(encoding="utf-8")))
+# The list of modules in the guide is made of these lines.
+_LISTED: list[tuple[Path, str]] = list(
+    runpy.run_path(str(_ROOT / "docs" / "modules.py"))["modules"]()
+)
+
+
+@pytest.mark.parametrize(("path", "line"), _LISTED, ids=[str(path) for path, _ in _LISTED])
+def test_every_module_says_in_one_line_what_it_is(path: Path, line: str) -> None:
+    assert re.fullmatch(r"[\w`/].*[\w`)'\"]\.", line), (
+        f"{path}: not a sentence on one line: {line!r}"
+    )
+    assert len(line.split()) > 3, f"{path}: {line!r} says too little"
+    assert not line.startswith("Of "), path
+
+
+def test_the_list_of_modules_has_every_module() -> None:
+    listed = {_ROOT / path for path, _ in _LISTED}
+    assert set(_MODULES.values()) - listed == set()
+    page = _run(sys.executable, str(_ROOT / "docs" / "modules.py"), cwd=_ROOT)
+    assert [path for path, line in _LISTED if f"| `{path.name}` | {line} |" not in page] == []

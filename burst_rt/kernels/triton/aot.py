@@ -1,4 +1,4 @@
-"""Compiles the kernels for a chip that need not be there, and reads the machine code's cost.
+"""Compiles kernels for chips that are not there, and reads registers, spills and loads in flight.
 
 This serves tuning, and tests without a GPU: registers, spills and shared memory decide how many
 blocks a multiprocessor can hold, and the instructions tell whether the tensor cores are used. It

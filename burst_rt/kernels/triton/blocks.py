@@ -1,4 +1,4 @@
-"""How kernels load blocks of rows, add to them and write them.
+"""Blocks of rows on the device: loaded by pointers or tensor descriptors, added to, written.
 
 Blocks are loaded by pointers, or by the chip's copy engine through tensor descriptors that are made
 on the device. Descriptors take memory on the device while the kernel runs (`kernel.py` gives it),

@@ -1,4 +1,4 @@
-"""Decode on a GPU: a few queries against many keys, which are split over programs.
+"""Decode on a GPU: few queries, many keys split over programs, and the splits' states folded.
 
 A decode has few rows, so blocks of rows alone would leave most of a chip idle. `decode_kernel`
 splits the keys (FlashDecoding, https://pytorch.org/blog/flash-decoding/), and each split writes the

@@ -1,4 +1,4 @@
-"""`TritonKernel`: the Triton kernels behind the `Kernel` protocol.
+"""`TritonKernel`, a `Kernel`: what the Triton kernels refuse, and which of them is started.
 
 Checks, tables, and the choice of the kernel to start; no kernel code. triton is imported with
 the first tile: the import takes time, and TRITON_INTERPRET=1 (CPU tensors, for tests) must be set

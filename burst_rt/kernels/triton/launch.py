@@ -1,6 +1,6 @@
-"""What every launcher needs.
+"""A tile as plain arguments, which every launcher needs.
 
-A tile as the kernels' plain arguments, strides that fit the kernels, and how tensors are loaded.
+Here are also the strides that fit the kernels, and how tensors are loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Block sizes measured on this machine. They come before the sizes of `configs.py`.
+"""Block sizes measured on this machine, which go before `configs.py`; candidates for measuring.
 
 `burst-rt bench tune` writes them, and later jobs read them. They are kept for a chip (by name), a
 kernel, a head size and an input type, and for the versions of triton and of this package.

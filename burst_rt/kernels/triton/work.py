@@ -1,5 +1,4 @@
-"""Work lists and spans inside kernels: which blocks there are to do, and which of their cells are
-seen.
+"""Work lists and spans inside kernels: which blocks to do, and which of their cells are seen.
 
 The tables are those of `planning/worklist.py`, on the device. A program does one line of its list:
 first its whole runs, whose cells are all seen, then its cut runs, whose cells are compared with the

@@ -1,4 +1,4 @@
-"""Strategies: how attention is spread over ranks.
+"""Strategies: how attention is spread over ranks; their names, and the choice by bytes.
 
 A strategy turns a `Problem` into a `Program`: one graph for each rank and direction.
 

@@ -1,4 +1,4 @@
-"""All-to-all inside groups of ranks, a ring between the groups.
+"""All-to-all, alone or inside groups of ranks with a ring between the groups.
 
 Heads are spread inside a group, the sequence over the groups. One group of all ranks is
 DeepSpeed-Ulysses (arXiv 2309.14509), several groups are USP (arXiv 2405.07719), groups of one rank

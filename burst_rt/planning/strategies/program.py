@@ -1,4 +1,4 @@
-"""What a strategy makes of a problem: a program.
+"""The `Program` protocol, what a strategy makes: all ranks' graphs, messages, bytes, footprint.
 
 A program is the graphs of all ranks for one direction, and what the ranks send and hold.
 """

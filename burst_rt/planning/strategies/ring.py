@@ -1,5 +1,30 @@
 """Rings: one side of the attention stays at home; the other side travels, and so do its sums.
 
+The idea in plain torch, for a forward without a mask (docs/how.md has it, and a test runs it):
+
+    import torch
+    import torch.distributed as dist
+
+
+    def ring_attention(q, k, v):  # [tokens, head_dim]: this rank's equal share of the sequence
+        rank, world = dist.get_rank(), dist.get_world_size()
+        out, lse = torch.zeros_like(q), q.new_full((len(q), 1), -torch.inf)
+        for hop in range(world):
+            if hop < world - 1:  # the next block travels while this one is computed with
+                slot = torch.empty_like(k), torch.empty_like(v)
+                ops = [dist.P2POp(dist.isend, x, (rank + 1) % world) for x in (k, v)]
+                ops += [dist.P2POp(dist.irecv, x, (rank - 1) % world) for x in slot]
+                requests = dist.batch_isend_irecv(ops)
+            scores = q @ k.T / q.shape[-1] ** 0.5
+            merged = torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))
+            out = (lse - merged).exp() * out + (scores - merged).exp() @ v
+            lse = merged
+            if hop < world - 1:
+                for request in requests:
+                    request.wait()
+                k, v = slot
+        return out, lse
+
 One builder makes four graphs:
 
 * forward: K, V travel; a query's running state stays at home;
