@@ -205,7 +205,7 @@ def test_parameters_in_another_order(case: str, world_size: int) -> None:
 
 
 def test_other_models() -> None:
-    """One from another seed, one with fewer parameters, one trained in part: but not one rounded."""
+    """One from another seed, with fewer parameters, or trained in part; not one rounded."""
 
     def run(ctx: Context) -> None:
         odd = ctx.rank == 1
