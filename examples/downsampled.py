@@ -1,12 +1,12 @@
-"""Causal attention to near keys one by one, and to far keys by the means of blocks, over ranks.
+"""Causal attention over ranks, to near keys one by one and to far keys by the means of blocks.
 
-A query sees the last `window` keys, back to the beginning of a block of `stride` tokens. The blocks
-before that are seen by the means of their keys and values; each counts as `stride` keys, in the
-same softmax. With a stride of 1 that is exact attention.
+A query sees the last `window` keys, back to the beginning of a block of `stride` tokens. It sees
+each earlier block by the means of the block's keys and values. Such a mean counts as `stride` keys
+in the same softmax. With a stride of 1 this is exact attention.
 
-The graph makes two ways at once easy. Near tokens come straight from the ranks that have them,
-however many these are; the means, of as many blocks as a rank has, are all-gathered meanwhile. The
-backward is the opposite, line by line.
+The graph makes it easy to run two transfers at once. Near tokens come straight from the ranks that
+have them, however many these are. Meanwhile every rank's block means are all-gathered. The
+backward mirrors the forward line by line.
 
     burst-rt run -n 3 examples/downsampled.py
 """

@@ -3,14 +3,14 @@
     torchrun --nproc-per-node 4 examples/finetune.py MODEL TEXTS OUT --context 2
 
 MODEL is what `from_pretrained` takes, TEXTS a folder of documents (*.txt), and OUT a folder for the
-tuned model. Here 2 ranks share a sequence, and there are 2 such pairs, each with sequences of its
-own; parameters, gradients and the optimizer's state are spread over all 4. On two hosts with 8 GPUs
-each, all of which share a sequence of a million tokens:
+tuned model. Here 2 ranks share a sequence, and there are 2 such pairs, each with its own sequences.
+Parameters, gradients and the optimizer's state are sharded over all 4 ranks. The next command is
+for two hosts with 8 GPUs each, where all 16 GPUs share a sequence of a million tokens:
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
         examples/finetune.py MODEL TEXTS OUT --context 16 --tokens 1000000
 
-docs/transformers.md explains the lines that another training script would not have.
+docs/transformers.md explains the lines that would be missing or different in another script.
 """
 
 import argparse

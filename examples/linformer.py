@@ -1,12 +1,12 @@
 """Linformer (arXiv 2006.04768) over ranks: keys and values projected along the sequence to k rows.
 
-Each rank projects its own tokens. The sums over the ranks come together by an all-reduce, and
-attention is then local. What is sent does not grow with the sequence.
+Each rank projects its own tokens. An all-reduce sums the projections over the ranks, and attention
+is then local. The number of bytes sent does not grow with the sequence.
 
-The graph makes overlap easy. The projection is one task for each part of the all-reduce. The part
-that is sent first is projected first, and travels while the next is projected. In the backward each
-part's gradient is spread over the tokens while other parts still travel. No line of the code says
-so: it follows from what each task reads and writes.
+The graph makes overlap easy. The projection has one task for each part of the all-reduce. The part
+that is sent first is projected first, and travels while the next part is projected. In the backward
+each part's gradient is spread over the tokens while other parts still travel. No code asks for this
+order: it follows from what each task reads and writes.
 
     burst-rt run -n 3 examples/linformer.py
 """

@@ -1,11 +1,11 @@
 """Performer (arXiv 2009.14794), a linear attention (arXiv 2006.16236), over ranks; full and causal.
 
-With phi(q) phi(k)^T for weights, keys and values are needed only as their sums of phi(k)^T [v, 1].
-Full: the ranks' sums come together by an all-reduce. Causal: by a scan, from rank to rank; a rank
-adds what earlier ranks bring to its own tokens' part. The backward's scan is in reverse.
+With the weights phi(q) phi(k)^T, keys and values are needed only as the sum of phi(k)^T [v, 1].
+Full attention adds up the ranks' sums by an all-reduce. Causal attention uses a scan from rank to
+rank: a rank adds the sum of the earlier ranks to its own. The backward scans in reverse.
 
-The graph makes the wait useful. A rank's own tokens are done chunk by chunk; each chunk is a task,
-and the running sum is received, added to and passed on between chunks, whenever it comes.
+The graph puts the wait to use. A rank computes its own tokens chunk by chunk, and each chunk is a
+task. Whenever the running sum arrives, the rank adds to it and passes it on between two chunks.
 
     burst-rt run -n 3 examples/performer.py
 """

@@ -3,8 +3,8 @@
 Each rank r holds a shard X_r of the rows of a matrix, and a weight W_r. The rank computes Y_r = sum
 over ranks s of X_s @ W_r[s] while the shards go round the ring. In each hop a rank multiplies the
 shard that it holds, sends the shard on, and receives the next shard, all at the same time. The code
-below says neither "double buffer" nor "wait". Two slots, and what each task reads and writes, are
-enough: the edges follow from them.
+below implements neither double buffering nor waiting. The edges of the graph follow from its two
+slots and from what each task reads and writes.
 
     burst-rt run -n 4 examples/pipeline.py
     mpirun -n 4 python examples/pipeline.py

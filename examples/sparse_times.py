@@ -1,9 +1,9 @@
-"""Bytes sent and time of the sparse examples beside exact attention, forward and backward.
+"""Bytes sent and time of the sparse examples and of exact attention, forward and backward.
 
     burst-rt run -n 3 examples/sparse_times.py
 
-Calls run in turn. A time is the median over the rounds of the slowest rank's time; bytes are the
-graphs' own count, over all ranks.
+Calls run in turn. A time is the slowest rank's time, and the median of these over the rounds. Bytes
+are counted by the graphs and summed over all ranks.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 # Output:
 #     accelerate launch --cpu --num_processes 2: exit code 0, 0 words on stderr; one of 1 processes; the environment has MASTER_ADDR, MASTER_PORT
 #     accelerate launch --num_processes 2: exit code 0, 0 words on stderr; one of 1 processes; the environment has MASTER_ADDR, MASTER_PORT
-# Decided here: docs/jobs.md and docs/transformers.md start jobs by torchrun, burst-rt run, mpirun and srun, not by accelerate; hf.Trainer
+# Decided here: docs/jobs.md, docs/transformers.md and docs/trainer.md start jobs by torchrun, burst-rt run, mpirun and srun, not by accelerate; hf.Trainer
 #   compares the ranks of its context with the processes of torch.distributed, and names torchrun where they differ
 #   (burst_rt/hf/trainer.py).
 set -euo pipefail

@@ -7,8 +7,8 @@
 # Output:
 #     training loss: 4.108517 with 8 rows a batch, 4.108517 with 4
 #     eval_loss: 4.108517 with 8 rows a batch, 4.123357 with 4
-# Decided here: the row `eval_loss` of the table in docs/transformers.md, "Trainer and TRL", and the example of a perplexity over all
-#   labelled tokens in "What a batch may hold" there.
+# Decided here: the row `eval_loss` of the table in docs/trainer.md, and the example of a perplexity over all
+#   labelled tokens in docs/transformers.md, "What a batch may hold".
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 environment "${transformers[@]}"

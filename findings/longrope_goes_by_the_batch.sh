@@ -12,7 +12,7 @@
 #     a row of 10 tokens beside one of 20, limit 16: off by 5.3e-03
 #     the first 10 of 20 tokens: off by 5.3e-03
 #     token by token with a cache: 15 tokens 1.5e-07, 16 tokens 1.5e-07, 17 tokens 2.6e-03, 18 tokens 5.0e-03
-# Decided here: burst_rt/hf/rotary.py shows rotary embeddings the largest position of all ranks; docs/transformers.md, "Generating", says that
+# Decided here: burst_rt/hf/rotary.py shows rotary embeddings the largest position of all ranks; docs/generating.md says that
 #   Phi-3 runs the whole text again; tests/small_models.py has a Phi-3 whose limit lies among its tokens.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"

@@ -77,8 +77,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     `ignore_data_skip` is set: samplers of your own with neither a generator nor `set_epoch`, and a
     stream without a length after the first pass over it.
 
-    Raises InputError, on every rank that waits for this one, for what is not done (docs/
-    transformers.md has the list), and ContractMismatch where the ranks of a context get different
+    Raises InputError, on every rank that waits for this one, for what is not done
+    (docs/trainer.md has the list), and ContractMismatch where the ranks of a context get different
     batches.
     """
 

@@ -680,7 +680,7 @@ def test_a_short_prompt_is_spread_where_blocks_are_small() -> None:
     burst_rt.run_local(2, run, timeout_s=60)
 
 
-_PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "generating.md"
 
 
 def test_the_page_runs() -> None:
