@@ -124,7 +124,8 @@ def plan_decode(
         )
     runtime, bucket = setup.runtime, bucket_of(keys)
     key = (q_shape, num_kv_heads, v_head_dim, dtype, bucket, scores)
-    plan = setup.decodes.get(key)
+    plans = setup.kept[DecodePlan]
+    plan = plans.get(key)
     if plan is None:
         batch, q_len, heads, head_dim = q_shape
         program = Decode(
@@ -139,5 +140,5 @@ def plan_decode(
         plan = DecodePlan(
             rank=runtime.rank, picked=picked, program_graph=own, schedule=schedule, program=program
         )
-    setup.decodes.put(key, plan)
+    plans.put(key, plan)
     return plan
