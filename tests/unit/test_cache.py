@@ -31,7 +31,6 @@ from burst_rt import (
     Step,
     run_local,
 )
-from burst_rt.attention.decode import DecodePlan
 from burst_rt.errors import (
     BurstError,
     ConfigError,
@@ -40,13 +39,14 @@ from burst_rt.errors import (
     InputError,
     PeerLost,
 )
-from burst_rt.planning.cached import BatchRows, Cached, Dealt
 from burst_rt.planning.masks import Positions, Spans, spans_of
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule, check_world
 from burst_rt.scheduler.simulator import Faults, rehearse, verdict
 from burst_rt.scheduler.simulator import reference as of_program_order
+from burst_rt.serving.chunks import BatchRows, Cached, Dealt
+from burst_rt.serving.decode_plan import DecodePlan
 from burst_rt.transport.base import PendingInts
 
 _WORLDS = (1, 2, 3, 4, 5)
@@ -572,9 +572,7 @@ def test_what_the_ranks_of_a_host_cannot_all_have_is_refused(
     """Where a host gives out more memory than it has, taking it would succeed, and using it end
     the job."""
     need = 2 * 512 * 2 * 2 * (8 + 8) * 4  # ranks x tokens x sequences x layers x channels x bytes
-    monkeypatch.setattr(
-        "burst_rt.attention.cache_memory.free_host_bytes", lambda: need + spare_bytes
-    )
+    monkeypatch.setattr("burst_rt.serving.memory.free_host_bytes", lambda: need + spare_bytes)
 
     def reserve(ctx: Context) -> tuple[str, int]:
         cache = _filled(ctx)

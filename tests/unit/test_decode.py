@@ -15,15 +15,12 @@ from tolerances import ERROR
 
 import burst_rt
 from burst_rt import Context
-from burst_rt.attention.decode import DecodePlan, bucket_of
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, QKV, ScoreTerms
 from burst_rt.kernels import decode as decode_kernels
 from burst_rt.kernels.decode import Partial, Seen
-from burst_rt.planning.bruck import bruck_gather, bruck_parts
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks.spans import Spans
-from burst_rt.planning.strategies.decode import Decode
 from burst_rt.scheduler import (
     HOST_LANES,
     NCCL_LANES,
@@ -36,6 +33,9 @@ from burst_rt.scheduler import (
 )
 from burst_rt.scheduler.simulator import Faults, rehearse, simulate
 from burst_rt.scheduler.simulator import reference as of_program_order
+from burst_rt.serving.bruck import bruck_gather, bruck_parts
+from burst_rt.serving.decode_graph import Decode
+from burst_rt.serving.decode_plan import DecodePlan, bucket_of
 from burst_rt.telemetry.describe import describe
 from burst_rt.transport.staged import staged
 

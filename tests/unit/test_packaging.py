@@ -273,7 +273,7 @@ _FLOORS = (
     ("transport", "planning"),
     ("kernels", "drivers"),
     ("runtime",),
-    ("attention",),
+    ("attention", "serving"),
     ("telemetry", "baselines"),
     ("dashboard",),
     ("context", "batches", "hf", "local", ""),
@@ -332,12 +332,21 @@ _PURE = {
 }  # fmt: skip
 # What reaches out of a module without an import.
 _REACHES_OUT = {"__import__", "breakpoint", "compile", "eval", "exec", "input", "open", "print"}
+# Planning, and what serving plans with.
+_PLANNING = (
+    "burst_rt.planning",
+    "burst_rt.serving.bruck",
+    "burst_rt.serving.chunks",
+    "burst_rt.serving.decode_graph",
+)
 _NEEDS_NO_TORCH = (
     "burst_rt.planning.forecast",
     "burst_rt.planning.layouts",
     "burst_rt.planning.machines",
     "burst_rt.planning.masks",
     "burst_rt.planning.strategies",
+    "burst_rt.serving.chunks",
+    "burst_rt.serving.decode_graph",
 )
 
 
@@ -363,15 +372,15 @@ def test_the_scheduler_is_pure(name: str) -> None:
     assert not _REACHES_OUT & {node.id for node in tree if isinstance(node, ast.Name)}
 
 
-@pytest.mark.parametrize("name", sorted(n for n in _MODULES if _within(n, "burst_rt.planning")))
+@pytest.mark.parametrize("name", sorted(n for n in _MODULES if _within(n, *_PLANNING)))
 def test_planning_imports_no_torch(name: str) -> None:
     own = {module for module in _imports(name) if _within(module, "burst_rt")}
     # Machine files are TOML, which the standard library reads and does not write.
     more = {"tomli_w"} if name == "burst_rt.planning.machines" else set()
     # What masks let through is counted for whole shards at once, and listed for whole tiles.
     counting = (
-        "burst_rt.planning.balance", "burst_rt.planning.cached", "burst_rt.planning.masks",
-        "burst_rt.planning.needs", "burst_rt.planning.worklist",
+        "burst_rt.planning.balance", "burst_rt.planning.masks", "burst_rt.planning.needs",
+        "burst_rt.planning.worklist", "burst_rt.serving.chunks",
     )  # fmt: skip
     more |= {"numpy"} if _within(name, *counting) else set()
     assert all(map(_is_standard_library, _imports(name) - own - more))

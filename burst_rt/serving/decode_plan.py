@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from burst_rt.attention.execute.decode import DecodeRun
 from burst_rt.attention.planner import RankPlan
 from burst_rt.attention.run import check_not_captured
 from burst_rt.attention.setup import Setup
@@ -21,9 +20,10 @@ from burst_rt.kernels import QKV, ScoreTerms, Work, pick_decode, sum_dtype
 from burst_rt.kernels.decode import Seen
 from burst_rt.planning.masks import Full
 from burst_rt.planning.problem import ScoreOptions
-from burst_rt.planning.strategies.decode import Decode
 from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.scheduler import Schedule
+from burst_rt.serving.decode_graph import Decode
+from burst_rt.serving.decode_run import DecodeRun
 
 __all__ = ["DecodePlan", "bucket_of", "plan_decode", "run_decode"]
 

@@ -8,10 +8,10 @@ import torch
 
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import DeviceError
-from burst_rt.planning.cached import BatchRows, Dealt
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.runtime.free_memory import free_host_bytes
 from burst_rt.runtime.runtime import Runtime
+from burst_rt.serving.chunks import BatchRows, Dealt
 
 __all__ = ["KVMemory", "KVShape", "Layer"]
 

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from burst_rt.attention.cache_memory import KVMemory, Layer
 from burst_rt.attention.call import CAUSAL, check_factors, check_scores, check_values
-from burst_rt.attention.decode import DecodePlan, plan_decode, run_decode
 from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.run import plain_math, run_forward
 from burst_rt.attention.setup import Setup
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Seen
-from burst_rt.planning.cached import BatchRows, Cached, in_columns
 from burst_rt.planning.masks import Mask, Positions
 from burst_rt.planning.masks.positions import is_count
 from burst_rt.planning.problem import ScoreOptions
 from burst_rt.planning.strategies import check_name
 from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.runtime.reductions import all_reduce
+from burst_rt.serving.chunks import BatchRows, Cached, in_columns
+from burst_rt.serving.decode_plan import DecodePlan, plan_decode, run_decode
+from burst_rt.serving.memory import KVMemory, Layer
 
 if TYPE_CHECKING:
-    from burst_rt.attention.cache import KVCache
+    from burst_rt.serving.cache import KVCache
 
 __all__ = ["History", "Step"]
 

@@ -13,11 +13,11 @@ import torch
 from burst_rt.attention.execute.ring import SlotRun, dense
 from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Partial, Seen
-from burst_rt.planning.strategies.decode import Attend, Merge
 from burst_rt.runtime.machine import Machine
+from burst_rt.serving.decode_graph import Attend, Merge
 
 if TYPE_CHECKING:
-    from burst_rt.attention.decode import DecodePlan
+    from burst_rt.serving.decode_plan import DecodePlan
 
 __all__ = ["DecodeRun"]
 
