@@ -10,7 +10,7 @@ from burst_rt.runtime.runtime import Runtime
 
 __all__ = ["Setup"]
 
-# How many entries of each type are kept: kinds of calls with their plans, plans of decodes.
+# How many entries of each type are kept, such as kinds of calls with their plans.
 _KEPT = 64
 # How many layouts and masks are kept for the backwards of compiled programs.
 _HELD = 4096
@@ -31,7 +31,7 @@ class Setup:
         self.planner = Planner(
             runtime.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware
         )
-        # What the files above this one keep with the context: checked calls, plans of decodes.
+        # What the files above this one keep with the context, such as checked calls.
         self.kept = Kept(_KEPT)
         # Layouts and masks of calls that went through the dispatcher. A compiled program knows only
         # their numbers, and asks for the objects again in its backward.

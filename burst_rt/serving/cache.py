@@ -271,7 +271,7 @@ class KVCache:
         if sharded is None:
             sharded = max(new) > DECODED_TOGETHER
         return Step(
-            self,
+            self.setup,
             self._memory,
             self._history,
             BatchRows.of(self._history.lengths, new, pads, self.capacity),

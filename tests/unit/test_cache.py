@@ -252,7 +252,7 @@ def _cache(ctx: Context, **options: object) -> KVCache:
 
 
 def _tensors(step: Step, heads: int = 2) -> tuple[torch.Tensor, ...]:
-    rows = (step.cache.batch, step.num_tokens)
+    rows = step.valid.shape
     return tuple(torch.ones(*rows, n, 8) for n in (heads, 1, 1))
 
 
@@ -302,7 +302,7 @@ def test_a_step_that_is_not_committed_changes_nothing() -> None:
 def test_a_step_that_lacks_its_commit_alone_is_not_lost_without_a_word() -> None:
     def lengths(ctx: Context) -> list[tuple[int, ...]]:
         cache, found = _filled(ctx), []
-        for end in (Step.commit, lambda step: step.cache.truncate(cache.lengths)):
+        for end in (Step.commit, lambda _: cache.truncate(cache.lengths)):
             step = cache.step(1)
             for layer in range(2):
                 step.attend(layer, *_tensors(step))
@@ -500,7 +500,7 @@ class _Own(Mask):
 def _drawn(step: Step, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     """q, k and v of a step, the same on every rank that has as many tokens."""
     made = torch.Generator().manual_seed(step.num_tokens)
-    rows = (step.cache.batch, step.num_tokens)
+    rows = step.valid.shape
     return tuple(torch.randn(*rows, n, 8, generator=made).to(dtype) for n in (2, 1, 1))
 
 
