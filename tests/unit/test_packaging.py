@@ -16,6 +16,8 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -231,6 +233,7 @@ def test_importing_the_library_does_not_start_mpi(tmp_path: Path) -> None:
     assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).strip() == "False"
 
 
+@cache
 def _imports(name: str) -> set[str]:
     """Full names of all modules that a module imports, anywhere in its text; types-only imports
     count too.
@@ -361,6 +364,39 @@ def test_imports_point_down(name: str) -> None:
     here = _HEIGHT[_room(name)]
     upward = {room for room in rooms - {_room(name)} if _HEIGHT[room] >= here}
     assert not upward, f"{name} is on floor {here[0]}; above it or beside it: {sorted(upward)}"
+
+
+def test_no_files_form_a_circle() -> None:
+    """Imports count wherever they are in a file: imports for types, and imports of functions."""
+    circle: list[str] = []
+    try:
+        TopologicalSorter({name: _imports(name) & _MODULES.keys() for name in _MODULES}).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+    assert circle == [], " is imported by ".join(circle)
+
+
+def test_no_module_sets_a_name_of_another() -> None:
+    """It would be an arrow upward that no import shows."""
+    found = []
+    for name, path in _MODULES.items():
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        modules = {
+            alias.asname or alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if f"{node.module}.{alias.name}" in _MODULES
+        }
+        found += [
+            f"{name}:{node.lineno}: {ast.unparse(node)}"
+            for node in nodes
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, (ast.Store, ast.Del))
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules
+        ]
+    assert found == []
 
 
 @pytest.mark.parametrize(
