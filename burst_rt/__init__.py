@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from burst_rt import errors, telemetry
     from burst_rt.attention.api import BurstAttention, Explanation, burst_attention, explain
     from burst_rt.attention.autograd import BurstAttentionFunction
-    from burst_rt.attention.cache import KVCache
-    from burst_rt.attention.cache_step import Step
     from burst_rt.attention.call import Call, make_call
     from burst_rt.attention.checkpointing import checkpoint, keep_attention
     from burst_rt.attention.sharding import ContextLayout
@@ -47,6 +45,8 @@ if TYPE_CHECKING:
     from burst_rt.runtime.mean import mean_over_ranks
     from burst_rt.runtime.pipeline import Pipeline
     from burst_rt.runtime.runtime import Stats
+    from burst_rt.serving.cache import KVCache
+    from burst_rt.serving.step import Step
 
 _HOME = {
     "BlockSparse": "planning.masks",
@@ -61,7 +61,7 @@ _HOME = {
     "Explanation": "attention.api",
     "First": "planning.masks",
     "Full": "planning.masks",
-    "KVCache": "attention.cache",
+    "KVCache": "serving.cache",
     "LocalRank": "runtime.ends",
     "Mask": "planning.masks",
     "Pipeline": "runtime.pipeline",
@@ -71,7 +71,7 @@ _HOME = {
     "ShardedBatch": "batches",
     "Spans": "planning.masks",
     "Stats": "runtime.runtime",
-    "Step": "attention.cache_step",
+    "Step": "serving.step",
     "average_gradients": "runtime.gradients",
     "burst_attention": "attention.api",
     "checkpoint": "attention.checkpointing",

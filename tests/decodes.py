@@ -9,12 +9,13 @@ import torch
 from spec import reference
 
 from burst_rt import Context
-from burst_rt.attention.decode import plan_decode, run_decode
 from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Seen
 from burst_rt.planning.masks.spans import END, Spans
 from burst_rt.planning.problem import ScoreOptions
 from burst_rt.runtime.agreement import Contract
+from burst_rt.serving.decode_plan import plan_decode
+from burst_rt.serving.decode_run import run_decode
 
 __all__ = ["CASES", "Case", "decode", "own_columns", "run_one", "spans_of"]
 

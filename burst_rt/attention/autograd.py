@@ -26,8 +26,8 @@ from burst_rt.attention.run import run_backward, run_forward
 from burst_rt.attention.sharding import LAYOUTS, ContextLayout
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.kernels import QKV, Results, ScoreTerms, sum_dtype
-from burst_rt.planning import numbers
 from burst_rt.planning.masks import MASKS, Mask
+from burst_rt.planning.numbers import set_tracing_check
 
 __all__ = ["BurstAttentionFunction", "forward_op", "terms_of", "terms_of_call"]
 
@@ -40,7 +40,7 @@ _NUM_TERMS = 8
 
 # Masks that were made inside compiled programs. The programs keep only the masks' numbers.
 _constants: deque[Mask] = deque(maxlen=4096)
-numbers.is_tracing = torch.compiler.is_compiling
+set_tracing_check(torch.compiler.is_compiling)
 
 
 class BurstAttentionFunction(torch.autograd.Function):

@@ -239,6 +239,7 @@ def make_call(
     if not isinstance(layout, ContextLayout):
         check_kinds(layout, kv_layout, mask, causal, return_lse)
     setup = layout.setup
+    calls = setup.kept[Call]  # by the arguments that were checked
     if needs_grad is None:
         needs_grad = needs_of(q, k, v, sinks)
     if True in needs_grad:
@@ -254,7 +255,7 @@ def make_call(
             q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
             v.shape, v.dtype, v.device, v.layout, _kind_of(alibi_slopes), _kind_of(sinks),
         )  # fmt: skip
-        call = setup.calls.get(kind)
+        call = calls.get(kind)
     except (AttributeError, RuntimeError, TypeError):
         kind = call = None  # an argument has the wrong type; the checks below say which one
     if call is None:
@@ -295,9 +296,9 @@ def make_call(
         setup.comparable.add(type(chosen))
         if kind is not None:
             # The call keeps the mask alive, so that no other mask can get the same id.
-            setup.calls.put(kind, call)
-    elif len(setup.calls) > setup.calls.capacity // 2:
-        setup.calls.put(kind, call)  # used again, so it goes last; with few calls none goes soon
+            calls.put(kind, call)
+    elif len(calls) > calls.capacity // 2:
+        calls.put(kind, call)  # used again, so it goes last; with few calls none goes soon
     return call
 
 

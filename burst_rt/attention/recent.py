@@ -1,11 +1,11 @@
-"""A dict of bounded size, for what is made once and used again."""
+"""Dicts of bounded size, for what is made once and used again."""
 
 from __future__ import annotations
 
 import threading
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["Recent"]
+__all__ = ["Kept", "Recent"]
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -26,3 +26,22 @@ class Recent(dict[_K, _V]):
             self[key] = value
             while len(self) > self.capacity:
                 del self[next(iter(self))]
+
+
+# Any: the entries of a type are found by that type alone.
+class Kept(dict[type, Recent[object, Any]]):
+    """Entries of several types: for each type a `Recent` of `capacity`, made on first use.
+
+    The owner of a `Kept` need not know the types. Two threads may use it.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+
+    if TYPE_CHECKING:
+
+        def __getitem__(self, kind: type[_V], /) -> Recent[object, _V]: ...
+
+    def __missing__(self, kind: type[_V], /) -> Recent[object, _V]:
+        return self.setdefault(kind, Recent(self.capacity))

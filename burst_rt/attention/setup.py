@@ -1,24 +1,17 @@
-"""What the attention calls of one context share: runtime, options, plans and checked calls."""
+"""What the attention calls of one context share: runtime, options, plans, and what callers keep."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from burst_rt.attention.planner import Planner
-from burst_rt.attention.recent import Recent
+from burst_rt.attention.recent import Kept, Recent
 from burst_rt.runtime.runtime import Runtime
-
-if TYPE_CHECKING:
-    from burst_rt.attention.call import Call
-    from burst_rt.attention.decode import DecodePlan
 
 __all__ = ["Setup"]
 
-# How many kinds of calls a context remembers, with their plans.
-_KNOWN_CALLS = 64
-# How many plans of decodes are kept. Each is small, and is for a bucket of lengths.
-_DECODES = 64
+# How many entries of each type are kept, such as kinds of calls with their plans.
+_KEPT = 64
 # How many layouts and masks are kept for the backwards of compiled programs.
 _HELD = 4096
 
@@ -38,10 +31,8 @@ class Setup:
         self.planner = Planner(
             runtime.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware
         )
-        # Checked calls, by the arguments that were checked; see `call.make_call`.
-        self.calls: Recent[object, Call] = Recent(_KNOWN_CALLS)
-        # Plans of decodes, by what `run_decode` says that they depend on.
-        self.decodes: Recent[object, DecodePlan] = Recent(_DECODES)
+        # What the files above this one keep with the context, such as checked calls.
+        self.kept = Kept(_KEPT)
         # Layouts and masks of calls that went through the dispatcher. A compiled program knows only
         # their numbers, and asks for the objects again in its backward.
         self.held: Recent[int, object] = Recent(_HELD)
@@ -53,6 +44,5 @@ class Setup:
     def close(self) -> None:
         """Lets go of all plans and calls."""
         self.planner.forget()
-        self.calls.clear()
-        self.decodes.clear()
+        self.kept.clear()
         self.held.clear()

@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from burst_rt.attention.cache import KVCache
-from burst_rt.attention.cache_step import Step
 from burst_rt.context import Context, require_context
 from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.hf.cached_call import CachedCall
@@ -32,6 +30,8 @@ from burst_rt.hf.spread import spread
 from burst_rt.opaque import opaque
 from burst_rt.planning.masks.positions import is_count
 from burst_rt.runtime.refusing import refuse
+from burst_rt.serving.cache import KVCache
+from burst_rt.serving.step import Step
 
 __all__ = ["Cache", "CachedPart"]
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import torch
 
-from burst_rt.attention.cache import KVCache
 from burst_rt.errors import InputError
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.hf.spread import bytes_of
+from burst_rt.serving.cache import KVCache
 
 __all__ = ["CachedCall"]
 

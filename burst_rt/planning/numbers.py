@@ -11,22 +11,31 @@ import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["UNNUMBERED", "Numbers", "is_tracing"]
+__all__ = ["UNNUMBERED", "Numbers", "is_tracing", "set_tracing_check"]
 
 # The number of an object that a compiler makes while it traces: the object is no input, and so
 # needs no number of its own.
 UNNUMBERED = 0
+
+_T = TypeVar("_T")
 
 
 def _never() -> bool:
     return False
 
 
-# Says whether a compiler is tracing. `attention/autograd.py` sets it, because there is no torch
-# here.
-is_tracing: Callable[[], bool] = _never
+_check: Callable[[], bool] = _never
 
-_T = TypeVar("_T")
+
+def set_tracing_check(check: Callable[[], bool]) -> None:
+    """Sets what says whether a compiler is tracing; planning has no torch that it could ask."""
+    global _check
+    _check = check
+
+
+def is_tracing() -> bool:
+    """Whether a compiler is tracing. False while no check is set."""
+    return _check()
 
 
 class Numbers(Generic[_T]):

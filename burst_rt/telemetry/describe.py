@@ -14,9 +14,9 @@ from burst_rt.scheduler.simulator import Hardware
 from burst_rt.telemetry.messages import Candidate
 
 if TYPE_CHECKING:
-    from burst_rt.attention.decode import DecodePlan
     from burst_rt.attention.planner import Plan
     from burst_rt.runtime.machine import Machine
+    from burst_rt.serving.decode_plan import DecodePlan
     from burst_rt.telemetry.calls import Described
 
 __all__ = ["describe", "machine_like"]
@@ -45,7 +45,7 @@ def describe(plan: Plan | DecodePlan | None, machine: Machine, rank: int) -> Des
     """What telemetry says of a plan; None stands for a custom pipeline. Takes milliseconds, so it
     is called by the agent's thread.
     """
-    from burst_rt.attention.decode import DecodePlan
+    from burst_rt.serving.decode_plan import DecodePlan
     from burst_rt.telemetry.calls import Described
 
     if plan is None:

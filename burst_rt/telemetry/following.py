@@ -18,8 +18,8 @@ from burst_rt.telemetry import joining
 from burst_rt.telemetry.describe import describe
 
 if TYPE_CHECKING:
-    from burst_rt.attention.decode import DecodePlan
     from burst_rt.attention.planner import Plan
+    from burst_rt.serving.decode_plan import DecodePlan
     from burst_rt.telemetry.calls import CallLog
 
 __all__ = ["Teller", "follow"]

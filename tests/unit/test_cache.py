@@ -39,13 +39,14 @@ from burst_rt.errors import (
     InputError,
     PeerLost,
 )
-from burst_rt.planning.cached import BatchRows, Cached, Dealt
 from burst_rt.planning.masks import Positions, Spans, spans_of
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule, check_world
 from burst_rt.scheduler.simulator import Faults, rehearse, verdict
 from burst_rt.scheduler.simulator import reference as of_program_order
+from burst_rt.serving.chunks import BatchRows, Cached, Dealt
+from burst_rt.serving.decode_plan import DecodePlan
 from burst_rt.transport.base import PendingInts
 
 _WORLDS = (1, 2, 3, 4, 5)
@@ -251,7 +252,7 @@ def _cache(ctx: Context, **options: object) -> KVCache:
 
 
 def _tensors(step: Step, heads: int = 2) -> tuple[torch.Tensor, ...]:
-    rows = (step.cache.batch, step.num_tokens)
+    rows = step.valid.shape
     return tuple(torch.ones(*rows, n, 8) for n in (heads, 1, 1))
 
 
@@ -301,7 +302,7 @@ def test_a_step_that_is_not_committed_changes_nothing() -> None:
 def test_a_step_that_lacks_its_commit_alone_is_not_lost_without_a_word() -> None:
     def lengths(ctx: Context) -> list[tuple[int, ...]]:
         cache, found = _filled(ctx), []
-        for end in (Step.commit, lambda step: step.cache.truncate(cache.lengths)):
+        for end in (Step.commit, lambda _: cache.truncate(cache.lengths)):
             step = cache.step(1)
             for layer in range(2):
                 step.attend(layer, *_tensors(step))
@@ -410,7 +411,7 @@ def test_thousands_of_decodes_take_a_few_plans() -> None:
             step = cache.step(1)
             step.attend(0, *_tensors(step))
             step.commit()
-        return cache.lengths[0], len(ctx.setup.decodes)
+        return cache.lengths[0], len(ctx.setup.kept[DecodePlan])
 
     found = run_local(2, plans)
     assert found[0][0] == 4096
@@ -428,7 +429,7 @@ def test_a_cache_that_grows_takes_a_plan_each_time_it_grows() -> None:
             step = cache.step(1)
             step.attend(0, *_tensors(step))
             step.commit()
-        return cache.capacity, len(ctx.setup.decodes)
+        return cache.capacity, len(ctx.setup.kept[DecodePlan])
 
     for capacity, count in run_local(2, plans):
         assert capacity == 1300
@@ -499,7 +500,7 @@ class _Own(Mask):
 def _drawn(step: Step, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     """q, k and v of a step, the same on every rank that has as many tokens."""
     made = torch.Generator().manual_seed(step.num_tokens)
-    rows = (step.cache.batch, step.num_tokens)
+    rows = step.valid.shape
     return tuple(torch.randn(*rows, n, 8, generator=made).to(dtype) for n in (2, 1, 1))
 
 
@@ -571,9 +572,7 @@ def test_what_the_ranks_of_a_host_cannot_all_have_is_refused(
     """Where a host gives out more memory than it has, taking it would succeed, and using it end
     the job."""
     need = 2 * 512 * 2 * 2 * (8 + 8) * 4  # ranks x tokens x sequences x layers x channels x bytes
-    monkeypatch.setattr(
-        "burst_rt.attention.cache_memory.free_host_bytes", lambda: need + spare_bytes
-    )
+    monkeypatch.setattr("burst_rt.serving.memory.free_host_bytes", lambda: need + spare_bytes)
 
     def reserve(ctx: Context) -> tuple[str, int]:
         cache = _filled(ctx)

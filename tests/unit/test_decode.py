@@ -15,15 +15,12 @@ from tolerances import ERROR
 
 import burst_rt
 from burst_rt import Context
-from burst_rt.attention.decode import bucket_of
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, QKV, ScoreTerms
 from burst_rt.kernels import decode as decode_kernels
 from burst_rt.kernels.decode import Partial, Seen
-from burst_rt.planning.bruck import bruck_gather, bruck_parts
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks.spans import Spans
-from burst_rt.planning.strategies.decode import Decode
 from burst_rt.scheduler import (
     HOST_LANES,
     NCCL_LANES,
@@ -36,6 +33,9 @@ from burst_rt.scheduler import (
 )
 from burst_rt.scheduler.simulator import Faults, rehearse, simulate
 from burst_rt.scheduler.simulator import reference as of_program_order
+from burst_rt.serving.bruck import bruck_gather, bruck_parts
+from burst_rt.serving.decode_graph import Decode
+from burst_rt.serving.decode_plan import DecodePlan, bucket_of
 from burst_rt.telemetry.describe import describe
 from burst_rt.transport.staged import staged
 
@@ -75,7 +75,7 @@ def test_staged_through_chunks_of_the_host(world: int) -> None:
 
     def call(ctx: Context) -> torch.Tensor:
         out = decode(ctx, case)
-        (plan,) = ctx.setup.decodes.values()
+        (plan,) = ctx.setup.kept[DecodePlan].values()
         assert bool(plan.chunks) is (world > 1)
         return out
 
@@ -188,7 +188,7 @@ def test_few_plans_for_many_lengths() -> None:
             spans = Spans(np.zeros((1, 1, 1), np.int64), np.full((1, 1, 1), num, np.int64))
             run_one(ctx, QKV(q, cache, cache), Seen(spans, num), length, ScoreTerms())
         verified = len(ctx.setup.planner._verified)
-        return len(ctx.setup.decodes), verified, ctx.stats().calls - before
+        return len(ctx.setup.kept[DecodePlan]), verified, ctx.stats().calls - before
 
     # Buckets 1024, 2048 and 4096, which go the same way.
     assert burst_rt.run_local(2, call) == [(3, 1, 4096)] * 2
@@ -201,7 +201,7 @@ def test_bytes_and_messages_of_a_run() -> None:
     def call(ctx: Context) -> tuple[int, int]:
         before = ctx.stats().bytes_sent
         decode(ctx, case)
-        (plan,) = ctx.setup.decodes.values()
+        (plan,) = ctx.setup.kept[DecodePlan].values()
         told = describe(plan, ctx.runtime.machine, ctx.rank)
         assert told.kind == "decode"
         assert f"{plan.program.num_rounds} rounds" in told.explain
@@ -216,7 +216,7 @@ def test_bytes_and_messages_of_a_run() -> None:
 def test_memory_is_used_again() -> None:
     def call(ctx: Context) -> bool:
         decode(ctx, CASES["one token"])
-        (plan,) = ctx.setup.decodes.values()
+        (plan,) = ctx.setup.kept[DecodePlan].values()
         take = ctx.runtime.machine._pool._idle[-1]
         decode(ctx, CASES["one token"])
         return take[0] is plan and take[1] is ctx.runtime.machine._pool._idle[-1][1]

@@ -15,12 +15,12 @@ from click.testing import CliRunner
 from generating import PROMPT, SEQ_LEN, make_options, make_run, plain_text
 
 from burst_rt import run_local
-from burst_rt.attention.cache_memory import KVMemory
 from burst_rt.errors import ConfigError, DeviceError
 from burst_rt.launch.generate.loop import choose, generate
 from burst_rt.launch.generate.models import ByteStreamer
 from burst_rt.launch.main import cli
 from burst_rt.launch.run import MpiLauncher
+from burst_rt.serving.memory import KVMemory
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import torch
 import burst_rt
 from burst_rt import Context, ContextLayout, KVCache
 from burst_rt.attention.execute import ForwardRun
-from burst_rt.attention.execute.decode import DecodeRun
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import BurstError, DeviceError, PeerLost
 from burst_rt.kernels.cpu import CpuKernel
+from burst_rt.serving.decode_run import DecodeRun
 
 # What torch says on the host has no class of its own.
 _ON_HOST = (

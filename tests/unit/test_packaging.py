@@ -17,6 +17,8 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -232,6 +234,7 @@ def test_importing_the_library_does_not_start_mpi(tmp_path: Path) -> None:
     assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).strip() == "False"
 
 
+@cache
 def _imports(name: str) -> set[str]:
     """Full names of all modules that a module imports, anywhere in its text; types-only imports
     count too.
@@ -274,7 +277,7 @@ _FLOORS = (
     ("transport", "planning"),
     ("kernels", "drivers"),
     ("runtime",),
-    ("attention",),
+    ("attention", "serving"),
     ("telemetry", "baselines"),
     ("dashboard",),
     ("context", "batches", "hf", "local", ""),
@@ -333,12 +336,21 @@ _PURE = {
 }  # fmt: skip
 # What reaches out of a module without an import.
 _REACHES_OUT = {"__import__", "breakpoint", "compile", "eval", "exec", "input", "open", "print"}
+# Planning, and what serving plans with.
+_PLANNING = (
+    "burst_rt.planning",
+    "burst_rt.serving.bruck",
+    "burst_rt.serving.chunks",
+    "burst_rt.serving.decode_graph",
+)
 _NEEDS_NO_TORCH = (
     "burst_rt.planning.forecast",
     "burst_rt.planning.layouts",
     "burst_rt.planning.machines",
     "burst_rt.planning.masks",
     "burst_rt.planning.strategies",
+    "burst_rt.serving.chunks",
+    "burst_rt.serving.decode_graph",
 )
 
 
@@ -376,6 +388,39 @@ def test_imports_point_down(name: str) -> None:
     assert not upward, f"{name} is on floor {here[0]}; above it or beside it: {sorted(upward)}"
 
 
+def test_no_files_form_a_circle() -> None:
+    """Imports count wherever they are in a file: imports for types, and imports of functions."""
+    circle: list[str] = []
+    try:
+        TopologicalSorter({name: _imports(name) & _MODULES.keys() for name in _MODULES}).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+    assert circle == [], " is imported by ".join(circle)
+
+
+def test_no_module_sets_a_name_of_another() -> None:
+    """It would be an arrow upward that no import shows."""
+    found = []
+    for name, path in _MODULES.items():
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        modules = {
+            alias.asname or alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if f"{node.module}.{alias.name}" in _MODULES
+        }
+        found += [
+            f"{name}:{node.lineno}: {ast.unparse(node)}"
+            for node in nodes
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, (ast.Store, ast.Del))
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules
+        ]
+    assert found == []
+
+
 @pytest.mark.parametrize(
     "name", ["burst_rt.errors", *sorted(n for n in _MODULES if _within(n, _CORE))]
 )
@@ -385,15 +430,15 @@ def test_the_scheduler_is_pure(name: str) -> None:
     assert not _REACHES_OUT & {node.id for node in tree if isinstance(node, ast.Name)}
 
 
-@pytest.mark.parametrize("name", sorted(n for n in _MODULES if _within(n, "burst_rt.planning")))
+@pytest.mark.parametrize("name", sorted(n for n in _MODULES if _within(n, *_PLANNING)))
 def test_planning_imports_no_torch(name: str) -> None:
     own = {module for module in _imports(name) if _within(module, "burst_rt")}
     # Machine files are TOML, which the standard library reads and does not write.
     more = {"tomli_w"} if name == "burst_rt.planning.machines" else set()
     # What masks let through is counted for whole shards at once, and listed for whole tiles.
     counting = (
-        "burst_rt.planning.balance", "burst_rt.planning.cached", "burst_rt.planning.masks",
-        "burst_rt.planning.needs", "burst_rt.planning.worklist",
+        "burst_rt.planning.balance", "burst_rt.planning.masks", "burst_rt.planning.needs",
+        "burst_rt.planning.worklist", "burst_rt.serving.chunks",
     )  # fmt: skip
     more |= {"numpy"} if _within(name, *counting) else set()
     assert all(map(_is_standard_library, _imports(name) - own - more))

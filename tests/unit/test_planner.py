@@ -19,7 +19,7 @@ from burst_rt import Causal, Context, Documents, Full, Mask
 from burst_rt.attention import planner as planner_module
 from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun, run_types
 from burst_rt.attention.planner import Plan, PlanKey, Planner
-from burst_rt.attention.recent import Recent
+from burst_rt.attention.recent import Kept, Recent
 from burst_rt.drivers import Progress
 from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import QKV, Results
@@ -223,3 +223,20 @@ def test_memory_does_not_grow_with_the_world() -> None:
     # From three ranks on both slots of every message are used.
     by_world = [burst_rt.run_local(world_size, announced)[0] for world_size in (3, 4, 8)]
     assert by_world[0] == by_world[1] == by_world[2]
+
+
+def test_what_is_kept_is_told_apart_by_its_type_and_let_go_with_the_context() -> None:
+    kept = Kept(2)
+    for i in range(3):
+        kept[int].put("key", i)
+        kept[str].put(i, str(i))
+    assert (dict(kept[int]), dict(kept[str])) == ({"key": 2}, {1: "1", 2: "2"})
+
+    def call(ctx: Context) -> tuple[int, int]:
+        x = torch.zeros(1, 8, 2, 16)
+        calls = burst_rt.make_call(x, x, x, layout=ctx.layout(8)).setup.kept
+        before = len(calls[burst_rt.Call])
+        ctx.close()
+        return before, len(calls[burst_rt.Call])
+
+    assert burst_rt.run_local(1, call) == [(1, 0)]

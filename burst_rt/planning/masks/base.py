@@ -17,7 +17,7 @@ mask: ranks compare masks by `repr`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, reduce
@@ -29,7 +29,6 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 
 from burst_rt.errors import InputError
-from burst_rt.planning import numbers
 from burst_rt.planning.masks.pieces import MOST_SPANS, Piece, cut
 from burst_rt.planning.masks.spans import (
     BEGIN,
@@ -41,7 +40,7 @@ from burst_rt.planning.masks.spans import (
     one_span,
     unite,
 )
-from burst_rt.planning.numbers import Numbers
+from burst_rt.planning.numbers import UNNUMBERED, Numbers, is_tracing
 
 __all__ = [
     "MASKS",
@@ -118,10 +117,12 @@ class Mask:
     _spanned: ClassVar[bool] = False
     # By this number compiled programs know the mask; no other mask has it.
     _burst_rt_number: int
+    # What `from_function` makes: the subclass that was defined with `of_function=True`.
+    _of_function: ClassVar[Callable[[Any, Mask | None, str | None], Mask]]
 
     def __new__(cls, *args: object, **options: object) -> Self:
         mask = super().__new__(cls)
-        number = numbers.UNNUMBERED if numbers.is_tracing() else MASKS.give(mask)
+        number = UNNUMBERED if is_tracing() else MASKS.give(mask)
         object.__setattr__(mask, "_burst_rt_number", number)
         return mask
 
@@ -134,8 +135,10 @@ class Mask:
         own = {name: value for name, value in slots.items() if name != "_burst_rt_number"}
         return (fields, own) if own else fields
 
-    def __init_subclass__(cls, **options: object) -> None:
+    def __init_subclass__(cls, *, of_function: bool = False, **options: object) -> None:
         super().__init_subclass__(**options)
+        if of_function:
+            Mask._of_function = cls
         if "spans" in cls.__dict__:
             cls._spanned = True
         elif {"allows", "relation", "pieces"} & set(cls.__dict__):
@@ -183,9 +186,7 @@ class Mask:
         booleans, or other answers the second time, the call raises InputError on every rank. A
         function that raises on other cells only fails in the middle of a call, as lost ranks do.
         """
-        from burst_rt.planning.masks.function import Function
-
-        return Function(function, within, key)
+        return Mask._of_function(function, within, key)
 
     @property
     def has_spans(self) -> bool:

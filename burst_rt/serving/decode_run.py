@@ -5,21 +5,73 @@ A block is the `Partial` of a rank's keys, as one stretch of the sums' type: out
 
 from __future__ import annotations
 
-from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from typing import NamedTuple
 
 import torch
 
 from burst_rt.attention.execute.ring import SlotRun, dense
+from burst_rt.attention.run import check_not_captured
+from burst_rt.attention.setup import Setup
+from burst_rt.drivers import is_out_of_memory
+from burst_rt.errors import DeviceError
 from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Partial, Seen
-from burst_rt.planning.strategies.decode import Attend, Merge
+from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.runtime.machine import Machine
+from burst_rt.serving.decode_graph import Attend, Merge
+from burst_rt.serving.decode_plan import DecodePlan
 
-if TYPE_CHECKING:
-    from burst_rt.attention.decode import DecodePlan
+__all__ = ["DecodeRun", "run_decode"]
 
-__all__ = ["DecodeRun"]
+
+def run_decode(
+    setup: Setup,
+    contract: Contract,
+    plan: DecodePlan,
+    qkv: QKV,
+    seen: Seen,
+    *,
+    scale: float | None,
+    terms: ScoreTerms,
+) -> torch.Tensor:
+    """Attention of a few queries to the keys of all ranks, under `plain_math`. Collective.
+
+    The ranks must have agreed on the call before: nothing is compared here. Blocks until this
+    rank's part is done, or issued; no rank may stay away for longer than the runtime's timeout_s.
+
+    contract: has the call's name. plan: made by `plan_decode` for these shapes, type and terms.
+    q: `[batch, q_len, heads, d]`, the same on every rank. k and v: this rank's shard, `[batch,
+    columns, kv heads, d and v's d]`; columns may be 0, and differ from rank to rank. seen: which
+    columns of the shard each query sees. terms: softcap and sinks.
+
+    Returns out `[batch, q_len, heads, v's d]` in q's type, the same bits on every rank; 0 in a row
+    that sees no key on any rank. Raises InputError under a CUDA graph, DeviceError where memory
+    runs out, PeerLost and Stalled.
+    """
+    runtime = setup.runtime
+    check_not_captured(runtime.device)
+    try:
+        run = DecodeRun(
+            plan, runtime.machine, qkv, seen,
+            scale=1.0 / math.sqrt(plan.program.head_dim) if scale is None else scale,
+            terms=terms if terms.sinks is None else terms.bound(qkv.q.dtype, 1),
+            poison=setup.poison,
+        )  # fmt: skip
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = f"{contract.call}: out of memory on {runtime.device}; {plan.explain()}"
+        failed = DeviceError(message, rank=runtime.rank)
+        failed.__cause__ = error
+        runtime.fail(failed)
+    _, free = runtime.perform(
+        contract, plan.schedule, run.operations, run.memory,
+        subject=plan, takes=plan.explain, agreed=AgreedWhen.WITH_OTHERS,
+    )  # fmt: skip
+    runtime.machine.give_back(plan, run.slots, free)
+    run.forget()
+    return run.out
 
 
 class _Blocks(NamedTuple):
@@ -88,7 +140,7 @@ class DecodeRun(SlotRun):
         flat = own.as_strided((world * own.numel(),), (1,)).view(wide).view(world, -1)
         # Two numbers have the same sum in either order.
         by_rank = flat if world <= 2 else torch.empty_like(flat)
-        sizes = [prod(self._shape), prod(self._shape[:3])]
+        sizes = [math.prod(self._shape), math.prod(self._shape[:3])]
         own_out, own_lse = flat[0].split_with_sizes(sizes)
         out, lse = by_rank.split_with_sizes(sizes, 1)
         rows = self._shape[:3]

@@ -9,30 +9,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeAlias
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 
-from burst_rt.attention.cache_memory import KVMemory, Layer
 from burst_rt.attention.call import CAUSAL, check_factors, check_scores, check_values
-from burst_rt.attention.decode import DecodePlan, plan_decode, run_decode
 from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.run import plain_math, run_forward
 from burst_rt.attention.setup import Setup
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Seen
-from burst_rt.planning.cached import BatchRows, Cached, in_columns
 from burst_rt.planning.masks import Mask, Positions
 from burst_rt.planning.masks.positions import is_count
 from burst_rt.planning.problem import ScoreOptions
 from burst_rt.planning.strategies import check_name
 from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.runtime.reductions import all_reduce
-
-if TYPE_CHECKING:
-    from burst_rt.attention.cache import KVCache
+from burst_rt.serving.chunks import BatchRows, Cached, in_columns
+from burst_rt.serving.decode_plan import DecodePlan, plan_decode
+from burst_rt.serving.decode_run import run_decode
+from burst_rt.serving.memory import KVMemory, Layer
 
 __all__ = ["History", "Step"]
 
@@ -143,7 +141,7 @@ class Step:
 
     def __init__(
         self,
-        cache: KVCache,
+        setup: Setup,
         memory: KVMemory,
         history: History,
         rows: BatchRows,
@@ -151,8 +149,8 @@ class Step:
         *,
         sharded: bool,
     ) -> None:
-        self.cache, self.sharded = cache, sharded
-        self._memory, self._history = memory, history
+        self._setup, self.sharded = setup, sharded
+        self._memory, self._shape, self._history = memory, memory.shape, history
         self._rows, self._tokens = rows, tokens
         self._dealt, self._rank = memory.dealt, memory.rank
         self.num_tokens = rows.queries(self._dealt, self._rank) if sharded else max(tokens)
@@ -163,7 +161,7 @@ class Step:
         self._known: dict[object, _Call] = {}  # by all that a check looks at, but for the layer
         self._called: list[tuple[int, _Call]] = []  # by layer, for the next step
         self._done = False
-        self._waiting = set(range(cache.num_layers))  # layers that have not attended
+        self._waiting = set(range(self._shape.num_layers))  # layers that have not attended
         self._number = history.begin()
         memory.begin(rows)
 
@@ -203,7 +201,7 @@ class Step:
     @property
     def last_owner(self) -> tuple[int, ...]:
         """For each row, a rank that has the row's last new token, as the last of its own."""
-        batch = self.cache.batch
+        batch = self._shape.batch
         owners = [self._dealt.owner(max(0, after - 1)) for after in self._rows.after]
         owners = owners if self.sharded else [0] * len(owners)
         return tuple(owners * batch if len(owners) == 1 else owners)
@@ -213,9 +211,9 @@ class Step:
 
         What stands behind a row's tokens means nothing; see `valid`. Local.
         """
-        if x.ndim < 2 or x.shape[:2] != (self.cache.batch, max(self._tokens)):
+        if x.ndim < 2 or x.shape[:2] != (self._shape.batch, max(self._tokens)):
             self._refuse(
-                f"cut: x must be [batch, tokens, ...] of {self.cache.batch} sequences and "
+                f"cut: x must be [batch, tokens, ...] of {self._shape.batch} sequences and "
                 f"{max(self._tokens)} new tokens, got shape {tuple(x.shape)}"
             )  # fmt: skip
         if not self.sharded:
@@ -234,14 +232,14 @@ class Step:
         Returns `[batch, ...]`, the same values on every rank; zeros for a row without new tokens.
         Raises InputError on every rank that waits for this one.
         """
-        rows = (self.cache.batch, self.num_tokens)
+        rows = (self._shape.batch, self.num_tokens)
         if not isinstance(x, torch.Tensor) or x.shape[:2] != rows or x.dtype not in DTYPES:
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
             self._refuse(
                 f"last: x must be floating point [batch, this rank's tokens of the step, "
                 f"...] = {rows}, got {got}"
             )  # fmt: skip
-        runtime = self.cache.setup.runtime
+        runtime = self._setup.runtime
         # Every number of these dtypes is one of the wider dtype, and a sum with zeros is exact.
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         found = torch.zeros(len(x), *x.shape[2:], dtype=wide, device=x.device)
@@ -286,14 +284,13 @@ class Step:
         ProtocolError. Where memory runs out on a rank, every rank raises DeviceError, and the
         context is broken. Raises ConfigError once the context is closed.
         """
-        cache = self.cache
-        runtime = cache.setup.runtime
+        runtime = self._setup.runtime
         runtime.check_usable()
         try:
             self._check_turn(layer)
             call = self._checked(QKV(q, k, v), sinks, mask, scale, softcap, strategy)
             terms = call.terms if sinks is None else call.terms._replace(sinks=sinks)
-            if cache.setup.check_finite:
+            if self._setup.check_finite:
                 check_values(_ATTEND, QKV(q, k, v), terms)
         except InputError as error:
             runtime.refuse(_ATTEND, error)
@@ -310,7 +307,7 @@ class Step:
             else:
                 plan, seen = call.decode
                 out = run_decode(
-                    cache.setup, _CONTRACT, plan, QKV(q, *filled), seen, scale=scale, terms=terms
+                    self._setup, _CONTRACT, plan, QKV(q, *filled), seen, scale=scale, terms=terms
                 )
         self._waiting.discard(layer)
         if not self._waiting:
@@ -338,7 +335,7 @@ class Step:
                 self._refuse(f"commit: {why}; begin another: cache.step(n)")
             self._done = True
             rows = len(self._rows)
-            padding = self._rows.padding * (self.cache.batch if rows == 1 else 1)
+            padding = self._rows.padding * (self._shape.batch if rows == 1 else 1)
             self._history.commit(self._tokens, padding, _in_words(self._called))
             if self.sharded:  # all layers have been cleared behind the step's tokens
                 self._memory.cleared(self._rows)
@@ -354,7 +351,7 @@ class Step:
                 f"{_ATTEND}: mask must have spans and be one for all sequences, got {mask!r}; "
                 "give left padding to KVCache.step, and use a cache for each document"
             )
-        capacity = self.cache.capacity
+        capacity = self._memory.capacity
         misfit = mask.refuses(capacity, capacity, 1)
         if misfit is not None:
             raise InputError(
@@ -365,14 +362,14 @@ class Step:
 
     def _check_turn(self, layer: int) -> None:
         """Raises InputError where the layer may not attend now."""
-        cache, where = self.cache, _ATTEND
+        num_layers, where = self._shape.num_layers, _ATTEND
         if self._done:
             raise InputError(f"{where}: this step has been committed; begin another: cache.step(n)")
         if not self._history.goes_on(self._number):
             raise InputError(f"{where}: {_STALE}; begin another: cache.step(n)")
-        if not (is_count(layer, 0) and layer < cache.num_layers):
+        if not (is_count(layer, 0) and layer < num_layers):
             raise InputError(
-                f"{where}: layer must be a number from 0 to {cache.num_layers - 1}, got {layer!r}"
+                f"{where}: layer must be a number from 0 to {num_layers - 1}, got {layer!r}"
             )
         if layer not in self._waiting:
             raise InputError(
@@ -416,22 +413,22 @@ class Step:
 
     def _check(self, qkv: QKV, factors: tuple[float | None, ...], strategy: str) -> int:
         """The number of q's heads. Raises InputError for what does not fit the step."""
-        cache, where = self.cache, _ATTEND
+        shape, where = self._shape, _ATTEND
         check_name(strategy, where)
         check_factors(where, *factors)
         q_shape = _shape(qkv.q)
         heads = q_shape[2] if len(q_shape) == 4 else 0
-        rows = (cache.batch, self.num_tokens)
+        rows = (shape.batch, self.num_tokens)
         expected = QKV(
-            (*rows, heads, cache.head_dim),  # type: ignore[arg-type]  # shapes, by the same names
-            (*rows, cache.num_kv_heads, cache.head_dim),  # type: ignore[arg-type]
-            (*rows, cache.num_kv_heads, cache.v_head_dim),  # type: ignore[arg-type]
+            (*rows, heads, shape.head_dim),  # type: ignore[arg-type]  # shapes, by the same names
+            (*rows, shape.num_kv_heads, shape.head_dim),  # type: ignore[arg-type]
+            (*rows, shape.num_kv_heads, shape.v_head_dim),  # type: ignore[arg-type]
         )
-        device = cache.setup.runtime.device
-        for name, x, shape in zip("qkv", qkv, expected, strict=True):
+        device = self._setup.runtime.device
+        for name, x, wanted in zip("qkv", qkv, expected, strict=True):
             if (
-                _shape(x) != shape
-                or x.dtype != cache.dtype
+                _shape(x) != wanted
+                or x.dtype != shape.dtype
                 or x.device != device
                 or x.layout != torch.strided
             ):
@@ -440,13 +437,14 @@ class Step:
                     its_shape = "a nested shape" if x.is_nested else f"shape {_shape(x)}"
                     got = f"{x.dtype} of {its_shape} on {x.device} ({x.layout})"
                 raise InputError(
-                    f"{where}: {name} must be a dense {cache.dtype} tensor on {device} of shape "
-                    f"{shape} ([batch, this rank's tokens of the step, heads, head_dim]), got {got}"
+                    f"{where}: {name} must be a dense {shape.dtype} tensor on {device} of shape "
+                    f"{wanted} ([batch, this rank's tokens of the step, heads, head_dim]), "
+                    f"got {got}"
                 )
-        if not heads or heads % cache.num_kv_heads:
+        if not heads or heads % shape.num_kv_heads:
             raise InputError(
                 f"{where}: the number of q's heads must be a multiple of the cache's "
-                f"{cache.num_kv_heads} kv heads, got {heads}"
+                f"{shape.num_kv_heads} kv heads, got {heads}"
             )
         if torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
             raise InputError(
@@ -504,7 +502,7 @@ class Step:
         terms: ScoreTerms,
         strategy: str,
     ) -> torch.Tensor:
-        setup = self.cache.setup
+        setup = self._setup
         try:
             plan = self._plan(q.shape[2], structure, terms, strategy)
         except (ConfigError, InputError) as error:
@@ -517,25 +515,25 @@ class Step:
 
     def _plan(self, num_heads: int, structure: Mask, terms: ScoreTerms, strategy: str) -> Plan:
         """The plan of a prefill; layers with the same mask share it."""
-        cache = self.cache
+        shape = self._shape
         scores = ScoreOptions(softcap=terms.softcap is not None, sinks=terms.sinks is not None)
         key = (structure, num_heads, scores, strategy)
         plan = self._plans.get(key)
         if plan is None:
             problem = Cached(structure, self._dealt, self._rows).problem(
-                batch=cache.batch, num_heads=num_heads, num_kv_heads=cache.num_kv_heads,
-                head_dim=cache.head_dim, v_head_dim=cache.v_head_dim,
-                input_bytes=cache.dtype.itemsize, sum_bytes=sum_dtype(cache.dtype).itemsize,
+                batch=shape.batch, num_heads=num_heads, num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim, v_head_dim=shape.v_head_dim,
+                input_bytes=shape.dtype.itemsize, sum_bytes=sum_dtype(shape.dtype).itemsize,
                 scores=scores,
             )  # fmt: skip
-            setup = cache.setup
+            setup = self._setup
             plan = self._plans[key] = setup.planner.plan(
                 PlanKey(
                     forward=True,
                     problem=problem,
                     strategy=strategy,
                     kernel=setup.kernel,
-                    dtype=cache.dtype,
+                    dtype=shape.dtype,
                     device=setup.runtime.device,
                     partials=setup.partials,
                 )
@@ -543,11 +541,11 @@ class Step:
         return plan
 
     def _plan_decode(self, num_heads: int, scores: ScoreOptions) -> DecodePlan:
-        cache = self.cache
-        q_shape = (cache.batch, self.num_tokens, num_heads, cache.head_dim)
+        shape = self._shape
+        q_shape = (shape.batch, self.num_tokens, num_heads, shape.head_dim)
         return plan_decode(
-            cache.setup, q_shape, cache.num_kv_heads, cache.v_head_dim, cache.dtype,
-            keys=cache.capacity, scores=scores,
+            self._setup, q_shape, shape.num_kv_heads, shape.v_head_dim, shape.dtype,
+            keys=self._memory.capacity, scores=scores,
         )  # fmt: skip
 
     def _what_is_seen(self, structure: Mask) -> Seen:
@@ -561,11 +559,11 @@ class Step:
 
     def _refuse(self, reason: str) -> NoReturn:
         error = InputError(f"KVCache.step: {reason}")
-        self.cache.setup.runtime.refuse("KVCache.step", error)
+        self._setup.runtime.refuse("KVCache.step", error)
 
     def _on_device(self, x: np.ndarray[Any, Any]) -> torch.Tensor:
-        found = torch.from_numpy(x).to(self.cache.setup.runtime.device)
-        return found.expand(self.cache.batch, -1)
+        found = torch.from_numpy(x).to(self._setup.runtime.device)
+        return found.expand(self._shape.batch, -1)
 
 
 def _in_words(called: list[tuple[int, _Call]]) -> str:

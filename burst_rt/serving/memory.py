@@ -8,10 +8,10 @@ import torch
 
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import DeviceError
-from burst_rt.planning.cached import BatchRows, Dealt
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.runtime.free_memory import free_host_bytes
 from burst_rt.runtime.runtime import Runtime
+from burst_rt.serving.chunks import BatchRows, Dealt
 
 __all__ = ["KVMemory", "KVShape", "Layer"]
 
@@ -50,7 +50,7 @@ class KVMemory:
     """
 
     def __init__(self, runtime: Runtime, shape: KVShape, dealt: Dealt) -> None:
-        self._runtime, self._shape = runtime, shape
+        self._runtime, self.shape = runtime, shape
         self.dealt, self.rank = dealt, runtime.rank
         self.layers: list[Layer] = []
         self.capacity = 0  # tokens of each sequence, over all ranks
@@ -59,7 +59,7 @@ class KVMemory:
     @property
     def nbytes(self) -> int:
         """Bytes that the shard takes."""
-        return self._num_columns(self.capacity) * self._shape.column_bytes
+        return self._num_columns(self.capacity) * self.shape.column_bytes
 
     def allocate(self, capacity: int) -> list[Layer] | DeviceError:
         """Memory for `capacity` tokens of each sequence, with what is cached in it.
@@ -67,7 +67,7 @@ class KVMemory:
         Returns the error where there is not enough: one that is raised here would hold what was
         taken so far.
         """
-        shape, device = self._shape, self._runtime.device
+        shape, device = self.shape, self._runtime.device
         new: list[Layer] = []
         try:
             # A later step outside inference mode could not write to tensors made inside it.
@@ -111,7 +111,7 @@ class KVMemory:
         if self._runtime.device.type != "cpu":
             return None
         ranks, free = self._runtime.machine.ranks_here, free_host_bytes()
-        need = ranks * self._num_columns(capacity) * self._shape.column_bytes
+        need = ranks * self._num_columns(capacity) * self.shape.column_bytes
         if need <= free:
             return None
         return self._too_large(
@@ -138,7 +138,7 @@ class KVMemory:
                 x[slice(None) if alike else row, self.dealt.count(after, self.rank) : last] = 0
 
     def _too_large(self, capacity: int, beside: str = "") -> DeviceError:
-        runtime, shape, columns = self._runtime, self._shape, self._num_columns(capacity)
+        runtime, shape, columns = self._runtime, self.shape, self._num_columns(capacity)
         return DeviceError(
             f"KVCache: out of memory on {runtime.device}: capacity {capacity:,} takes "
             f"{columns * shape.column_bytes:,} bytes on this rank ({columns:,} tokens x "

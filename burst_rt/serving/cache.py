@@ -2,11 +2,11 @@
 
 A `KVCache` is filled and read in steps. A step is one forward of a model: a chunk of a prompt
 (prefill), or a few new tokens (decode). The ranks agree once a step; the layers of the step then
-attend without another word. See `planning/cached.py` for who owns which token.
+attend without another word. See `chunks.py` for who owns which token.
 
 In a prefill each rank has its own tokens only, here and in the rest of the model: keys and values
 travel, or queries do. In a decode every rank has all new tokens; each attends to its own shard, and
-the partial results come together (`attention/decode.py`).
+the partial results come together (`decode_run.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from burst_rt.attention.cache_memory import KVMemory, KVShape
-from burst_rt.attention.cache_step import History, Step
 from burst_rt.attention.setup import Setup
 from burst_rt.errors import BurstError, DeviceError, InputError
 from burst_rt.kernels import DTYPES
-from burst_rt.planning.cached import BatchRows, Dealt
 from burst_rt.planning.masks.positions import integer, is_count
+from burst_rt.serving.chunks import BatchRows, Dealt
+from burst_rt.serving.memory import KVMemory, KVShape
+from burst_rt.serving.step import History, Step
 
 __all__ = ["DECODED_TOGETHER", "KVCache"]
 
@@ -271,7 +271,7 @@ class KVCache:
         if sharded is None:
             sharded = max(new) > DECODED_TOGETHER
         return Step(
-            self,
+            self.setup,
             self._memory,
             self._history,
             BatchRows.of(self._history.lengths, new, pads, self.capacity),

@@ -1,7 +1,7 @@
 """Decode: a few new queries, which every rank has, against keys that are spread over the ranks.
 
 Each rank attends to its own keys. What comes of that, out and lse of the rows, is one block; the
-blocks of all ranks come together by Bruck's all-gather (`planning/bruck.py`), and every rank
+blocks of all ranks come together by Bruck's all-gather (`bruck.py`), and every rank
 merges them in the order of ranks. Keys never travel.
 
 What a row sees is data of a call and not part of the graph. Nor are lengths: the number of keys is
@@ -14,9 +14,9 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from burst_rt.planning.bruck import bruck_gather, bruck_messages, bruck_parts
 from burst_rt.planning.roles import Role
 from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane, Transfer
+from burst_rt.serving.bruck import bruck_gather, bruck_messages, bruck_parts
 
 __all__ = ["Attend", "Decode", "Merge"]
 
