@@ -43,7 +43,7 @@ __all__ = [
 
 
 class TaskState(IntEnum):
-    """Where a task stands."""
+    """The state of a task in a run."""
 
     WAITING = 0  # an edge into it is not satisfied
     READY = 1  # all edges into it are satisfied; its lane is full or has a better task
@@ -64,8 +64,8 @@ TRANSITIONS: dict[tuple[TaskState, str], TaskState] = {
 }
 _VERBS = sorted({verb for _, verb in TRANSITIONS})
 _NUM_VERBS = len(_VERBS)
-# The same table as the engine looks it up. Verb and old state give the new state and the verb's
-# number in the log, or None where the transition is impossible.
+# The same table, arranged for the engine's look-ups: verb and old state give the new state and the
+# verb's number in the log, or None where the transition is impossible.
 _STEPS: dict[str, list[tuple[TaskState, int] | None]] = {
     verb: [None] * len(TaskState) for verb in _VERBS
 }
@@ -260,7 +260,7 @@ class Engine:
         return self._issue()
 
     def story(self, task: int) -> str:
-        """What happened to a task so far, for an error message."""
+        """The history of a task so far, for an error message."""
         node = self.schedule.graph.tasks[task]
         steps = [
             f"step {i}: {_VERBS[entry % _NUM_VERBS]}"

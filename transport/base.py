@@ -121,7 +121,7 @@ class OrderedTransport(Protocol):
         """Releases the transport; nothing may be under way. May block for seconds."""
 
 
-# In the place of an exit code, which is 0 to 255, where nobody knows it.
+# Takes the place of an exit code, which is 0 to 255, if nobody knows it.
 UNKNOWN_CODE = -1
 
 
@@ -208,7 +208,7 @@ class ControlGroup(Protocol):
         """
 
     def notices(self) -> list[Notice]:
-        """What peers have written since the last call."""
+        """The notices that peers have written since the last call."""
 
     def close(self) -> None:
         """Releases the group."""

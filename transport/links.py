@@ -32,14 +32,16 @@ __all__ = ["SECRET_BYTES", "Door", "Links", "Place", "Receiver", "this_host"]
 SECRET_BYTES = 16
 _HEADER = struct.Struct("<qqq")  # kind, number, length
 _RANK = struct.Struct("<q")
-# Where the kernel allows so much, a transfer needs fewer calls of `poll`.
+# Size of a socket's send buffer. If the kernel allows so much, a transfer needs fewer calls of
+# `poll`.
 _BUFFER_BYTES = 4 << 20
 _AHEAD_BYTES = 1 << 16
-# A payload up to this size goes behind its header in one piece: a copy costs less than a piece.
+# Maximum size of a payload that is sent with its header in one piece: a copy costs less than a
+# second piece.
 _COPIED_BYTES = 4096
 _BACKLOG = 4096
-# So many connections may wait for their greeting. Of more the oldest is shut: strangers do not
-# greet.
+# Maximum number of connections that have not greeted yet. Beyond it the oldest one is closed:
+# strangers do not greet.
 _MOST_UNGREETED = 256
 _LATER = (BlockingIOError, InterruptedError)
 
@@ -144,8 +146,8 @@ class Links:
         self._receiver = receiver
         self._doors = {door.socket.fileno(): door.socket for door in doors}
         self._outgoing: dict[int, _Outgoing] = {}
-        self._peer_of: dict[int, int] = {}  # by descriptor of an outgoing connection
-        self._incoming: dict[int, _Incoming] = {}  # by descriptor
+        self._peer_of: dict[int, int] = {}  # keyed by descriptor of an outgoing connection
+        self._incoming: dict[int, _Incoming] = {}  # keyed by descriptor
         self._unopened: set[int] = set()  # peers whose door was full
         self._spent: list[socket.socket] = []
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
@@ -330,7 +332,7 @@ class Links:
             try:
                 end, _ = door.accept()
             except OSError:
-                return  # there is none; or there are no descriptors left, and it waits
+                return  # no connection waits, or no descriptors are left and it keeps waiting
             end.setblocking(False)
             strangers = [link for link in self._incoming.values() if link.peer < 0]
             if len(strangers) >= _MOST_UNGREETED:

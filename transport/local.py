@@ -48,7 +48,7 @@ class LocalWorld:
         self._readers_left: dict[int, int] = {}
         self._notices: list[deque[Notice]] = [deque() for _ in range(size)]
         # Duplicates by number: the worlds that some ranks have taken and others have not yet, with
-        # the ranks that have. Beside them, the number of each rank's next duplicate.
+        # the ranks that have. The second field is the number of each rank's next duplicate.
         self._duplicates: dict[int, tuple[LocalWorld, set[int]]] = {}
         self._next_duplicate = [0] * size
 

@@ -36,9 +36,9 @@ _LAST_WORDS_S = 1.0
 # until the kernel has it.
 _LAST_NOTICES = (NoticeKind.LEFT, NoticeKind.REFUSES_TOO)
 _NOTICE_S = 0.05
-# How long a rank that leaves may take to write its farewells.
+# Seconds that a rank that leaves may take to write its farewells.
 _FAREWELL_S = 1.0
-# The most bytes of a notice's text, as with MPI.
+# Maximum size of a notice's text in bytes, as with MPI.
 _TEXT_BYTES = 480
 
 
@@ -60,7 +60,7 @@ class SocketTransport:
         self.bytes_received = 0
         self.max_tag = None
         self._next_handle = 0
-        # By peer and tag, in the order of posting.
+        # Keyed by peer and tag, in the order of posting.
         self._sends: dict[tuple[int, int], deque[tuple[int, Memory]]] = defaultdict(deque)
         self._recvs: dict[tuple[int, int], deque[tuple[int, Memory]]] = defaultdict(deque)
         self._ready: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # sizes
@@ -155,7 +155,7 @@ class _Inbox(_Frames):
     """Keeps frames until they are asked for."""
 
     def __init__(self) -> None:
-        self.frames: dict[tuple[int, int, int], memoryview] = {}  # by peer, kind and number
+        self.frames: dict[tuple[int, int, int], memoryview] = {}  # keyed by peer, kind and number
 
     def arrived(self, peer: int, kind: int, number: int, memory: memoryview) -> None:
         self.frames[peer, kind, number] = memory
@@ -182,11 +182,11 @@ class _Where(NamedTuple):
     inbox: _Inbox
     rank: int
     size: int
-    number: int  # of the collective in its group
+    number: int  # the collective's number in its group
 
 
 class _Collective:
-    """A collective under way, in rounds. A rank's frames of round k are of kind k."""
+    """A collective in progress, in rounds. A rank's frames of round k are of kind k."""
 
     def __init__(self, where: _Where) -> None:
         self._links, self._inbox, self._rank, self._size, self._number = where
@@ -266,10 +266,11 @@ class _Maximum(_Spreading):
 
 
 class _Gather(_Spreading):
-    """Byte strings of all ranks. Before round k a rank has those of 2^k ranks, up to itself."""
+    """Gathers the byte strings of all ranks. Before round k a rank has the strings of the 2^k ranks
+    up to itself."""
 
     def __init__(self, payload: bytes, where: _Where) -> None:
-        self._parts = [payload]  # of this rank, the rank before it, and so on
+        self._parts = [payload]  # this rank's part, then that of the rank before it, and so on
         super().__init__(where)
 
     def _said(self, step: int) -> memoryview | bytes:

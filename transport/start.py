@@ -35,8 +35,8 @@ def start_mpi(deadline_s: float) -> None:
 
     After `deadline_s` it prints which ranks are missing, as far as this host can know, and ends the
     process with the exit code of `Stalled`, which ends the job: MPI_Init cannot be left in any
-    other way. Raises ImportError or RuntimeError where there is no MPI library, ConfigError where
-    mpi4py is told not to start MPI.
+    other way. Raises ImportError or RuntimeError without an MPI library, and ConfigError if mpi4py
+    is told not to start MPI.
     """
     loaded = sys.modules.get("mpi4py.MPI")
     if loaded is not None and loaded.Is_initialized():

@@ -20,7 +20,7 @@ from burst_rt.transport.base import Memory
 
 __all__ = ["NcclGroup", "TorchCommunicator", "make_group", "version", "with_backend"]
 
-# torch ends a process whose messages wait for longer. Here the deadlines of calls do that, sooner.
+# torch ends a process whose messages wait for longer. Here the deadlines of calls end it sooner.
 _TORCHS_OWN_DEADLINE = timedelta(days=1)
 
 
@@ -40,7 +40,7 @@ class NcclGroup(Protocol):
         """Ends a group of messages and starts it; returns its `Work`."""
 
     def _get_backend(self, device: torch.device, /) -> Any:
-        """What does the work."""
+        """Returns the object that does the work."""
 
     def abort(self) -> None:
         """Ends everything under way."""

@@ -3,8 +3,9 @@ ranks.
 
 `rehearse` runs real engines on integer payloads (`payload.py`). Every task, message and piece of
 news takes as long as the seed says, spread over powers of ten, so that any order that hardware
-could show has its chance and tasks that outlast all others are common. Beside that a rank may stand
-still for a time or for ever, or be lost. The rules of who hears of it are those of the drivers:
+could show has its chance and tasks that outlast all others are common. In addition, a rank may
+stall for a time or for ever, or be lost. The rules by which other ranks learn of it are the
+drivers' rules:
 
 * a rank that is lost, or gives up, is gone; the others learn it a while later, and take it for
   `PeerLost` once they wait for that rank (or for the agreement that opens a call);
@@ -43,9 +44,10 @@ _NEVER_S = float("inf")
 # Delays lie between 10 ** _SHORTEST and 10 ** (_SHORTEST + _DECADES) seconds.
 _SHORTEST = -5.0
 _DECADES = 6.0
-# How much quicker than others one kind of thing is in some runs.
+# Factor by which one kind of event is quicker than the others in some runs.
 _QUICKER = 1e-3
-# Far above all delays of a run together: who waits this long waits for something that never comes.
+# Far above the sum of a run's delays: a rank that waits this long waits for something that never
+# comes.
 _STALL_S = 1e6
 _TIMEOUT_S = 1e7
 
@@ -63,7 +65,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class Loss:
-    """At at_s the rank is no more."""
+    """The loss of a rank at time `at_s`."""
 
     rank: int
     at_s: float
@@ -83,13 +85,13 @@ class Faults:
 
     @classmethod
     def draw(cls, seed: int, world_size: int) -> Faults:
-        """Faults for a world: delays always; in half of the cases one or two ranks stand still or
-        are lost as well.
+        """Faults for a world: always delays; in half of the cases one or two ranks also stall or
+        are lost.
         """
         rng = random.Random(seed)
         stalls, losses = [], []
         for _ in range(rng.choice((0, 0, 1, 2))):
-            # At the very start, or somewhere in the run.
+            # The fault happens at the very start, or somewhere in the run.
             rank, at_s = (
                 rng.randrange(world_size),
                 rng.choice((_delay_s(rng), rng.uniform(0.0, 10.0))),
@@ -144,7 +146,7 @@ def rehearse(
 
 
 def verdict(rehearsal: Rehearsal, faults: Faults, expected: Values) -> str:
-    """What is wrong with the way a run ended; empty where nothing is. `expected` is the graphs'
+    """The faults in the way a run ended; empty if there are none. `expected` is the graphs'
     `reference`.
     """
     gone = faults.gone()
@@ -165,9 +167,9 @@ def verdict(rehearsal: Rehearsal, faults: Faults, expected: Values) -> str:
     return ""
 
 
-# What happens beside the ends of tasks stands in the queue under these numbers in place of a
-# task's: a rank enters the run, hears what has ended, looks whether it has waited too long, is
-# lost, and learns that another one is gone.
+# The queue holds other events than ends of tasks, too. They have these numbers instead of a task's:
+# a rank enters the run, hears what has ended, checks whether it has waited too long, is lost, and
+# learns that another one is gone.
 _ENTER, _HEAR, _LOOK, _LOSE, _LEARN = -1, -2, -3, -4, -5
 
 
@@ -204,7 +206,7 @@ class _Run(Simulation):
             self._at(loss.at_s, (loss.rank, _LOSE, 0, 0, None))
 
     def rehearsal(self) -> Rehearsal:
-        """How it went."""
+        """The outcome of the run."""
         values = [memory.values for memory in self._memory]
         return Rehearsal(
             values,
@@ -278,7 +280,8 @@ class _Run(Simulation):
             self._learn(self._ranks[number], third)
 
     def _held(self, happening: Happening) -> bool:
-        """Whether a rank that it takes is gone or stands still; then it happens later, or never."""
+        """Whether a rank that takes part in it is gone or stalled; if so, it happens later or
+        never."""
         *_, version, flow = happening
         ranks = (
             (flow.send[1].number, flow.recv[1].number)

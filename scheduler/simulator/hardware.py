@@ -1,9 +1,9 @@
 """A machine as the simulator sees it: how long a task takes on a device, and what messages share on
 their way.
 
-Machine files are read and written elsewhere (`burst_rt.planning.machines`). Beside every nominal
-rate stands its `efficiency`, the fraction of it that real work reaches: measuring a machine changes
-that number, the nominal one stays what the data sheet says.
+Machine files are read and written elsewhere (`burst_rt.planning.machines`). Every nominal rate has
+an `efficiency`, the fraction of it that real work reaches. Measuring a machine changes the
+efficiency; the nominal rate stays what the data sheet says.
 
 What a rank's transfers pass, each a resource that all transfers on it share in equal parts:
 

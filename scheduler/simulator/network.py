@@ -5,7 +5,8 @@ A resource divides its bandwidth equally among the flows on it; a flow goes at t
 shares. What it leaves of a share because another resource holds it back is not given to the others:
 so a flow's rate depends on its own resources only, and a world of a thousand ranks needs no global
 solution each time a transfer ends. Where all flows on a resource are alike, as in a ring, it is the
-same. Cores are a resource too: of seconds of work, of which a task takes at most one a second.
+same. Cores are a resource too. Their capacity is seconds of work per second, and a task uses at
+most one.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class Network:
         )
 
     def cores(self, rank: int) -> Resource | None:
-        """What the rank's compute tasks share with others of its node; None: nothing."""
+        """The cores that the rank's compute tasks share with others of its node, or None."""
         return self._cores[rank // self._hardware.node.ranks]
 
     def _find(self, source: int, destination: int, staged: bool) -> Path:

@@ -75,7 +75,7 @@ class Simulated:
 
     @property
     def end_s(self) -> float:
-        """When the last rank ended."""
+        """Seconds until the last rank ended."""
         return max(rank.end_s for rank in self.ranks)
 
 
@@ -108,7 +108,7 @@ class Kind(IntEnum):
 
 
 _COPIES = ("to host", "to device")
-# Where there is no hardware.
+# The path of a message if no hardware is given.
 _NO_PATH: Path = (0.0, ())
 
 
@@ -181,10 +181,10 @@ class SimulatedRank:
         self.num_computing = 0
         self.num_agreed = 0
         self.sent_bytes = 0
-        # Of each exchange under way the messages that have not moved.
+        # Number of messages that have not moved, by exchange in progress.
         self.num_open: dict[int, int] = {}
-        # Of each ordered lane the tasks issued and not ended; the first one runs once the tasks it
-        # waits for have ended.
+        # The tasks that are issued and have not ended, by ordered lane. The first one runs once the
+        # tasks it waits for have ended.
         self.queues: list[deque[Issue]] = [deque() for _ in range(plan.num_ordered)]
         self.running = [False] * plan.num_ordered
         self.ended = bytearray(len(plan.tasks)) if plan.num_ordered else bytearray()
@@ -305,7 +305,7 @@ class Simulation:
             raise Deadlock("; ".join(self._stuck(rank) for rank in stuck[:4]), rank=stuck[0].number)
 
     def result(self) -> Simulated:
-        """What `simulate` returns."""
+        """The return value of `simulate`."""
         times = tuple(
             RankTime(rank.end_s, rank.busy_s, rank.end_s - rank.busy_s, rank.sent_bytes)
             for rank in self._ranks
