@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 __all__ = ["UNNUMBERED", "Numbers", "is_tracing"]
 
-# The number of an object that a compiler makes while it traces: the object is no input, and so
+# The number of an object that a compiler makes while it traces: the object is not an input, so it
 # needs no number of its own.
 UNNUMBERED = 0
 
@@ -22,8 +22,8 @@ def _never() -> bool:
     return False
 
 
-# Says whether a compiler is tracing. `attention/autograd.py` sets it, because there is no torch
-# here.
+# Says whether a compiler is tracing. `attention/autograd.py` sets it, because this module does not
+# import torch.
 is_tracing: Callable[[], bool] = _never
 
 _T = TypeVar("_T")

@@ -1,8 +1,8 @@
 """What the tasks of attention's graphs do: one frozen type for each operation.
 
 `name` is what telemetry shows and what machine files rate. Parts are given by their numbers in the
-graph; blocks are counted by owner. `attention/execute` performs the operations. Here are those that
-several strategies share; the others stand in the modules of their strategies.
+graph; blocks are counted by owner. `attention/execute` performs the operations. This module has the
+operations that several strategies share; the others are in their strategies' modules.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class ForwardTile(TileOperation):
 
 
 class BackwardTile(TileOperation):
-    """Adds the gradients of a tile to their sums; those of a call's only tile may be written."""
+    """Adds the gradients of a tile to their sums; the gradients of a call's only tile may be
+    written instead."""
 
     name = "backward"
     flops = (6, 4)
@@ -73,7 +74,7 @@ class Delta:
 class Add:
     """Adds sums that have arrived to the rank's own sums."""
 
-    role: Role  # of the sums
+    role: Role  # the role of the sums
     block: int  # which of the rank's own blocks
     own: int  # number of the part that is added to
     arrived: int  # number of the part that has arrived

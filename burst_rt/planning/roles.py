@@ -18,8 +18,8 @@ class Role(StrEnum):
     OUT = "out"
     LSE = "lse"
     STATE = "state"  # the running forward state at home
-    ACC = "acc"  # of a running forward state that travels
-    ML = "ml"  # its m and l together
+    ACC = "acc"  # acc of a running forward state that travels
+    ML = "ml"  # m and l of that state, together
     SCORES = "scores"  # whole rows of scores
     DQ = "dq"
     DK = "dk"

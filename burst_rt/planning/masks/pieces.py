@@ -17,10 +17,11 @@ from burst_rt.planning.masks.spans import Positions, Spans
 
 __all__ = ["MOST_SPANS", "Piece", "cut"]
 
-# Fewer rows than this are not worth a call of a kernel: they go under the mask, many at a time.
+# Minimum number of rows that are worth a call of a kernel: fewer go under the mask, many at a time.
 _FEW_ROWS = 64
 _MASKED_ROWS = 512
-# Keys that a row of a band sees, at most: a wider one is triangles and what is between them.
+# Maximum number of keys that a row of a band sees: a wider band is split into triangles and the
+# rest between them.
 WIDEST_BAND = 2048
 # A tile whose rows see more spans than this goes under the mask as a whole.
 MOST_SPANS = 8
@@ -101,7 +102,7 @@ class _Run(NamedTuple):
 
     @property
     def far_end(self) -> int:
-        """One after the last column that any row sees."""
+        """The end (last + 1) of the columns that any row sees."""
         more = self.num_rows - self.stairs if self.stairs else (self.num_rows - 1) * self.grows
         return self.end + more
 

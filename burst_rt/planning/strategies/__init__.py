@@ -116,8 +116,8 @@ def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: in
     if name == "burst-untiled":
         return choose(problem, "burst", forward=forward)._replace(strategy=name, kernel="untiled")
     if not forward and not any(problem.needs_grad):
-        # Sinks alone need a gradient. It follows from lse and delta: whatever the strategy, there
-        # are no tiles and no messages.
+        # Sinks alone need a gradient. It follows from lse and delta, so no strategy has tiles or
+        # messages.
         return Choice(backward_ring(problem, queries_travel=False), "ring-kv", {"ring-kv": 0})
     if name == "ring-q" and not forward:
         return choose(problem, "burst", forward=forward)
@@ -137,7 +137,7 @@ def _programs(
             if name == "all-to-all"
             else size or gcd(ranks_per_node, problem.num_kv_heads)
         )
-        # With one group there is no ring: nothing travels.
+        # One group does not need a ring: nothing travels.
         sides = _SIDES if group < problem.world_size else {"": False}
         for side, queries in {"": False}.items() if forward else sides.items():
             program = (
@@ -157,7 +157,7 @@ def _programs(
         if forward and name == "ring-q":
             yield name, make(forward_ring, queries_travel=True)
         elif forward:
-            # The forward of `burst` is that of `ring-kv`; `auto` calls it so.
+            # The forward of `burst` is the forward of `ring-kv`; `auto` calls it so.
             yield way or name.replace("auto", "ring-kv"), make(forward_ring)
         else:
             for side, queries in _SIDES.items():

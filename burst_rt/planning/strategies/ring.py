@@ -53,10 +53,10 @@ from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, La
 
 __all__ = ["Ring", "RingBuilder", "backward_ring", "dsinks", "forward_ring", "travels_whole"]
 
-# The most tokens of a shard that travels as one block with its sums: with so few, a tile takes less
-# time than the overhead of a task.
+# Maximum number of tokens of a shard that travels as one block with its sums: with so few, a tile
+# takes less time than the overhead of a task.
 _FEW_TOKENS = 64
-# How wide the edge of a causal mask is, in keys: about the size of a kernel's blocks.
+# Width of the edge of a causal mask, in keys: about the size of a kernel's blocks.
 _EDGE = 512
 
 
@@ -99,7 +99,7 @@ class Ring(Hops):
                     yield from self._sum_messages(rank, hop, block, next(tags))
 
     def _bundle_messages(self, rank: int, source: int, target: int, tag: int) -> Iterator[Transfer]:
-        """Of the bundles that a rank has at hop `source`, or gets for hop `target`."""
+        """Messages of the bundles that a rank has at hop `source`, or gets for hop `target`."""
         for block in range(self.num_blocks):
             here, there = self.holders[source][block], self.holders[target][block]
             for owner in {here.index(rank), there.index(rank)}:
@@ -108,7 +108,8 @@ class Ring(Hops):
                     yield Transfer(here[owner], there[owner], tag, each.size_bytes)
 
     def _sum_messages(self, rank: int, hop: int, block: int, tag: int) -> Iterator[Transfer]:
-        """Of the sums of blocks with this number that a rank sends or gets after a hop."""
+        """Messages of the sums of blocks numbered `block` that `rank` sends or receives after
+        `hop`."""
         here = self.holders[hop][block]
         onward = self.holders[(hop + 1) % len(self.holders)][block]
         for owner in {rank, here.index(rank), onward.index(rank)}:
@@ -121,7 +122,7 @@ class Ring(Hops):
 
     @property
     def num_tags(self) -> int:
-        """How many tags the messages of all ranks have."""
+        """Number of tags of all ranks' messages."""
         hops = range(self.problem.world_size)
         return sum(len(self.route.passes(hop)) for hop in hops) + self.num_blocks * (len(hops) - 1)
 
@@ -141,7 +142,7 @@ class Ring(Hops):
 
     @property
     def adds(self) -> bool:
-        """Whether tiles add to anything. Where sinks alone need a gradient, there are no tiles."""
+        """Whether tiles add to anything. Nothing has tiles if only sinks need a gradient."""
         return bool(self.sums or self.home_sums)
 
     @cached_property
@@ -152,7 +153,8 @@ class Ring(Hops):
 
     @cached_property
     def way(self) -> Hashable:
-        """What the graphs depend on: lengths of what travels, bytes, and rows that ranks need."""
+        """Everything that the graphs depend on: lengths of what travels, bytes, and rows that ranks
+        need."""
         at_home = tuple(any(runs) for runs in self.resident)
         return (
             self.operation, self.queries_travel, self.bundle, self.sums, self.home, self.home_sums,
@@ -177,7 +179,7 @@ class Ring(Hops):
     def stretches(
         self, tensors: tuple[tuple[Role, int], ...], owner: int, block: int, rows: Rows
     ) -> list[_Stretch]:
-        """What of a block's tensors is sent where some rows are."""
+        """The parts of a block's tensors that are sent along with some rows."""
         whole = ((0, self.block_len(owner, block)),) if rows else ()
         return [
             _Stretch(role, (stop - start) * size, start * size)
@@ -286,7 +288,7 @@ class RingBuilder:
             if ring.needed[owner := self._owner(hop, block)][block][rank]
         }
 
-    def _buffer(self, name: str, **options: Any) -> Buffer:  # those of GraphBuilder.buffer
+    def _buffer(self, name: str, **options: Any) -> Buffer:  # as in GraphBuilder.buffer
         return self.g.buffers[name] if name in self.g.buffers else self.g.buffer(name, **options)
 
     def _slots(self, tensors: tuple[tuple[Role, int], ...], name: str) -> dict[Role, Buffer]:
@@ -499,7 +501,7 @@ class RingBuilder:
         return Cost(cells * per_cell, moved, masked * per_cell, edge * per_cell)
 
     def _home_at(self, hop: int) -> dict[Role, Buffer]:
-        """Where sums that come home after a hop are received.
+        """The parts in which sums that come home after a hop are received.
 
         After the last hop nothing else is on its way, and the slot of the next hop is free. Before
         that, other sums may be on their way. What came home is added one hop later, so two buffers
