@@ -79,7 +79,8 @@ def _sent(array: Positions, device: torch.device) -> torch.Tensor:
 
 
 def ask(mask: Function, *cells: torch.Tensor) -> torch.Tensor:
-    """What a mask's function says of cells (batch, head, q, kv), four tensors that broadcast.
+    """The answers of a mask's function about cells (batch, head, q, kv), four tensors that
+    broadcast.
 
     Raises InputError where the function raises, or where the answer is not a tensor of booleans on
     their device that broadcasts to their shape.

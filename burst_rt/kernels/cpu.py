@@ -68,25 +68,27 @@ _PART = PartSize(4096, 4096, 1, edge=128, largest=1024, strips=False)
 # For a tile of small pieces, or under a mask, which is made as a matrix: fewer rows and columns,
 # more heads.
 _SMALL_PART = PartSize(1024, 1024, 4, edge=128, largest=1024, strips=False)
-# A tile is one of small pieces where these have so many rows, or columns, on average.
+# Maximum mean of the smaller side of a tile's pieces for which they count as small.
 _SMALL_SIDE = 1536
 # In the backward more is won by taking triangles apart.
 _LARGEST_BACKWARD = 1536
-# The most cells of a mask that are made at once, of all batch rows and heads that it tells apart.
+# Maximum number of mask cells that are made at once, over all batch rows and heads that the mask
+# tells apart.
 _MOST_MASKED = 1 << 24
 # Where each head has a matrix of distances of its own.
 _DISTANCES_PART = PartSize(512, 512, 1)
-# The cells of all heads' matrices of scores, about. They fit into the cache, and the C library does
-# not give their memory back to the system after each part, to get it again page by page.
+# Approximate number of cells of all heads' matrices of scores. They fit into the cache, and the C
+# library does not give their memory back to the system after each part, to get it again page by
+# page.
 _MATRIX_CELLS = 3 << 16
-# Bytes a cell while a mask is made: booleans.
+# Number of bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
-# Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in
-# the backward.
+# Approximate number of bytes that the fused kernel allocates: scores of 256 queries x 512 keys,
+# twice in the backward.
 _FUSED_BYTES = 2**20
 # float32 numbers of the longest vectors.
 _FEWEST_KEYS = 16
-# The most cells of a tile that is done in float64.
+# Maximum number of cells of a tile that is done in float64.
 _HANDFUL = 16
 # Between these, a norm's square is neither near overflow nor near underflow in float32, and so not
 # in float64.
@@ -268,7 +270,7 @@ class CpuKernel(Kernel):
 
 
 def cpu_capabilities() -> Mapping[str, Any]:  # flags, numbers, names
-    """What torch (2.12 or newer, else it says nothing) tells of this CPU."""
+    """The capabilities of this CPU as torch tells them; nothing before torch 2.12."""
     found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return found
 
@@ -397,7 +399,7 @@ def _hidden(
 
 
 def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Partial) -> None:
-    """`CpuKernel.decode` for sequences that all see columns between those of one hull."""
+    """Does `CpuKernel.decode` for sequences that see only columns within one hull."""
     (q, k, v), dtype = qkv, into.lse.dtype
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
     sums, q = into.grouped(kv_heads), folded(q, kv_heads, dtype)
@@ -415,7 +417,7 @@ def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Par
         hidden = seen.hidden(columns, q.device)
         mask = None
         if hidden is not None:
-            # The rows of a kv head are those of its query heads, one after another.
+            # The rows of a kv head are the rows of its query heads, one after another.
             hidden = hidden.repeat(1, heads // kv_heads, 1).unsqueeze(1)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         out, lse = _attend(rows, keys, values, False, mask, scale)
@@ -432,7 +434,7 @@ def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Par
 # Most cuts of a window are alike.
 @lru_cache(maxsize=4)
 def _beside(q_len: int, kv_len: int, upper: bool, dtype: torch.dtype) -> torch.Tensor:
-    """The mask `[q, kv]` of an upper triangle, or a band: -inf beside it, else 0."""
+    """The mask `[q, kv]` of an upper triangle, or a band: -inf outside it, else 0."""
     shape = Piece(0, q_len, 0, kv_len, False, False, 0, upper, not upper)
     q, kv = (torch.arange(length, device="cpu") for length in (q_len, kv_len))
     mask = torch.zeros(q_len, kv_len, dtype=dtype, device="cpu")
@@ -516,7 +518,7 @@ def _blocks(x: torch.Tensor, dim: int, at: slice, cut: Cut) -> torch.Tensor:
     """The tokens (a dimension of x) of a cut's blocks: of one block as they are, of several blocks
     each as a batch row.
 
-    at: those of the first block.
+    at: the tokens of the first block.
     """
     if cut.num_blocks == 1:
         return _cut(x, dim, at)

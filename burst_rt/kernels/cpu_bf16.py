@@ -21,9 +21,9 @@ from burst_rt.planning.problem import TileShape
 
 __all__ = ["CpuBf16Kernel"]
 
-# What torch calls the instructions, on x86-64 and on ARM.
+# Names of the instructions in torch, on x86-64 and on ARM.
 _NATIVE = ("amx_bf16", "avx512_bf16", "bf16")
-# The most rows and columns of a call of the backward.
+# Maximum number of rows, and of columns, of a call of the backward.
 _MOST = 1024
 
 

@@ -1,9 +1,9 @@
 """A tile as calls of torch's fused CPU attention, and bands: which rows and columns each one gets.
 
-The fused kernel computes cells in blocks of up to 256 rows by 512 columns. Of a triangle of 512
-rows or fewer it computes every cell, of one of 1,024 rows one and a half times as many as are seen.
-So a triangle of few rows is taken apart: into small triangles along its diagonal, and the squares
-that are left beside them, which have no hidden cells:
+The fused kernel computes cells in blocks of up to 256 rows by 512 columns. For a triangle of up to
+512 rows it computes every cell; for 1,024 rows, 1.5 times the visible cells. So a triangle of few
+rows is taken apart: into small triangles along its diagonal, and the squares between them, which
+have no hidden cells:
 
     T
     S T          one call for the four small triangles T, one for the two small squares S,
@@ -37,10 +37,10 @@ __all__ = ["STRIP", "STRIP_COLUMNS", "Cut", "PartSize", "parts_of", "parts_under
 # What the mask shows of some rows and columns of a tile.
 _Relation: TypeAlias = Callable[[slice, slice], Relation]
 
-# Rows of a strip: as few as the fused kernel takes at once, so that little is computed beside the
-# band.
+# Number of rows of a strip: as few as the fused kernel takes at once, so that little is computed
+# outside the band.
 STRIP = 32
-# The most columns of all strips of a call.
+# Maximum number of columns of all strips of a call.
 STRIP_COLUMNS = 16384
 
 
@@ -53,9 +53,9 @@ class PartSize(NamedTuple):
 
     q_len: int  # rows
     kv_len: int  # columns
-    kv_heads: int  # for each thread
+    kv_heads: int  # kv heads for each thread
     edge: int = 0  # rows of the small triangles; 0: none is taken apart
-    # Rows of the largest triangle that is taken apart. Of a larger one the blocks waste a smaller
+    # Rows of the largest triangle that is taken apart. In a larger one the blocks waste a smaller
     # share, and adding up its parts costs more.
     largest: int = 0
     strips: bool = True  # whether bands are strips for the fused kernel; else they are left whole
@@ -66,8 +66,8 @@ class Cut(NamedTuple):
     band.
     """
 
-    rows: slice  # of the tile; those of the first block
-    columns: slice  # of the tile; those of the first block
+    rows: slice  # rows of the tile that the first block has
+    columns: slice  # columns of the tile that the first block has
     triangle: bool = False  # whether row i sees only the columns j <= i
     upper: bool = False  # whether row i sees only the columns j >= i
     band: bool = False  # whether row i sees only the columns i to i + columns - rows
@@ -110,7 +110,7 @@ def parts_of(
 def parts_under_the_mask(
     tile: Tile, part: PartSize, together: bool
 ) -> Iterator[tuple[slice, Iterator[Cut]]]:
-    """What `parts_of` gives, for a tile that has pieces under the mask."""
+    """The cuts that `parts_of` returns, for a tile that has pieces under the mask."""
     return _parts(tile.pieces, part, together, tile.relation)
 
 
@@ -119,7 +119,7 @@ def _parts(
 ) -> Iterator[tuple[slice, Iterator[Cut]]]:
     edges = sorted({edge for piece in all_pieces for edge in (piece.q_start, piece.q_stop)})
     pieces: list[Piece] = []
-    to_come = deque(sorted(all_pieces, key=itemgetter(0)))  # by their first row
+    to_come = deque(sorted(all_pieces, key=itemgetter(0)))  # sorted by first row
     for top, bottom in pairwise(edges):
         pieces = [piece for piece in pieces if bottom <= piece.q_stop]
         while to_come and to_come[0].q_start == top:
@@ -136,7 +136,7 @@ def _parts(
 def _cuts(
     relation: _Relation | None, pieces: list[Piece], rows: slice, part: PartSize
 ) -> Iterator[Cut]:
-    """What some rows, all of which are in every piece, are to compute.
+    """The cuts for some rows that are all in every piece.
 
     Full rectangles come first, joined where they touch.
     """

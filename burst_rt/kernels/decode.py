@@ -80,7 +80,7 @@ class Seen:
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What `make` returns; made once for each key."""
+        """The value that `make` returns; made once for each key."""
         if key not in self._made:
             self._made[key] = make()
         made: _T = self._made[key]
@@ -92,7 +92,8 @@ class Seen:
 
     @cached_property
     def hulls(self) -> list[tuple[int, int]]:
-        """For each batch row of the spans, the first and one after the last column that is seen.
+        """The first column and the end (last + 1) of the columns that each batch row of the spans
+        sees.
 
         (0, 0) where nothing is seen.
         """
@@ -105,7 +106,8 @@ class Seen:
         return [(a, b) if a < b else (0, 0) for a, b in both]
 
     def hidden(self, columns: range, device: torch.device) -> torch.Tensor | None:
-        """Which of these columns the rows do not see: bool `[batch or 1, rows, columns]`, or None.
+        """The columns among these that the rows do not see: bool `[batch or 1, rows, columns]`, or
+        None.
 
         None: every row sees all of them.
         """

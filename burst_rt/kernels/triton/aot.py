@@ -50,7 +50,7 @@ _SUMS = {
     "p_m_out",
     "p_l_out",
 }
-# Pointers to what is float32 where it is added to.
+# Pointers to tensors that are float32 where the kernel adds to them.
 _GRADIENTS = {"p_dq", "p_dk", "p_dv"}
 # Pointers to tables.
 _TABLES = {"p_spans", "p_lines", "p_runs", "p_rows", "p_columns", "p_seen"}
@@ -81,8 +81,8 @@ class Request(NamedTuple):
     width: int = 1  # WIDTH of `work.py`
     single: bool = True  # whether no line of work has more than one run of a kind
     v_head_dim: int = 0  # 0: head_dim
-    scores: tuple[str, ...] = ()  # of "softcap", "alibi_slopes", "sinks"
-    loads: Loads | None = None  # in place of the configuration's own
+    scores: tuple[str, ...] = ()  # names among "softcap", "alibi_slopes", "sinks"
+    loads: Loads | None = None  # replaces the configuration's own
     # Whether for the only tile of its call. Others load and store the running state, and add to
     # sums.
     only: bool = False
@@ -93,12 +93,12 @@ class Compiled(NamedTuple):
 
     request: Request
     config: Config
-    registers: int  # of one thread
-    stack_bytes: int  # of one thread
-    shared_bytes: int  # of shared memory, for one block
-    # How often each kind of instruction stands in the machine code. HMMA, HGMMA, tcgen05: products
-    # on the tensor cores of sm_80, sm_90, sm_100. DEPBAR: waits for HGMMA. TMA: loads by the copy
-    # engine. LDL, STL: loads from and stores to local memory (spills).
+    registers: int  # registers of one thread
+    stack_bytes: int  # stack of one thread
+    shared_bytes: int  # shared memory of one block
+    # Number of instructions of each kind in the machine code. HMMA, HGMMA, tcgen05: products on the
+    # tensor cores of sm_80, sm_90, sm_100. DEPBAR: waits for HGMMA. TMA: loads by the copy engine.
+    # LDL, STL: loads from and stores to local memory (spills).
     instructions: dict[str, int]
     # Groups of loads by pointers that go on where a loop waits for a group; of several loops the
     # fewest. None: no loop waits for such loads.
@@ -106,7 +106,7 @@ class Compiled(NamedTuple):
 
     @property
     def spills(self) -> int:
-        """How many loads and stores move registers that did not fit."""
+        """Number of loads and stores that move registers that did not fit."""
         return self.instructions["LDL"] + self.instructions["STL"]
 
     @property

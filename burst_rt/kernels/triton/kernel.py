@@ -256,7 +256,7 @@ def _interpreting() -> bool:
 def _arguments(
     kind: str, qkv: QKV, tile: Tile, cells: torch.Tensor | None
 ) -> tuple[TileArguments, Config]:
-    """What a kernel is started with. cells: of the tile, where its mask has no spans."""
+    """The arguments of a kernel. cells: the tile's cells, if its mask has no spans."""
     device, terms = qkv.q.device, tile.terms
     head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
     cut, *configs = _cuts_of(kind, device, head_dim, qkv.q.dtype)
@@ -295,7 +295,9 @@ def _config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtyp
 def _cuts_of(
     kind: str, device: torch.device, head_dim: int, dtype: torch.dtype
 ) -> tuple[CutOfTile, Config, Config]:
-    """How a kernel cuts a tile; its configuration, and the one of calls that `takes_more`."""
+    """A kernel's cut of a tile, its configuration, and the configuration of calls that
+    `takes_more`.
+    """
     config = _config_of(kind, device, head_dim, dtype)
     arch = None if device.type == "cpu" else _arch(device)
     own, other = (
@@ -313,7 +315,7 @@ def _arch(device: torch.device) -> int:
 
 @lru_cache
 def _processors(device: torch.device) -> int:
-    """How many multiprocessors a device has; a few for the interpreter."""
+    """Number of multiprocessors of a device; a few for the interpreter."""
     if device.type == "cpu":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

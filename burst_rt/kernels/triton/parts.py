@@ -27,7 +27,7 @@ _MOST_CELLS, _COLUMNS = 1 << 24, ROWS_TOGETHER
 class Part(NamedTuple):
     """Some heads of a tile, all its rows and some of its columns, with the cells they see."""
 
-    heads: slice  # of q
+    heads: slice  # heads of q
     kv_heads: slice
     columns: slice
     tile: Tile  # its columns, and the terms of its heads
@@ -76,7 +76,7 @@ def in_order(tile: Tile) -> Iterator[tuple[slice, Tile]]:
 def places_of_parts(mask: Mask, places: Places, shape: TileShape) -> Iterator[Places]:
     """A tile's rows with the columns of each of its parts (`parts_of`); itself, if it has none.
 
-    shape: batch and heads are the tile's; the lengths may be those of a larger one.
+    shape: batch and heads are the tile's; the lengths may be a larger tile's.
     """
     rows, columns = places
     if mask.has_spans:
