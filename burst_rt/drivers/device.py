@@ -19,7 +19,7 @@ __all__ = ["DeviceEvent", "Stream", "StreamDevice", "TorchDevice"]
 Stream: TypeAlias = Any
 DeviceEvent: TypeAlias = Any
 
-# After this time the device's and the host's clocks are compared anew.
+# Seconds until the device's and the host's clocks are compared again.
 _ORIGIN_S = 10.0
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h: captures of other threads do not concern this one.
 _CAPTURE_THREAD_LOCAL = 1

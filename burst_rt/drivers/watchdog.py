@@ -3,7 +3,7 @@
 With an ordered transport (NCCL) a call returns once its work is on streams. If another rank then
 fails, that work never ends. The program would wait for the work for ever, in code of its own such
 as `.item()`. So a daemon thread of the context watches the oldest call on the device that has not
-ended. While there is no such call, the thread sleeps. The thread looks for these troubles:
+ended. Without such a call, the thread sleeps. The thread looks for these troubles:
 
 * Another rank has said that it failed, while messages are open.
 * NCCL reports an error, which NCCL does only when asked.
