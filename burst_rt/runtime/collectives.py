@@ -1,8 +1,9 @@
 """Collectives as tasks of a graph: all-gather, reduce-scatter, all-reduce, scans, ranges of rows.
 
 For tensor parallelism, sums of gradients, and custom pipelines. Pure: no torch, no MPI. The
-opposite of an all-gather is a reduce-scatter, that of `gather_ranges` is `reduce_ranges`, and that
-of a scan is a scan in reverse: a backward sends gradients by the opposite of its forward's way.
+opposite of an all-gather is a reduce-scatter, the opposite of `gather_ranges` is `reduce_ranges`,
+and the opposite of a scan is a scan in reverse: a backward sends gradients by the opposite of its
+forward's collective.
 
 All-gather, reduce-scatter and all-reduce go round a ring; source: P. Patarasuk and X. Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009. They work on a

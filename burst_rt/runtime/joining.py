@@ -45,7 +45,7 @@ __all__ = [
 ]  # fmt: skip
 
 _JOIN_S = 60.0
-# What moves host memory between ranks of each kind, and what such ranks are.
+# Name of the transport of host memory for ranks of each kind, and words for such ranks.
 _HOST_TRANSPORT: dict[RankKind, str] = {"threads": "local", "mpi": "mpi", "group": "torch"}
 _IN_WORDS: dict[RankKind, str] = {
     "threads": "threads of one process",
@@ -56,7 +56,7 @@ _IN_WORDS: dict[RankKind, str] = {
 _TOLD: dict[str, type[BurstError]] = {
     kind.__name__: kind for kind in (ConfigError, DeviceError, InputError)
 }
-# From this version on NCCL takes several ranks on one GPU, in an experimental mode.
+# Number of the first NCCL version that takes several ranks on one GPU, in an experimental mode.
 _NCCL_MULTI_RANK = 23000
 
 
@@ -250,12 +250,12 @@ def _raise_told(said: list[dict[str, Any]], rank: int) -> None:
 def _communicator(
     name: str, ends: Ends, device: torch.device, within_s: float
 ) -> Callable[[], Communicator]:
-    """What makes the communicator; the ranks agree here on what they call it. Collective."""
+    """The function that makes the communicator; the ranks agree here on its name. Collective."""
     control = ends.control
     nccl: Any = _cupy_nccl() if name == "nccl" else None
 
     def known_to_all(mine: Callable[[], bytes]) -> bytes:
-        """What the first rank has made."""
+        """The object that the first rank has made."""
         pending = control.allgather(mine() if control.rank == 0 else b"")
         Watch(control).wait_for(pending, within_s, "burst_rt.init")
         return pending.result()[0]
@@ -292,7 +292,7 @@ def _pci_address(device: torch.device) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that a name stands for on this rank. Raises ConfigError for a missing device."""
+    """The device that a name denotes on this rank. Raises ConfigError for a missing device."""
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(f"init: device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
@@ -365,13 +365,13 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
 
 
 def ranks_per_node(hosts: Sequence[str]) -> int:
-    """How many ranks each host has; 1 if counts differ or a host's ranks are not consecutive."""
+    """Number of ranks on each host; 1 if counts differ or a host's ranks are not consecutive."""
     sizes = {len(list(ranks)) for _, ranks in groupby(hosts)}
     return sizes.pop() if len(sizes) == 1 and len(list(groupby(hosts))) == len(set(hosts)) else 1
 
 
 def describe_choice(kind: RankKind = "mpi") -> str:
-    """In words, what "auto" takes on this host with a rank for each GPU, or two ranks on CPUs.
+    """The choice of "auto" on this host with a rank for each GPU, or two ranks on CPUs, in words.
 
     kind: "mpi" or "group", as in `Facts.ranks`.
     """

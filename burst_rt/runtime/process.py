@@ -29,7 +29,7 @@ from burst_rt.job.telling import FIRST_WORD_S, in_full, in_one_line, is_of_anoth
 __all__ = ["Member", "Process", "process"]
 
 _log = logging.getLogger("burst_rt")
-# After this time the other ranks have heard that this rank failed by itself, and have reported it.
+# Seconds until the other ranks have heard that this rank failed by itself, and have reported it.
 _HEARD_AFTER_S = 1.3
 
 

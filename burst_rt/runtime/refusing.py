@@ -1,8 +1,8 @@
 """How a rank that cannot make its next call says so to the ranks that wait for it.
 
-A rank may be in several groups (data parallel beside context parallel). The wrong argument may be
-the one that names the group. The error must reach the
-ranks that wait, in the group where they wait, and no other call may take the error.
+A rank may be in several groups (data parallel and context parallel). The wrong argument may be the
+one that names the group. The error must reach the ranks that wait, in the group where they wait,
+and no other call may take the error.
 """
 
 from __future__ import annotations

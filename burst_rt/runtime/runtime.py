@@ -48,8 +48,8 @@ from burst_rt.transport import ControlGroup, LocalTransport, Memory, Pending
 
 __all__ = ["Runtime", "Stats"]
 
-# How many calls may wait for their times to be read. Reading the times costs time, so it is put off
-# until somebody asks for statistics.
+# Maximum number of calls that wait for their times to be read. Reading the times costs time, so it
+# is put off until somebody asks for statistics.
 _UNREAD_UP_TO = 64
 
 _P = TypeVar("_P", bound=Pending)
@@ -120,7 +120,7 @@ class Runtime:
     """One rank's part of a group of ranks; see the module.
 
     timeout_s: how long a peer may take to enter a call. stall_s: how long nothing may move inside a
-    call. observer: hears of every call; None where there is no telemetry.
+    call. observer: hears of every call; None without telemetry.
     """
 
     def __init__(
