@@ -1,7 +1,7 @@
 """Activation checkpointing that never runs attention twice.
 
-Torch's own checkpointing, without reentrant autograd, and a policy for it. Of a layer's activations
-its inputs and attention's outputs (out and lse) are kept; everything else is computed again in the
+Torch's own checkpointing, without reentrant autograd, and a policy for it. It keeps a layer's
+inputs and attention's outputs (out and lse); every other activation is computed again in the
 backward. So each attention call goes round its ring once in the forward and once in the backward.
 The policy sees the call because under a mode attention goes through the dispatcher (`autograd`).
 """

@@ -50,7 +50,7 @@ class Forward(Protocol):
 
     @property
     def agreed(self) -> AgreedWhen:
-        """When the ranks agree on the call."""
+        """The time at which the ranks agree on the call."""
 
 
 def run_forward(

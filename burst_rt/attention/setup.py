@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Setup"]
 
-# How many kinds of calls a context remembers, with their plans.
+# Maximum number of kinds of calls that a context remembers, with their plans.
 _KNOWN_CALLS = 64
-# How many plans of decodes are kept. Each is small, and is for a bucket of lengths.
+# Maximum number of decode plans that are kept. Each is small, and is for a bucket of lengths.
 _DECODES = 64
-# How many layouts and masks are kept for the backwards of compiled programs.
+# Maximum number of layouts and masks that are kept for the backwards of compiled programs.
 _HELD = 4096
 
 
@@ -40,7 +40,7 @@ class Setup:
         )
         # Checked calls, by the arguments that were checked; see `call.make_call`.
         self.calls: Recent[object, Call] = Recent(_KNOWN_CALLS)
-        # Plans of decodes, by what `run_decode` says that they depend on.
+        # Decode plans, keyed by everything they depend on (see `run_decode`).
         self.decodes: Recent[object, DecodePlan] = Recent(_DECODES)
         # Layouts and masks of calls that went through the dispatcher. A compiled program knows only
         # their numbers, and asks for the objects again in its backward.

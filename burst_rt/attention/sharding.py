@@ -53,7 +53,7 @@ class ContextLayout:
 
     @property
     def shard_len(self) -> int:
-        """How many tokens this rank holds."""
+        """Number of tokens that this rank holds."""
         return self.map.shard_len(self.runtime.rank)
 
     def positions(self, rank: int | None = None) -> torch.Tensor:

@@ -55,8 +55,8 @@ class Binding:
     progress: Progress  # operations that take long call it now and then
     poison: bool  # whether fresh memory is filled with NaN
     qkv: QKV
-    results: Results | None = None  # of the forward; a backward has them
-    terms: ScoreTerms = field(default_factory=ScoreTerms)  # of all heads
+    results: Results | None = None  # results of the forward; a backward has them
+    terms: ScoreTerms = field(default_factory=ScoreTerms)  # terms of all heads
 
 
 class SlotRun:
@@ -193,7 +193,7 @@ class Run(SlotRun):
         self.tensors[part] = block
 
     def bounds(self, *, queries: bool) -> tuple[tuple[int, int], ...]:
-        """Where each part of this side stands in the shard: (start, stop) in tokens."""
+        """The bounds of each part of this side in the shard: (start, stop) in tokens."""
         ring = self.ring
         return (ring.travelling_bounds if ring.queries_travel is queries else ring.resident_bounds)[
             self.rank
@@ -272,7 +272,7 @@ class Run(SlotRun):
 
 
 class ForwardRun(Run):
-    """One forward call. After the run `out` and `lse` hold the result.
+    """One forward call. `out` and `lse` hold the result after the run.
 
     out: `[batch, tokens, heads, v's head_dim]` in q's dtype. lse: `[batch, heads, tokens]`.
     """
