@@ -267,7 +267,8 @@ class _Maximum(_Spreading):
 
 class _Gather(_Spreading):
     """Gathers the byte strings of all ranks. Before round k a rank has the strings of the 2^k ranks
-    up to itself."""
+    up to itself.
+    """
 
     def __init__(self, payload: bytes, where: _Where) -> None:
         self._parts = [payload]  # this rank's part, then that of the rank before it, and so on

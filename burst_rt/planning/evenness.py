@@ -44,7 +44,8 @@ def evenness(program: Program, q_layout: Layout, kv_layout: Layout) -> Evenness:
 
 def evenness_in_words(programs: Sequence[Program]) -> str:
     """The evenness of the layout of some programs of one problem, and of other layouts, in
-    words."""
+    words.
+    """
     problem = programs[0].problem
     q_layout, kv_layout = problem.q_layout, problem.kv_layout
     about = f"layout {q_layout.kind}: largest rank over mean: "

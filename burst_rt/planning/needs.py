@@ -229,7 +229,8 @@ def _by_rank(met: _Flags, side: _Side) -> _Flags:
 
 def _seen(mask: Mask, q: _Side, end: int) -> Iterator[_Intervals]:
     """The keys before a position that the queries of each part see together; some parts at a
-    time."""
+    time.
+    """
     if not len(q.part_len):
         return
     sampled = q.part_start[:: max(1, len(q.part_start) // _SAMPLED_ROWS)]

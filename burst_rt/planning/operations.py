@@ -56,7 +56,8 @@ class ForwardTile(TileOperation):
 
 class BackwardTile(TileOperation):
     """Adds the gradients of a tile to their sums; the gradients of a call's only tile may be
-    written instead."""
+    written instead.
+    """
 
     name = "backward"
     flops = (6, 4)

@@ -91,7 +91,8 @@ class Problem:
 
     def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
         """The pieces that the mask leaves of two runs; see `Mask.pieces`. Kept, for both directions
-        ask."""
+        ask.
+        """
         known = self._pieces.get((q, kv))
         if known is None:
             known = self._pieces[q, kv] = self.mask.pieces(q, kv)
@@ -109,7 +110,8 @@ class Problem:
     @cached_property
     def needs(self) -> Needs:
         """The rows that the ranks' blocks need from each other, if every shard travels as two
-        blocks."""
+        blocks.
+        """
         count = 1 if self.world_size == 1 else 2
         queries, keys = (
             [blocks_of(own, count) for own in side] for side in (self.q_runs, self.kv_runs)

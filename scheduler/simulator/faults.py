@@ -281,7 +281,8 @@ class _Run(Simulation):
 
     def _held(self, happening: Happening) -> bool:
         """Whether a rank that takes part in it is gone or stalled; if so, it happens later or
-        never."""
+        never.
+        """
         *_, version, flow = happening
         ranks = (
             (flow.send[1].number, flow.recv[1].number)

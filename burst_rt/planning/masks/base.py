@@ -204,7 +204,8 @@ class Mask:
     @property
     def mover(self) -> Mask | None:
         """The mask that gives queries their positions for the masks it is combined with; or
-        None."""
+        None.
+        """
         return None
 
     @property
@@ -240,7 +241,8 @@ class Mask:
     @property
     def layouts(self) -> tuple[Any, Any] | None:
         """The layouts of queries and keys that this mask is for; None for a mask that fits any
-        layout."""
+        layout.
+        """
         return None
 
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
@@ -278,7 +280,8 @@ class Mask:
 
     def by_label(self) -> tuple[Mask, Mask] | None:
         """This mask as `labelled & others`, where `labelled` has `labels`; None for a mask without
-        labels."""
+        labels.
+        """
         return None
 
     def labels(self, q: Positions) -> Positions:

@@ -62,7 +62,8 @@ class Hops:
     @cached_property
     def travelling_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The bounds (first token, last + 1) of each travelling block in its owner's shard, by
-        owner."""
+        owner.
+        """
         return tuple(
             tuple(pairwise(accumulate(map(num_tokens, blocks), initial=0)))
             for blocks in self.travelling
@@ -248,7 +249,8 @@ class Hops:
 
 def num_blocks(problem: Problem, whole: bool = False) -> int:
     """Number of blocks as which a shard travels: one if it is whole or nothing travels, else
-    two."""
+    two.
+    """
     return 1 if whole or problem.world_size == 1 else 2
 
 

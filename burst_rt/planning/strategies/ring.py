@@ -109,7 +109,8 @@ class Ring(Hops):
 
     def _sum_messages(self, rank: int, hop: int, block: int, tag: int) -> Iterator[Transfer]:
         """Messages of the sums of blocks numbered `block` that `rank` sends or receives after
-        `hop`."""
+        `hop`.
+        """
         here = self.holders[hop][block]
         onward = self.holders[(hop + 1) % len(self.holders)][block]
         for owner in {rank, here.index(rank), onward.index(rank)}:
@@ -154,7 +155,8 @@ class Ring(Hops):
     @cached_property
     def way(self) -> Hashable:
         """Everything that the graphs depend on: lengths of what travels, bytes, and rows that ranks
-        need."""
+        need.
+        """
         at_home = tuple(any(runs) for runs in self.resident)
         return (
             self.operation, self.queries_travel, self.bundle, self.sums, self.home, self.home_sums,

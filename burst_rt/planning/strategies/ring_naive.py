@@ -187,7 +187,8 @@ class RingNaive:
 @lru_cache(maxsize=8)
 def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
     """The program of one direction of `ring-naive`. Gradients that are not needed are neither
-    summed nor sent."""
+    summed nor sent.
+    """
     needs_q, needs_k, needs_v = problem.needs_grad
     route = OneRing(problem.world_size, (1,) * num_blocks(problem))
     k, v = ((Role.K, problem.k_token_bytes),), ((Role.V, problem.v_token_bytes),)
