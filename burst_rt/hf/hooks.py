@@ -1,7 +1,7 @@
 """What a model has while there are caches over ranks for it: hooks that look at its calls.
 
-Calls with such a cache are cut, and their logits are those of all ranks. Other calls are left as
-they are. When the last cache of a model is gone, so are the hooks.
+Calls with such a cache are cut, and their logits come from all ranks. Other calls are left as they
+are. When the last cache of a model is gone, so are the hooks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from burst_rt.runtime.refusing import refuse
 __all__ = ["HookedCache", "attach", "check_model", "detach", "what_layers_keep"]
 
 _NAME = "hf.Cache"
-_HOOKS = "_burst_rt_hooks"  # of a model's attribute
-# What these say follows from the tokens, which all ranks share.
+_HOOKS = "_burst_rt_hooks"  # name of a model's attribute
+# Criteria whose answers follow from the tokens, which all ranks share.
 _BY_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
@@ -51,11 +51,13 @@ class HookedCache(transformers.Cache):  # type: ignore[misc]  # transformers has
         self.asked = ""  # the stopping criteria that rank 0 is asked
 
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Begins a step: what the model is called with in place of these arguments."""
+        """Begins a step, and returns the arguments with which the model is called instead of
+        these.
+        """
         raise NotImplementedError
 
     def end(self, logits: torch.Tensor) -> torch.Tensor:
-        """Ends the step: the logits that all ranks go on with."""
+        """Ends the step, and returns the logits with which all ranks go on."""
         raise NotImplementedError
 
     def check_text(self, text: torch.Tensor, new: int) -> None:
@@ -144,8 +146,8 @@ class _Hooks:
 
     def __init__(self, model: Any) -> None:
         self.num_caches = 0
-        self.ctx: Context | None = None  # of the cache of the model's last call
-        self.asked = ""  # in the last `generate`
+        self.ctx: Context | None = None  # context of the cache of the model's last call
+        self.asked = ""  # names of the criteria that the last `generate` asks
         self._handles = [
             # First, so that other hooks know how the call is cut.
             model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
@@ -161,7 +163,7 @@ class _Hooks:
         del model.prepare_inputs_for_generation, model._get_stopping_criteria, model._prefill
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
-        """Those of a copy of the model, which has no caches."""
+        """The hooks of a copy of the model, which has no caches."""
         found = _Hooks.__new__(_Hooks)
         found.num_caches, found.ctx, found.asked = 0, None, ""
         found._handles = copy.deepcopy(self._handles, memo)
@@ -296,7 +298,7 @@ class _StopsWithRank0(StoppingCriteria):  # type: ignore[misc]  # transformers h
         self._hooks, self._criteria = hooks, criteria
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
-        """Which rows end: bool `[rows]`. Collective after a call with a cache over ranks."""
+        """The rows that end: bool `[rows]`. Collective after a call with a cache over ranks."""
         ctx = self._hooks.ctx
         ask: Callable[[], torch.Tensor] = partial(self._criteria, input_ids, scores, **options)
         if ctx is None or ctx.world_size == 1:

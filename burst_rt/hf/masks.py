@@ -38,7 +38,7 @@ class Handed:
         self._masks: dict[ShardedBatch | None, Mask] = {}
 
     def mask(self, batch: ShardedBatch | None) -> Mask:
-        """The mask for whole sequences of a batch, or for those of a cache (None).
+        """The mask for whole sequences of a batch, or for the sequences of a cache (None).
 
         Raises InputError for chunks behind padding in a cache.
         """
@@ -158,8 +158,8 @@ def _moved(chunks: Chunks, mask_function: Callable[..., Any], position_ids: Any)
 
 
 _NOTHING = First(0)
-# By the function of `masking_utils` whose closure it is. All of them see by distance, but for
-# chunks, which have edges.
+# Readers of closures, by the function of `masking_utils` that makes them. All these masks see by
+# distance, except chunks, which have edges.
 _READERS: dict[str, Callable[..., Mask]] = {
     "and_masks": _all_of,
     "or_masks": _any_of,
@@ -170,5 +170,5 @@ _READERS: dict[str, Callable[..., Mask]] = {
     "packed_sequence_mask_function": _documents,
     "remap_positions_for_packed_sequence": _moved,
 }
-# Of one rank's padding or cache.
+# Names of mask functions that depend on one rank's padding or cache.
 _REFUSED = frozenset({"padding_mask_function", "add_offsets_to_mask_function"})
