@@ -16,7 +16,7 @@ import numpy.typing as npt
 __all__ = ["FULL_S", "History"]
 
 FULL_S = 600.0
-# The coarser levels: seconds that a row stands for, number of rows.
+# The coarser levels: seconds that a row covers, and number of rows.
 _COARSER = ((5.0, 1080), (60.0, 1440))
 _FIRST_ROWS = 64
 

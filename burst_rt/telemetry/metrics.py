@@ -2,9 +2,8 @@
 read this one table.
 
 A source (a GPU, a host, a rank's process, the job) has some of the metrics. A metric that a chip or
-driver does not have is left out, never made up. A value outside its range is no measurement, and is
-dropped.
-NVML's fields: docs.nvidia.com/deploy/nvml-api; GPM: its group "GPM Functions".
+driver does not have is left out, never made up. A value outside its range is not a measurement, and
+is dropped. NVML's fields: docs.nvidia.com/deploy/nvml-api; GPM: its group "GPM Functions".
 """
 
 from __future__ import annotations
@@ -104,8 +103,8 @@ METRICS: dict[str, Metric] = {
     "cache_capacity_tokens": Metric(unit="1", label="tokens that the cache has room for"),
 }
 
-# nvmlClocksEventReasons of nvml.h. Some of these reasons a healthy chip shows at any time: they are
-# worth no event.
+# nvmlClocksEventReasons of nvml.h. A healthy chip shows some of these reasons at any time: they do
+# not make an event.
 THROTTLE_REASONS: dict[int, str] = {
     0x1: "idle",
     0x2: "clocks set by the user",
@@ -128,5 +127,5 @@ def plausible(name: str, value: float) -> bool:
 
 
 def throttle_reasons(bits: float) -> list[str]:
-    """The reasons that a `throttle_bits` stands for, in words."""
+    """The reasons encoded in a `throttle_bits`, in words."""
     return [text for bit, text in THROTTLE_REASONS.items() if int(bits) & bit]

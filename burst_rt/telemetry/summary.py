@@ -4,9 +4,8 @@ more than others, which come late to the calls, and the longest stalls.
 A rank that waits for another rank, and not for the wire, does so for one of two reasons. The other
 rank had more to compute in calls: skew. Or it spent more time outside of calls: late entry. A rank
 that comes late need not be waited for at once. The others have tiles of their own to compute first,
-and stand still in the midst of the call, or in a later one. So lateness is an account: what a rank
-spent outside of calls beyond another one is due, until the other has waited for it or it has caught
-up.
+and wait in the middle of the call, or in a later one. So lateness is an account: what a rank spent
+outside of calls beyond another one is due, until the other has waited for it or it has caught up.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from burst_rt.telemetry.record import Record
 __all__ = ["IdleSpan", "RankSummary", "RecordSummary", "summarise"]
 
 _NUM_STALLS = 3
-# A latecomer is named where the others wait for it in so much of their time in calls.
+# Minimum share of the others' time in calls for which they wait for a latecomer that is named.
 _WORTH_SAYING = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class IdleSpan:
-    """A rank's compute lane stood still."""
+    """An interval in which a rank's compute lane was idle."""
 
     duration_s: float
     rank: int
@@ -65,7 +64,7 @@ class Latecomer:
     beyond_s: float  # what it spends outside of calls beyond the mean of the others, a call
     most_s: float  # the most of that before one call
     waited_s: float  # what the others waited for it, all together
-    waited_share: float  # of the others' time in calls
+    waited_share: float  # share of the others' time in calls
 
 
 @dataclass
@@ -105,7 +104,7 @@ class _Lateness:
         self.due_s = np.clip(self.due_s, 0.0, np.maximum(0.0, entered[None, :] - entered[:, None]))
 
     def wait(self, place: int, waited_s: float) -> float:
-        """How much of a rank's waits for other ranks in the call is late entry."""
+        """The part of a rank's waits for other ranks in the call that is due to late entry."""
         latest = int(self.due_s[place].argmax())
         late_s = min(waited_s, float(self.due_s[place, latest]))
         self.waited_s[latest] += late_s
@@ -217,7 +216,7 @@ def _add(into: RankSummary, call: CallOfAll, place: int) -> tuple[list[IdleSpan]
 
 
 def _computed_s(trace: Iterable[Span], until_s: float) -> float:
-    """How long a rank computed up to a time."""
+    """Seconds that a rank computed up to a time."""
     own = (s for s in trace if s.lane == "compute")
     return sum(max(0.0, min(s.ended_s, until_s) - s.started_s) for s in own)
 

@@ -15,8 +15,8 @@ from burst_rt.telemetry.joining import report
 
 __all__ = ["TokenMeter"]
 
-# A token may take less than a millisecond: viewers are told this often, of first and last tokens
-# always.
+# Seconds between two reports to viewers, because a token may take less than a millisecond. First
+# and last tokens are always reported.
 _PERIOD_S = 0.2
 
 
@@ -53,7 +53,7 @@ class TokenMeter:
         self._first = False  # the next tokens are the first of their text
         self._rows = 1
         self._num_tokens = 0  # output tokens of a sequence
-        # Of those, the ones that came after another; of all sequences; how long they took.
+        # Number of those that came after another token; the same over all sequences; their seconds.
         self._num_timed, self._num_timed_all, self._timed_s = 0, 0, 0.0
         self.time_to_first_token_s: float | None = None
         self.last_token_s: float | None = None
@@ -65,7 +65,7 @@ class TokenMeter:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Output tokens a second, of all sequences, but for the first of each."""
+        """Output tokens a second over all sequences, without the first token of each."""
         return self._num_timed_all / self._timed_s if self._timed_s else None
 
     def put(self, value: Any) -> None:
