@@ -1,5 +1,5 @@
 """The dashboard's routes: the page's files, the present as a stream of events, windows of the past,
-and `/metrics`. There are no others.
+and `/metrics`. The dashboard has only these.
 
 Files are read once, at the start: a request names numbers and things of the model, never a path.
 All that is sent is data, and the page writes it as text.
@@ -38,7 +38,7 @@ from burst_rt.telemetry.views import (
 
 __all__ = ["Dashboard", "make_app", "metrics_app"]
 
-# The present goes out twice a second. The links, which need spans, are worked out once a second.
+# Seconds between two snapshots, and between two computations of the links, which need spans.
 _PERIOD_S = 0.5
 _LINKS_PERIOD_S = 1.0
 _LINKS_SPANS = 4000
@@ -238,8 +238,8 @@ def _words(request: Request, name: str) -> list[str]:
 
 
 def _ranks(request: Request) -> list[int]:
-    """The ranks that are named; what is no number is left out. Raises HTTPException, 400, for a
-    number that no rank can have.
+    """The ranks that are named; words that are not numbers are left out. Raises HTTPException, 400,
+    for a number that no rank can have.
     """
     words = [word for word in _words(request, "rank") if word.isascii() and word.isdigit()]
     for word in words:
