@@ -4,7 +4,7 @@ The files lie in the user's cache folder. A damaged file is set aside, with a wo
 is measured anew.
 
 A key says everything that the answer depends on (chip, versions, type, head size). A folder that
-cannot be written is no error: the next job measures again.
+cannot be written is not an error: the next job measures again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happens to scores inside kernels apart from scaling: softcap and ALiBi.
+"""What happens to scores inside kernels beside scaling: softcap and ALiBi.
 
 Each is a constant of the compiled kernel: a call without them compiles and loads nothing of this.
 """
