@@ -1,7 +1,7 @@
 """The command `burst-rt`: a group whose commands are imported only when they are used.
 
-`burst-rt --help` and `burst-rt run` must not wait for torch, so each command's place and one line
-of help stand in a table here.
+`burst-rt --help` and `burst-rt run` must not wait for torch, so a table here has each command's
+place and one line of help.
 """
 
 from __future__ import annotations

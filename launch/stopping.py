@@ -38,7 +38,8 @@ __all__ = [
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _LISTENS, _OFFER, _ASKED, _WORD = "listens", "stops-when-asked", "stop", "last-word"
-# A launcher and a terminal may both send a signal for one request.
+# Seconds within which a repeated signal is the same request: a launcher and a terminal may both
+# send one.
 _ONE_WISH_S = 1.0
 
 

@@ -34,7 +34,7 @@ __all__ = ["main"]
 
 _NUM_TASKS = 10_000
 _REPEATS = 7
-_TOKENS = 4096  # of a rank
+_TOKENS = 4096  # number of tokens of a rank
 
 
 class _NoOpDriver:

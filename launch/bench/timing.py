@@ -79,7 +79,7 @@ def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:
 
 
 class WorstIdle(NamedTuple):
-    """Of one run, on the worst rank each: idle shares of its time, and its time."""
+    """The idle shares of one run's time and the time itself, each on the worst rank."""
 
     exposed: float
     skew: float
@@ -87,7 +87,7 @@ class WorstIdle(NamedTuple):
 
 
 def worst_idle(ctx: burst_rt.Context) -> WorstIdle:
-    """How long compute stood still in the last run. Blocks for the other ranks."""
+    """Idle time of compute in the last run. Blocks for the other ranks."""
     ranks = ctx.gather_last_run()
     graphs, traces = zip(*ranks, strict=True)
     idle = exposed(graphs, traces)

@@ -37,14 +37,15 @@ from burst_rt.remembered import forget
 
 __all__ = ["Trial", "Wanted", "best_of", "compile_beside", "main", "paste"]
 
-# A smaller gain is noise, and the table's own configuration stays.
+# Minimum gain: a smaller one is noise, and the table's own configuration stays.
 _WORTH = 0.02
-# How far apart two configurations may be: they add up in different orders and round different
-# probabilities to 16 bits. A wrong configuration is off by far more.
+# Maximum difference of two configurations: they add up in different orders and round different
+# probabilities to 16 bits. A wrong configuration differs by far more.
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.004}
-# What compiles at a time, each with a CUDA context of its own (some 0.5 GB of the device).
+# Maximum number of processes that compile at a time, each with a CUDA context of its own (some 0.5
+# GB of the device).
 _MOST_PROCESSES = 12
-# A tile takes milliseconds; a device that is busy for this long is stuck.
+# Seconds until a busy device counts as stuck: a tile takes milliseconds.
 _STUCK_S = 10.0
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NEEDS = {"forward": (True, True, True), "dq": (True, False, False), "dkdv": (False, True, True)}
@@ -54,7 +55,7 @@ class Trial(NamedTuple):
     """How a configuration did."""
 
     config: Config
-    seconds: float | None  # for a full and a causal tile together; None where it did not run
+    seconds: float | None  # sum of a full and a causal tile; None if it did not run
     why: str = ""  # why the configuration has no seconds
     stuck: bool = False  # whether the device has not come back from it
 
@@ -265,8 +266,8 @@ def confirmed(
 ) -> Trial | None:
     """The fastest trial that is also right on a tile of a ring, of a length that no block divides.
 
-    It is checked against the first trial that ran. A trial that is wrong there gets the reason in
-    place of its seconds. None where no trial is left, or one got stuck.
+    It is checked against the first trial that ran. A trial that is wrong there gets the reason
+    instead of its seconds. None where no trial is left, or one got stuck.
     """
     odd = [TileProblem(work, tokens=tokens, alone=False)]
     while (best := best_of(trials)) is not None:

@@ -46,9 +46,10 @@ from burst_rt.scheduler.simulator import Hardware
 __all__ = ["calibrate", "plan", "simulate"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-# Every rank has a graph of its own: for more ranks, planning would take hours.
+# Maximum number of ranks. Every rank has a graph of its own: for more ranks, planning would take
+# hours.
 _MOST_RANKS = 1024
-# Columns of a table that is not printed on a terminal.
+# Number of columns of a table that is not printed on a terminal.
 _WIDTH = 120
 
 

@@ -68,7 +68,7 @@ _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 _LOCK = ".lock"
 _CANNOT_LOCK = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK})
-# What is read of the holder's name, in bytes.
+# Maximum number of bytes that are read of the holder's name.
 _LONGEST_NAME = 300
 
 
@@ -100,7 +100,7 @@ class Manifest:
     @classmethod
     def from_json(cls, document: object) -> Manifest:
         """The manifest whose `asdict` is `document`. Raises msgspec.ValidationError for a wrong
-        type, or fields that are not those of this version.
+        type, or fields that this version does not have.
         """
         manifest = msgspec.convert(document, cls)
         if asdict(manifest) != document:
@@ -113,9 +113,9 @@ class Checkpoint:
     """A checkpoint in memory."""
 
     manifest: Manifest
-    # By parameter name.
+    # Keyed by parameter name.
     weights: dict[str, Tensor]
-    # By moment, a dot, parameter name.
+    # Keyed by moment, a dot, and parameter name.
     optimizer: dict[str, Tensor]
 
 
@@ -243,8 +243,8 @@ def _newest(path: Path, read: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    """Read and verify. Every way in which a checkpoint can be broken ends in one ConfigError; a
-    disk that does not answer is no such way, and raises OSError.
+    """Read and verify. Every kind of corruption ends in one ConfigError. I/O errors are not
+    corruption, and propagate as OSError.
     """
     try:
         said, found = _text(folder / _SUMS).splitlines(keepends=True), _sums(folder)

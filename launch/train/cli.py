@@ -277,7 +277,7 @@ def _check_before_ranks(config: TrainConfig, num_ranks: int) -> None:
 
 
 def _chosen_options(context: click.Context) -> dict[str, object]:
-    """The options that stand on the command line, by parameter name, without the defaults."""
+    """The options that the command line gives, by parameter name, without the defaults."""
     return {
         name: value
         for name, value in context.params.items()
