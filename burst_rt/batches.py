@@ -276,12 +276,12 @@ def _bounded(bounds: dict[str, torch.Tensor], batch: dict[str, torch.Tensor], to
     first, *others = bounds
     rows = (batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]).shape[0]
     if rows != 1:
-        remedy = "put all documents into one row, or give position_ids in place of the bounds"
+        remedy = "put all documents into one row, or give position_ids instead of the bounds"
         _wrong(first, "bounds of the documents of one row", f"got {rows} rows; {remedy}")
     shown = batch.get("attention_mask")
     if shown is not None and not (shown == 1).all():
         got = f"got another number for {int((shown != 1).sum())} of {tokens} tokens"
-        remedy = "leave padding out of the row, or give position_ids in place of the bounds"
+        remedy = "leave padding out of the row, or give position_ids instead of the bounds"
         _wrong("attention_mask", f"none beside {first}, or 1 everywhere", f"{got}; {remedy}")
     own = bounds[first].tolist()
     for name in others:

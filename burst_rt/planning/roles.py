@@ -31,7 +31,7 @@ class Role(StrEnum):
     queries: bool
     """Whether the tensor has a row for each query; else it has one for each key."""
     values: bool
-    """Whether it has the head_dim of v, which out has too; else it has that of q and k."""
+    """Whether it has the head_dim of v, which out has too; else it has the head_dim of q and k."""
     pairs: bool
     """Whether it is two numbers for each query and head, `[2, batch, heads, tokens]`."""
     sums: bool

@@ -518,7 +518,7 @@ def every(ctx: click.Context, out: Path | None) -> None:
     "--scores",
     type=click.Choice(["softcap", "alibi_slopes", "sinks"]),
     multiple=True,
-    help="What happens to scores beside scaling; may be given several times.",
+    help="Options of the scores apart from scaling; may be given several times.",
 )
 @click.option(
     "--spans",

@@ -193,7 +193,7 @@ def open_folder(path: Path, seq_len: int) -> ModelFolder:
     tokenizer: Any = _read(path, transformers.AutoTokenizer.from_pretrained)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"--model: the tokenizer in {path} has no EOS token, which stands between documents; "
+            f"--model: the tokenizer in {path} has no EOS token, which separates documents; "
             "set eos_token in its tokenizer_config.json."
         )
     # XLNet's -1 means unlimited.
