@@ -141,7 +141,7 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a probe printed; where the probe failed, `error` says why and is not empty."""
+    """The output of a probe; if the probe failed, `error` says why and is not empty."""
 
     text: str = ""
     error: str = ""

@@ -44,7 +44,7 @@ _ONE_WISH_S = 1.0
 
 
 class LastWord(NamedTuple):
-    """What a stopped job prints after everything else, and its exit code."""
+    """The line that a stopped job prints after everything else, and its exit code."""
 
     text: str
     exit_code: int

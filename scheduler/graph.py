@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Cost(NamedTuple):
-    """What a task costs."""
+    """The cost of a task."""
 
     # Floating-point operations.
     flops: int = 0
@@ -43,7 +43,7 @@ _FREE = Cost()
 
 
 class Operation(Protocol):
-    """What a compute task does: frozen, hashable data of a type that whoever runs the graph knows.
+    """The work of a compute task: frozen, hashable data of a type that the graph's runner knows.
 
     name: what telemetry shows, and what machine files rate.
     """

@@ -90,7 +90,7 @@ class Door:
 
 
 class Receiver(Protocol):
-    """What takes the frames of a `Links`."""
+    """The receiver of the frames of a `Links`."""
 
     def room(self, peer: int, kind: int, number: int, size: int) -> memoryview:
         """Memory of exactly `size` bytes for a frame that has begun to arrive."""

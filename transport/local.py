@@ -26,7 +26,7 @@ _streams = threading.local()
 
 
 class LocalWorld:
-    """What the threads share. No method waits for another rank.
+    """The state that the threads share. No method waits for another rank.
 
     One lock guards all of it. A thread holds the lock for look-ups only, never while it copies
     bytes.

@@ -79,7 +79,7 @@ def meet(
 
 
 class _Meeting:
-    """What the ranks say to each other through the store."""
+    """The exchange of the ranks' values through the store."""
 
     def __init__(self, store: Store, rank: int, size: int, within_s: float) -> None:
         self.rank, self.size, self.within_s = rank, size, within_s

@@ -29,8 +29,8 @@ _NOTICE_TAG = 1
 # them at once (eagerly).
 _NOTICE = struct.Struct("=qqq")
 _NOTICE_BYTES = 512
-# Counts are 32-bit before MPI 4 and in parts of Open MPI 5. Larger messages go in pieces, which
-# match in order.
+# Maximum size of a piece. Counts are 32-bit before MPI 4 and in parts of Open MPI 5, so larger
+# messages go in pieces, which match in order.
 _PIECE_BYTES = 1 << 30
 # Objects that hold memory MPI has been given and has not done with, by id. Without this table an
 # error on the way would free the memory, and a late message would overwrite whatever lies there by

@@ -29,11 +29,11 @@ __all__ = ["SocketControl", "SocketTransport"]
 _T = TypeVar("_T")
 
 _INT = np.dtype("<i8")
-# The farewell of a rank that has never written a notice comes on a new connection, maybe later than
-# the end of its others.
+# Seconds to wait for the farewell of a rank that has never written a notice: it comes on a new
+# connection, maybe later than the end of its other connections.
 _LAST_WORDS_S = 1.0
-# Notices after which a rank may look at its links no more, and how long such a notice is waited for
-# until the kernel has it.
+# Kinds of notices after which a rank may stop looking at its links, and seconds for which it waits
+# until the kernel has such a notice.
 _LAST_NOTICES = (NoticeKind.LEFT, NoticeKind.REFUSES_TOO)
 _NOTICE_S = 0.05
 # Seconds that a rank that leaves may take to write its farewells.

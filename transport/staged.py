@@ -32,15 +32,16 @@ from burst_rt.scheduler import Cost, Graph, GraphBuilder, Lane, Message, Part, T
 
 __all__ = ["CHUNK_BYTES", "COPY_LANES", "ToDevice", "ToHost", "staged"]
 
-# Large enough for PCIe and the wire to run at full speed, small enough that a message of a few
-# dozen MiB has several.
+# Maximum size of a chunk: large enough for PCIe and the wire to run at full speed, small enough
+# that a message of a few dozen MiB has several.
 CHUNK_BYTES = 4 << 20
 # Maximum number of chunks of one message, unless `chunk_bytes` is given: a longer message has
 # larger chunks. Graphs grow with the number of chunks and gain nothing from more.
 _CHUNKS_OF_A_MESSAGE = 32
 # Number of chunks each way: one is copied while the other is on the wire.
 _NUM_CHUNKS = 2
-# More than the chunks of all messages of one tag: a chunk's tag is tag * _TAG_ROOM + number.
+# Maximum number of chunks of one tag's messages to one peer: a chunk's tag is tag * _TAG_ROOM +
+# number.
 _TAG_ROOM = 4096
 
 

@@ -113,7 +113,7 @@ class Call:
 
     @property
     def needs(self) -> NeedsGrad:
-        """What needs gradients."""
+        """The tensors that need gradients."""
         return (*self.needs_grad, self.sinks_need_grad)
 
     @property
@@ -304,7 +304,7 @@ def make_call(
 def needs_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> NeedsGrad:
-    """What needs a gradient: autograd is on and the tensor requires a gradient."""
+    """Whether each tensor needs a gradient: autograd is on and the tensor requires one."""
     wants = torch.is_grad_enabled()
     needs_q, needs_k, needs_v, needs_sinks = (
         wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v, sinks)

@@ -68,8 +68,8 @@ def checkpoint(
         wrong = "use_reentrant=True" if use_reentrant else " and ".join(sorted(others))
         error = InputError(
             f"checkpoint: {wrong} cannot be combined with the policy that keeps attention's "
-            "outputs; leave it out, or call torch.utils.checkpoint.checkpoint with a policy of your own "
-            "that calls burst_rt.keep_attention"
+            "outputs; leave it out, or call torch.utils.checkpoint.checkpoint with a policy of "
+            "your own that calls burst_rt.keep_attention"
         )
         refuse("checkpoint", error)
     result: _R = torch_checkpointing.checkpoint(

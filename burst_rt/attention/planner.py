@@ -72,7 +72,7 @@ class PlanKey(NamedTuple):
 
 
 class Graphs(Protocol):
-    """What is verified of a program; see `Program`."""
+    """The parts of a program that the verifier needs; see `Program`."""
 
     @property
     def way(self) -> Hashable:
@@ -288,7 +288,7 @@ class Planner:
         )  # fmt: skip
 
     def lowered(self, program: Graphs, own: Graph) -> Graph:
-        """What the machine makes of a program's graph of this rank, `own`.
+        """The lowered graph that the machine makes of `own`, this rank's graph of a program.
 
         Verifies a way that is new. Local. Raises InternalError.
         """

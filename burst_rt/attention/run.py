@@ -33,7 +33,7 @@ _NOTHING = nullcontext()
 
 
 class Forward(Protocol):
-    """What `run_forward` takes of a call."""
+    """The arguments of `run_forward` for one call."""
 
     @property
     def setup(self) -> Setup: ...

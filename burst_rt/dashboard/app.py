@@ -51,7 +51,7 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg"
 
 
 class Present(msgspec.Struct, kw_only=True):
-    """What the page is told twice a second."""
+    """The data that the page gets twice a second."""
 
     job: JobView
     progress: ProgressView
@@ -63,8 +63,8 @@ class Present(msgspec.Struct, kw_only=True):
 
 
 class Dashboard:
-    """What the routes answer from. All viewers share one, so that ten viewers cost the hub what one
-    does.
+    """The data from which the routes answer. All viewers share one, so that ten viewers cost the
+    hub what one does.
     """
 
     def __init__(self, reader: Reader) -> None:

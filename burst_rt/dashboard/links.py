@@ -42,7 +42,7 @@ class LinkView(msgspec.Struct, kw_only=True):
 
 
 class _Moved(NamedTuple):
-    """What the messages of one link moved."""
+    """Totals of the messages of one link."""
 
     size_bytes: int
     moving_s: float  # time in which at least one message was on the wire

@@ -62,7 +62,7 @@ class Where:
 
     @property
     def warning(self) -> str:
-        """What to say to a person who serves on another address than loopback; "" on loopback."""
+        """The warning for a person who serves on another address than loopback; "" on loopback."""
         if self.is_loopback:
             return ""
         return (

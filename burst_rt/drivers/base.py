@@ -47,7 +47,7 @@ def as_device_error(error: BaseException, rank: int) -> BaseException:
 
 
 class Opening(Protocol):
-    """What a control task waits for: the ranks' agreement on the call."""
+    """The ranks' agreement on the call, for which a control task waits."""
 
     number: int  # number of the call
 
@@ -389,7 +389,7 @@ def _name_task(error: BurstError, task: Task) -> None:
 
 
 class Progress:
-    """What kernels call between their parts: `BaseDriver.progress`. Never blocks.
+    """The function that kernels call between their parts: `BaseDriver.progress`. Never blocks.
 
     A `Progress` is made before its driver, because the driver needs the call's memory.
     """

@@ -70,7 +70,7 @@ class Absent:
 
 
 class Watch:
-    """What this rank knows of the other ranks, from their notices. Each context has one watch.
+    """This rank's knowledge of the other ranks, from their notices. Each context has one watch.
 
     Only `wait_for` blocks. All dictionaries are by rank.
     """

@@ -29,7 +29,7 @@ _REFUSED = ("labels", "output_hidden_states", "output_attentions", "output_route
 
 @dataclass(frozen=True)
 class CachedCall:
-    """What a forward with a cache is called with, checked."""
+    """The checked arguments of a forward with a cache."""
 
     rows: int
     tokens: int  # new ones, of each row

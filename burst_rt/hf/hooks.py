@@ -142,7 +142,7 @@ def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
 
 
 class _Hooks:
-    """What a model has while it has caches."""
+    """The hooks of a model while it has caches."""
 
     def __init__(self, model: Any) -> None:
         self.num_caches = 0

@@ -29,7 +29,8 @@ _LOCAL_RANK = (
     "LOCAL_RANK",  # set by programs that set torchrun's variables themselves
 )
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-# These are the same for all ranks of one job, and differ between the jobs of a host.
+# Names of variables that are the same for all ranks of one job, and differ between the jobs of a
+# host.
 _JOB = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
 
 
@@ -68,7 +69,7 @@ def torchrun_ranks() -> int:
 
 
 def torchrun_wrong() -> str | None:
-    """What is wrong with RANK and WORLD_SIZE where both are set, in words; None: nothing."""
+    """The fault of RANK and WORLD_SIZE where both are set, in words; None: nothing."""
     own, size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
     if own is None or size is None:
         return None

@@ -91,7 +91,7 @@ class ScoreTerms(NamedTuple):
     sinks: torch.Tensor | None = None
 
     def bound(self, dtype: torch.dtype, batch: int) -> ScoreTerms:
-        """What the user gave as kernels take it, for inputs of a type; apart from autograd."""
+        """The user's options as kernels take them, for inputs of a type; detached from autograd."""
         cap, slopes, sinks = self
         wide = sum_dtype(dtype)
         if slopes is not None:
@@ -166,7 +166,7 @@ class State(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What is to be computed.
+    """A tile to compute.
 
     A position tuple has the runs of its side, in local order. A kernel that evaluates
     the mask itself may use the positions and ignore the pieces.
@@ -238,7 +238,7 @@ class Tile(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one direction of a call asks of its kernel on this rank."""
+    """The requirements of one direction of a call on its kernel, on this rank."""
 
     device: torch.device
     dtype: torch.dtype

@@ -63,19 +63,19 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-# Large enough that adding up the parts costs about one percent.
+# Size of the parts of a tile, large enough that adding them up costs about one percent.
 _PART = PartSize(4096, 4096, 1, edge=128, largest=1024, strips=False)
-# For a tile of small pieces, or under a mask, which is made as a matrix: fewer rows and columns,
-# more heads.
+# Size of the parts of a tile of small pieces, or under a mask, which is made as a matrix: fewer
+# rows and columns, more heads.
 _SMALL_PART = PartSize(1024, 1024, 4, edge=128, largest=1024, strips=False)
 # Maximum mean of the smaller side of a tile's pieces for which they count as small.
 _SMALL_SIDE = 1536
-# In the backward more is won by taking triangles apart.
+# Rows of the largest triangle that the backward takes apart, where that gains more.
 _LARGEST_BACKWARD = 1536
 # Maximum number of mask cells that are made at once, over all batch rows and heads that the mask
 # tells apart.
 _MOST_MASKED = 1 << 24
-# Where each head has a matrix of distances of its own.
+# Size of the parts if each head has a matrix of distances of its own.
 _DISTANCES_PART = PartSize(512, 512, 1)
 # Approximate number of cells of all heads' matrices of scores. They fit into the cache, and the C
 # library does not give their memory back to the system after each part, to get it again page by
@@ -86,7 +86,7 @@ _MASK_BYTES = 3
 # Approximate number of bytes that the fused kernel allocates: scores of 256 queries x 512 keys,
 # twice in the backward.
 _FUSED_BYTES = 2**20
-# float32 numbers of the longest vectors.
+# Minimum number of keys: the float32 numbers of the longest vectors.
 _FEWEST_KEYS = 16
 # Maximum number of cells of a tile that is done in float64.
 _HANDFUL = 16

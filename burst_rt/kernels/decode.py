@@ -21,7 +21,7 @@ __all__ = ["Partial", "Seen", "decode_plainly", "folded", "lowest", "parts_of_co
 
 _T = TypeVar("_T")
 
-# Bytes of the keys, values and scores of a part, where they are copied.
+# Maximum number of bytes of the keys, values and scores of a part, if they are copied.
 _PART_BYTES = 1 << 24
 
 
@@ -31,7 +31,8 @@ def lowest(x: torch.Tensor) -> float:
 
 
 class Partial(NamedTuple):
-    """What some keys make of the rows of a decode; float32 or, for float64 inputs, float64. Dense.
+    """The partial result of some keys for the rows of a decode; float32 or, for float64 inputs,
+    float64. Dense.
 
     A row that has seen no key has out = 0 and the lowest finite lse. Then no sum of weights is 0.
     """

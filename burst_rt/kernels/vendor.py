@@ -47,7 +47,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.de
 _cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
-# Both kernels load 16 bytes at a time: tensors with another start or step are copied first.
+# Number of bytes that both kernels load at a time: tensors with another start or step are copied
+# first.
 _ALIGNED_BYTES = 16
 # The largest O', and the smallest dO of a replaced row: well inside the range of bfloat16.
 _LARGEST, _SMALLEST = 2.0**100, 2.0**-126
@@ -69,7 +70,7 @@ class _Call(NamedTuple):
 
 
 class _VendorKernel(Kernel):
-    """What the two kernels share.
+    """The base of the two kernels.
 
     They take bfloat16, and float16 in the forward only; masks whose tiles are rectangles and
     triangles.

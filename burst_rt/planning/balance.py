@@ -51,7 +51,7 @@ _SPANS = 1 << 18
 
 
 class Load(NamedTuple):
-    """What the positions of a sequence cost under a mask; sums over the mask's batch rows.
+    """The cost of the positions of a sequence under a mask, summed over the mask's batch rows.
 
     rows: int64 `[Sq]`, the cells of each query. columns: int64 `[Skv]`, the cells of each key.
     torn: int64 `[Sq]`, how many keys come from the other side, if the sequence is cut before a

@@ -31,7 +31,7 @@ Block = tuple[range, ...]
 BALANCED = "balanced"
 
 RUNS_PER_RANK = 2
-# Positions, and bytes of buffers, are 64-bit integers.
+# Maximum number of tokens: positions, and bytes of buffers, are 64-bit integers.
 MOST_TOKENS = 1 << 48
 
 

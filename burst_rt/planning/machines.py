@@ -80,7 +80,7 @@ def parse_hardware(text: str, where: str) -> Hardware:
 
 
 _T = TypeVar("_T")
-# No figure of a machine is larger than this, or smaller than 1 over it: forecasts stay finite.
+# Maximum figure of a machine; its inverse is the minimum. So forecasts stay finite.
 _MOST = 1e30
 
 

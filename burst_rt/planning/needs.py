@@ -52,7 +52,7 @@ _SOME_PARTS = 128
 
 
 class Needs(NamedTuple):
-    """What the two sides of a problem need of each other."""
+    """The rows that the two sides of a problem need from each other."""
 
     met: _Flags  # `[q runs, kv runs]`: whether two runs meet; runs are numbered rank by rank
     queries: Needed  # rows of queries that see a key of a rank

@@ -31,7 +31,9 @@ Tensors = tuple[tuple[Role, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class TileOperation:
-    """What all operations on a tile know: a travelling block against the shard at home."""
+    """The base of all operations on a tile, which is a travelling block against the shard at
+    home.
+    """
 
     owner: int  # whose block travels
     block: int  # which of the owner's blocks

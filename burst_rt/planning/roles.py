@@ -45,5 +45,5 @@ for _role in Role:
     _role.sums = _role.pairs or _role in (Role.ACC, Role.DQ, Role.DK, Role.DV)
 
 INPUTS = (Role.Q, Role.K, Role.V)
-# Their gradients, in the same order.
+# Roles of the gradients of these, in the same order.
 GRADIENTS = (Role.DQ, Role.DK, Role.DV)

@@ -37,7 +37,7 @@ _SOME_BLOCKS = 1 << 22
 
 
 class ColumnSpans(NamedTuple):
-    """What the rows of a tile see of its columns.
+    """The columns of a tile that its rows see.
 
     Row r of batch row b sees column c where bounds[b, 0, w, r] <= c < bounds[b, 1, w, r] for a span
     w. Spans of a row do not overlap. Those it does not have are empty and come last.

@@ -95,7 +95,7 @@ class Presence:
 
 
 class Joined(NamedTuple):
-    """What a rank has once it has joined a group."""
+    """The state of a rank that has joined a group."""
 
     machine: Machine
     control: ControlGroup
@@ -156,7 +156,9 @@ def _join_seconds(asked: float | None) -> float:
 def _decide(
     ends: Ends, device: str, transport: str, within_s: float, wrong: BurstError | None
 ) -> Joined:
-    """What `join` does once the ranks can talk to each other; blocks and raises as `join` does."""
+    """Does the part of `join` after the ranks can talk to each other; blocks and raises as `join`
+    does.
+    """
     control = ends.control
     where, mine = _own_word(ends, device, transport, wrong)
     pending = control.allgather(json.dumps(mine).encode())

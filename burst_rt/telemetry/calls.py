@@ -56,7 +56,7 @@ class Described:
 
 
 class Doing(NamedTuple):
-    """What a context is doing: the fields of a `Heartbeat` that say so."""
+    """The activity of a context: the fields of a `Heartbeat` that tell it."""
 
     call: int
     doing: str
@@ -64,7 +64,7 @@ class Doing(NamedTuple):
     hop: int
 
 
-# Outside any call.
+# The activity outside any call.
 NOTHING = Doing(-1, "", 0.0, -1)
 
 
@@ -113,7 +113,7 @@ class _Ended:
 
 
 class Totals:
-    """What a rank counts over all its contexts."""
+    """The counts of a rank over all its contexts."""
 
     def __init__(self) -> None:
         self.counts = Counters()  # but for time, lanes and dropped messages: `message` adds them

@@ -171,7 +171,7 @@ class Hub:
 
 
 class Shown(Protocol):
-    """What a hub serves to people while it runs: a dashboard."""
+    """A service of the hub for people while it runs: a dashboard."""
 
     told: list[str]  # lines for the person who started the job
 

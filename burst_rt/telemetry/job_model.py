@@ -74,8 +74,8 @@ SILENT_S = 2.0
 _SPAN_BYTES = 16 << 20
 _MAX_EVENTS = 1000
 _SHOWN_EVENTS = 100
-_MAX_PLANS = 256  # of each rank
-_MAX_METRICS = 64  # of each source: a job may report what it likes
+_MAX_PLANS = 256  # maximum number of a rank's plans
+_MAX_METRICS = 64  # maximum number of a source's metrics: a job may report anything
 # Seconds over which rates are means: a call counts when it ends, and a call may take longer than
 # the time between two counts. A rate over less than _LEAST_S would mean nothing.
 _RATE_OVER_S = 2.0
@@ -102,7 +102,7 @@ _NOWHERE = Heartbeat(sent_s=0.0, offset_s=0.0, rtt_s=-1.0, group="", call=-1, do
 
 @dataclass(kw_only=True)
 class _Rank:
-    """What is known of one rank."""
+    """The model's knowledge of one rank."""
 
     hello: Hello
     recent: Recent
@@ -136,7 +136,7 @@ class _Rank:
 
 @dataclass(kw_only=True)
 class _Source:
-    """What is known of something sampled."""
+    """The model's knowledge of one sampled source."""
 
     info: Source
     history: History

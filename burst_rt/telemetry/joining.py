@@ -40,7 +40,7 @@ _current = threading.local()
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What a rank brings to the question whether there is telemetry."""
+    """The contribution of a rank to the decision whether telemetry is on."""
 
     asked: bool
     address: str  # address of a hub that the rank knows, else ""

@@ -172,7 +172,7 @@ class Agreed(_Message, tag="agreed"):
 
 
 class LaneCounters(_Message):
-    """What one lane has done since the start."""
+    """The work of one lane since the start."""
 
     tasks: int
     size_bytes: int  # sent, on the network's lane; moved, on the others
@@ -180,7 +180,7 @@ class LaneCounters(_Message):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """What a rank has counted since its start, exact even where spans were dropped.
+    """The counts of a rank since its start, exact even if spans were dropped.
 
     A new count is a field here, with a default, at the end; `calls` counts it, and viewers have it.
     """
@@ -213,7 +213,7 @@ class Source(_Message, tag="source", kw_only=True):
 
 
 class Sample(_Message, tag="sample"):
-    """What a source has measured."""
+    """The measurements of a source."""
 
     source: str
     at_s: float
@@ -222,7 +222,9 @@ class Sample(_Message, tag="sample"):
 
 
 class JobReport(_Message, tag="report"):
-    """What a job says of itself at a step (`telemetry.report`): loss, tokens/s and other values."""
+    """The figures that a job reports at a step (`telemetry.report`): loss, tokens/s and other
+    values.
+    """
 
     at_s: float
     step: int
@@ -320,7 +322,7 @@ class RecordHeader(_Message, tag="header"):
 
 
 class Presence(_Message, tag="presence"):
-    """What the hub itself sees."""
+    """An observation of the hub itself."""
 
     rank: int  # -1 means the whole job
     status: str  # a rank's: "lost" (its connection ended without a `Bye`); the job's: "stopping"

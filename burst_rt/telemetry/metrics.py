@@ -16,7 +16,7 @@ __all__ = ["METRICS", "THROTTLE_REASONS", "Metric", "plausible", "throttle_reaso
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """What is measured, in which unit, and the range that a value can be in."""
+    """A metric's meaning, its unit, and the range of its values."""
 
     unit: str  # "%", "B", "B/s", "W", "J", "C", "Hz", "s", "1" and so on
     label: str

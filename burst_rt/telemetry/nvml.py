@@ -31,7 +31,7 @@ _PROCESSES_EVERY_S = 1.0
 _RATE_OVER_S = 0.005
 # A scope of nvmlFieldValue_t: all links taken together.
 _ALL_LINKS = 0xFFFFFFFF
-# Reasons by which healthy clocks are held back.
+# Bits of the reasons for which healthy clocks are held back.
 _HEALTHY_REASONS = 0x1 | 0x2 | 0x10 | 0x100
 
 _log = logging.getLogger("burst_rt.telemetry")

@@ -69,7 +69,7 @@ class Latecomer:
 
 @dataclass
 class RecordSummary:
-    """What a record says of the run's communication."""
+    """A summary of the run's communication, from a record."""
 
     ranks: list[RankSummary] = field(default_factory=list)  # in the order of their numbers
     stalls: list[IdleSpan] = field(default_factory=list)  # the longest ones, longest first

@@ -21,7 +21,7 @@ _PERIOD_S = 0.2
 
 
 class _Streamer(Protocol):
-    """What transformers calls a streamer."""
+    """The protocol that transformers calls a streamer."""
 
     def put(self, value: Any) -> None: ...
 

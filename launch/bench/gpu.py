@@ -42,7 +42,7 @@ _BLOCK = 128  # rows and columns of a block of the block mask
 _SHORT_S, _IN_A_ROW = 5e-3, 8
 
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-# Query heads by head_dim: both have as many channels.
+# Number of query heads by head_dim: both have the same number of channels.
 _HEADS = {64: 32, 128: 16}
 
 

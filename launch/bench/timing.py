@@ -28,7 +28,7 @@ __all__ = [
     "worst_idle",
 ]
 
-# Whole matrices of scores need so many times the memory that is planned for them: temporaries are
+# Factor of the memory that whole matrices of scores need over the planned memory: temporaries are
 # as large as the matrices.
 TIMES_OVER = 4
 # Options of mallopt, in glibc's malloc.h.

@@ -36,7 +36,7 @@ _NOT_OURS = "burst_attention has no {}: it is Megatron-LM's."
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be computed on any number of ranks."""
+    """A question: which strategy computes this best, on any number of ranks."""
 
     model: Model
     seq_len: int

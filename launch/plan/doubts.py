@@ -23,8 +23,9 @@ __all__ = ["BusyCores", "doubts"]
 _SPREAD = 1.5
 _LEAST_S = 2e-4
 _LEAST_SAMPLES = 4
-# Starting a task, or a message of no bytes, takes a thousandth to a tenth of this. For whole
-# matrices a fit may find more, but at most so many times the shortest task that was measured.
+# Maximum number of seconds to start a task or an empty message, which normally takes a thousandth
+# to a tenth of this. For whole matrices a fit may find more, but at most _TIMES_SHORTEST times the
+# shortest measured task.
 _MOST_LAUNCH_S = 1e-2
 _TIMES_SHORTEST = 2.0
 # Share of each rank's own core that other processes may use, in addition to the cores that the
@@ -33,7 +34,9 @@ _SHARE_OF_A_RANK = 0.1
 
 
 class BusyCores:
-    """How many cores of this host were busy since it was made: in all, and with this process."""
+    """Numbers of cores of this host that were busy since the object was made: in all, and with this
+    process.
+    """
 
     def __init__(self) -> None:
         self._began = self._now()

@@ -37,7 +37,8 @@ Phase: TypeAlias = Literal["first-token", "train"]
 # of a layer its input, and attention's output and lse, are kept. "computed again": only its input.
 Activations: TypeAlias = Literal["kept", "attention kept", "computed again"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
-# Attention strategies of `simulate`: what planners choose from, and what is there for comparing.
+# Names of the attention strategies of `simulate`: the planners' candidates, and others for
+# comparing.
 ATTENTION = (*CANDIDATES, "ring-q", "ring-naive", "burst-untiled")
 # Maximum world size up to which `fewest_ranks` tries every number of ranks.
 EVERY_UP_TO = 64

@@ -74,7 +74,7 @@ _LONGEST_NAME = 300
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """A checkpoint's description of itself."""
 
     # Steps done.
     step: Annotated[int, msgspec.Meta(ge=1)]

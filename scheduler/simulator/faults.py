@@ -73,8 +73,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong in a run. seed: what all delays are drawn from. Without deadlines (infinite
-    ones) a run may end in Deadlock.
+    """The faults of a run. seed: all delays are drawn from it. Without deadlines (infinite ones) a
+    run may end in Deadlock.
     """
 
     seed: int

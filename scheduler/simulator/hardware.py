@@ -30,8 +30,8 @@ Duplex: TypeAlias = Literal["full", "half"]
 
 @dataclass(frozen=True)
 class Rate:
-    """How long an operation takes: launch_s + (flops / flops_per_s + bytes / bytes_per_s) /
-    efficiency seconds.
+    """The speed of an operation, which takes launch_s + (flops / flops_per_s + bytes / bytes_per_s)
+    / efficiency seconds.
 
     None: its flops, or its bytes, take no time of their own. masked: operations under a mask go at
     this fraction of the rate of others (None: as fast). edge: each operation along a mask's edge
@@ -59,7 +59,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on.
+    """The processor on which a rank computes.
 
     rates: by the operation's name ("forward" and "backward" are tiles of attention, "linear" matrix
     products). Others with arithmetic to do go at "linear" too, where there is such a rate; all else
@@ -93,8 +93,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Switch:
-    """What groups of `ranks` neighbouring ranks share (a PCIe root or switch): bytes_per_s *
-    efficiency for all transfers through it.
+    """A switch that groups of `ranks` neighbouring ranks share (a PCIe root or switch): bytes_per_s
+    * efficiency for all transfers through it.
     """
 
     ranks: int

@@ -99,7 +99,7 @@ def simulate(
 
 
 class Kind(IntEnum):
-    """What a task takes time for."""
+    """The kind of activity that a task spends its time on."""
 
     WORK = 0
     EXCHANGE = 1
@@ -113,7 +113,7 @@ _NO_PATH: Path = (0.0, ())
 
 
 class Plan:
-    """What the simulation looks up of each task of a schedule; ranks with one schedule share it.
+    """The simulation's tables of a schedule's tasks; ranks with one schedule share them.
 
     ordered: its ordered lane, or -1. messages: (outgoing, peer, tag, part, size_bytes), receives
     first, as drivers post them.

@@ -29,7 +29,8 @@ _HEAD_DIM = {Role.LSE: 1}
 
 
 class _Spread(Run):
-    """What both directions share: local and gathered tensors, and the pieces that members exchange.
+    """The base of both directions: local and gathered tensors, and the pieces that members
+    exchange.
 
     `local`: this rank's own tensors. `whole`: the gathered tensors, cut into blocks where the ring
     takes blocks.

@@ -60,7 +60,7 @@ class Binding:
 
 
 class SlotRun:
-    """What the runs of all plans share: slots, and the copies of a staged transport.
+    """The base of the runs of all plans: slots, and the copies of a staged transport.
 
     `storage[part]`: the raw bytes of a slot, of an own block that is sent staged, or of a chunk
     that messages are staged through. `memory[part]`: the bytes of a part as the transport takes
@@ -130,7 +130,7 @@ class SlotRun:
 
 
 class Run(SlotRun):
-    """What both directions share: the plan's parts as tensors.
+    """The base of both directions: the plan's parts as tensors.
 
     `tensors[part]`: the tensor of a block that is at home or is this rank's own. A slot holds
     blocks of different owners in turn; `_view` gives it their shape.
@@ -441,7 +441,7 @@ class BackwardRun(Run):
 
 
 class RunTypes(NamedTuple):
-    """What runs one kind of program."""
+    """The two classes that run one kind of program."""
 
     forward: Callable[[Binding], ForwardRun]
     backward: Callable[[Binding], BackwardRun]

@@ -29,7 +29,7 @@ __all__ = ["RUNS"]
 
 
 class _Rows(Run):
-    """What both directions share: the scores, and the pieces of a tile in them."""
+    """The base of both directions: the scores, and the pieces of a tile in them."""
 
     def __init__(self, binding: Binding) -> None:
         super().__init__(binding)

@@ -89,7 +89,7 @@ class Request(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What a kernel takes on its chip."""
+    """The resources that a kernel takes on its chip."""
 
     request: Request
     config: Config

@@ -17,7 +17,8 @@ from burst_rt.kernels.triton.tables import Lists, SpanTable
 __all__ = ["LOG2_E", "TileArguments", "constants_of", "loads_of", "strides"]
 
 LOG2_E = 1.4426950408889634
-# Elements within a block of at most 256 rows are addressed in 32 bits.
+# Maximum stride from token to token: elements within a block of at most 256 rows are addressed in
+# 32 bits.
 _MAX_TOKEN_STRIDE = 2**31 // 256 - 1
 
 

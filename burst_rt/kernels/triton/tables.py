@@ -36,14 +36,15 @@ __all__ = [
 # Maximum size and number of the tables that are kept, on all devices together.
 _MOST_BYTES = 256 << 20
 _MOST_TABLES = 8192
-# Tables begin at multiples of 16 bytes: kernels are compiled for such addresses.
+# Number of int32 elements to whose multiples tables are aligned, which is 16 bytes: kernels are
+# compiled for such addresses.
 _ALIGNED = 4
 
 _L = TypeVar("_L", "Lists", WorkList)
 
 
 class SpanTable(NamedTuple):
-    """What the rows of a tile see."""
+    """A table of the columns that the rows of a tile see."""
 
     bounds: torch.Tensor  # int32, `ColumnSpans.bounds` compressed where there are many; or cells
     width: int  # WIDTH of `work.py`
@@ -82,7 +83,7 @@ class CutOfTile(NamedTuple):
 
 
 class DecodeTable(NamedTuple):
-    """What the rows of a decode see."""
+    """A table of the columns that the rows of a decode see."""
 
     seen: torch.Tensor  # int32, p_seen of `decode_kernel`
     width: int  # WIDTH of `work.py`

@@ -24,8 +24,8 @@ __all__ = [
 
 _COMPRESSED = tl.constexpr(COMPRESSED)
 _CELLS = tl.constexpr(CELLS)
-# Kernel arguments that differ from tile to tile. Specialising on their values would compile kernels
-# over and over.
+# Names of kernel arguments that differ from tile to tile. Specialising on their values would
+# compile kernels over and over.
 VARYING = ["q_len", "kv_len", "by_row"]
 
 

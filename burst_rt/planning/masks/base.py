@@ -65,7 +65,9 @@ _SAMPLED_ROWS = 256
 
 
 class Relation(Enum):
-    """What a mask leaves of a rectangle of queries x keys: nothing, some of it, all of it."""
+    """The part of a rectangle of queries x keys that a mask leaves: nothing, some of it, all of
+    it.
+    """
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -669,5 +671,5 @@ class Either(_Pair):
         return self.first.allows(*asked) | self.second.allows(*asked)
 
 
-# Every mask there is, by its number.
+# All live masks, by number.
 MASKS: Numbers[Mask] = Numbers(2**40)

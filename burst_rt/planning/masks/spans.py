@@ -25,7 +25,7 @@ _MOST_COMPARED = 1 << 20
 
 
 class Spans(NamedTuple):
-    """What rows of queries see: key j of batch row b where starts <= j < stops of a span.
+    """The keys that rows of queries see: key j of batch row b if starts <= j < stops of a span.
 
     starts and stops are int64 `[batch or 1, rows, width]`; 1: every batch row sees the same. The
     spans of a row are sorted, and neither overlap nor touch. A row with fewer spans than `width`

@@ -74,9 +74,9 @@ STRATEGIES = (
     "ring-q",
     "two-level",
 )
-# Strategies that take a number of ranks: "hybrid:4".
+# Names of strategies that take a number of ranks: "hybrid:4".
 _SIZED = ("hybrid", "two-level")
-# Which side travels in the backward of a ring: the side's name, and whether the queries travel.
+# Names of the sides that may travel in the backward of a ring, and whether these are the queries.
 _SIDES = {"ring-kv": False, "burst": True}
 
 

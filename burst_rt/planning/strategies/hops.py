@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class Leg(NamedTuple):
-    """What happens to a block's sums where its tile of a hop is done."""
+    """The fate of a block's sums at the rank that does the block's tile of a hop."""
 
     starts: bool  # whether the tile starts the sums
     home: bool  # whether they go home from there; else to the next hop

@@ -87,4 +87,4 @@ class Program(Protocol):
         """See `Footprint`."""
 
     def __str__(self) -> str:
-        """What travels, in words."""
+        """A description of what travels, in words."""
