@@ -189,10 +189,11 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayo
 
 
 def _places(mask: Mask, positions: Any) -> Any:
-    """See `ShardedBatch.places`: as transformers counts.
+    """See `ShardedBatch.places`; the places are counted as in transformers.
 
-    It goes by position_ids where it sees packed documents, and then in all rows of a batch without
-    padding; in other rows by the index, from the first token that is not padding.
+    transformers counts by position_ids where it sees packed documents, and then in all rows of a
+    batch without padding; in other rows it counts by the index, from the first token that is not
+    padding.
     """
     if not isinstance(mask, Documents):
         return None

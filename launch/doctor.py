@@ -51,7 +51,7 @@ class Finding:
     # job cannot run without it) or "absent" (not here, and not needed for a CPU job).
     state: str
     found: str
-    advice: str = ""  # what to do; "" where there is nothing to do
+    advice: str = ""  # advice; "" if nothing is to be done
 
 
 def examine() -> list[Finding]:
@@ -435,7 +435,7 @@ _NO_DRIVER = (
 def _lacking(name: str, error: str, has_gpu: bool) -> Finding:
     """The finding where a part that GPUs need does not work: what is missing, and what brings it.
 
-    What is missing is the driver, the Python package or a library.
+    The driver, the Python package or a library is missing.
     """
     if any(word in error for word in _NO_DRIVER):
         what, advice = "the driver", _DRIVER

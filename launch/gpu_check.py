@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step went."""
+    """The result of a step."""
 
     name: str
     state: str  # "ok", "failed", "timed out" or "not run"

@@ -166,11 +166,13 @@ def main() -> None:
 
 
 def _flush() -> None:
-    """Writes what is still to be printed. A reader that has gone, such as `head`, wants no more."""
+    """Writes what is still to be printed. A reader that has ended, such as `head`, does not want
+    more.
+    """
     try:
         sys.stdout.flush()
     except OSError as error:
-        # What could not be written is not tried again when Python ends.
+        # Python must not try to write the rest again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:
             raise

@@ -87,7 +87,7 @@ class MpiLauncher:
 
     path: Path
     family: str  # "Open MPI", "MPICH", "Intel MPI" or "unknown"
-    version: str  # the first line of what it says of its version
+    version: str  # first line of the output of --version
 
     def command(
         self,
@@ -112,7 +112,7 @@ class MpiLauncher:
     def as_it_comes(self) -> list[str]:
         """Arguments by which output is passed on as it comes, and not line by line.
 
-        Open MPI 5 keeps a line until it is whole; others pass on what they get.
+        Open MPI 5 keeps a line until it is complete; others pass on what they get.
         """
         whole_lines = self.family == "Open MPI" and not self.version.startswith("(Open MPI) 4")
         return ["--output", ":raw"] if whole_lines else []
@@ -282,7 +282,7 @@ def launch(
                 launcher.command(program, num_ranks, mpi_args, told),
                 env=launcher.environment(num_ranks, threads, job_dir, mpi_args) | told | shared,
                 stdin=subprocess.DEVNULL,
-                # mpirun gets a group of its own: Ctrl-C must reach mpirun once, through this
+                # mpirun gets its own process group: Ctrl-C must reach mpirun once, through this
                 # process, and not a second time from the terminal.
                 process_group=0,
                 preexec_fn=partial(_end_with, os.getpid()),
@@ -306,7 +306,8 @@ def launch(
         if word is not None:
             print(word.text, file=sys.stderr, flush=True)
             return word.exit_code
-        # Ranks that were asked to stop end by themselves: well, or with an error of their own.
+        # Ranks that were asked to stop end by themselves: successfully, or with an error of their
+        # own.
         if stop.received is not None and not stop.asked:
             name = signal.Signals(stop.received).name
             # Begin a new line: the terminal has written ^C.
@@ -513,7 +514,7 @@ def _forward_signals() -> Iterator[_Stop]:
 
 def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """Kill mpirun and every process below it. Does not block: the caller then waits for mpirun."""
-    # mpirun puts each rank in a group of its own, so signalling a group would miss them.
+    # mpirun puts each rank in its own process group, so signalling a group would miss them.
     try:
         processes = psutil.Process(mpirun.pid).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -123,7 +123,7 @@ class Schedule:
     graph: Graph
     place: list[int]  # where the policy puts the task
     task_at: list[int]  # the inverse: the task at each place
-    num_before: list[int]  # how many edges lead to the task
+    num_before: list[int]  # number of edges that lead to the task
     on_issue: list[list[int]]  # successors whose edge is satisfied once the task is issued
     on_done: list[list[int]]  # successors whose edge is satisfied once the task is done
     after: list[tuple[int, ...]]  # predecessors on other ordered lanes of the task's device
@@ -202,7 +202,7 @@ class Engine:
     """One run of a schedule: call `start()` once, then `handle(events)` until it returns `Finish`
     or `Abort`.
 
-    validate: every step checks the engine's invariants, which is slow and meant for tests.
+    validate: every step checks the engine's invariants, which is slow and only for tests.
     """
 
     def __init__(self, schedule: Schedule, *, validate: bool = False) -> None:

@@ -6,8 +6,8 @@ follow (read after write, write after read, write after write), as in sequential
 edges between them. Accumulations into one part form a chain in program order, which makes results
 bitwise repeatable whatever the timing.
 
-A graph holds names and numbers only: no callable, no tensor. What an `Operation` means is the
-business of whoever runs the graph.
+A graph holds names and numbers only: no callable, no tensor. The runner of a graph decides what an
+`Operation` means.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Lane:
     # Tasks are issued strictly in program order, whatever the policy says. An ordered communication
     # lane needs this.
     in_program_order: bool = False
-    # How many tasks may be issued and not done; None: any number.
+    # Maximum number of tasks that are issued and not done; None: any number.
     max_in_flight: int | None = None
 
 

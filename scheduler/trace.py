@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, task: Task, *, issued_s: float, started_s: float, ended_s: float) -> Span:
-        """The span of a task, with what the graph says of the task."""
+        """The span of a task, with the graph's data about the task."""
         return cls(
             task=task.id,
             name=task.name,
@@ -140,8 +140,8 @@ def waits(
 ) -> list[list[Wait]]:
     """The intervals in which each rank's compute lane waited for a message, and for which message.
 
-    `traces[r]` belongs to rank r and has a span of every task. matched: what `match_messages` says
-    of the graphs.
+    `traces[r]` belongs to rank r and has a span of every task. matched: the result of
+    `match_messages` for the graphs.
     """
     spans = list(map(_by_task, traces))
     # An exchange that receives is on the wire from the moment when both sides of its last message
@@ -155,8 +155,8 @@ def waits(
         )
         sent.append((source, both, end.rank))
     for source, both, receiver in sent:
-        # What the exchange sends holds it up too, until the receiver has come to it. A transport
-        # that takes a message at once has ended the exchange by then.
+        # The messages that an exchange sends hold it up too, until the receiver has posted them. A
+        # transport that takes a message at once has ended the exchange by then.
         own = posted[source.rank]
         if source.task in own and both < spans[source.rank][source.task].ended_s:
             own[source.task] = max((both, receiver), own[source.task])

@@ -194,8 +194,8 @@ def _check_lanes(graph: Graph) -> None:
         lane = graph.lanes[task.lane]
         if not task.is_exchange:
             continue
-        # A full lane holds back exchanges that a peer may wait for. Which ones it holds back is
-        # known only if it is issued in program order.
+        # A full lane holds back exchanges that a peer may wait for. The tasks that it holds back
+        # are known only if it is issued in program order.
         if (lane.ordered or lane.max_in_flight is not None) and not lane.in_program_order:
             kind = "ordered" if lane.ordered else "bounded"
             raise InternalError(

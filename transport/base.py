@@ -1,8 +1,8 @@
 """What a transport and a control group must do. Nothing here moves a byte.
 
 A transport carries the messages of task graphs: raw bytes, non-blocking, counted. A control group
-carries the few small things ranks must agree on (call contracts, errors, farewells); it has a
-communicator of its own, so it can never be confused with data.
+carries the few small things on which ranks must agree (call contracts, errors, farewells); it has
+its own communicator, so it can never be confused with data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged", "torch")
 class Completed(NamedTuple):
     """A send or receive that has finished."""
 
-    handle: int  # what `isend` or `irecv` returned
+    handle: int  # handle that `isend` or `irecv` returned
 
 
 class Transport(Protocol):
@@ -114,7 +114,7 @@ class OrderedTransport(Protocol):
         """Aborts everything under way; the transport cannot be used any more. May block for
         seconds.
 
-        What was to be received has not been received.
+        The expected bytes have not been received.
         """
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class ControlGroup(Protocol):
 
     rank: int
     size: int
-    # Which process or thread each rank is. A place is the same in all groups of a job.
+    # The process or thread of each rank. A place is the same in all groups of a job.
     places: Sequence[object]
 
     def allreduce_max(self, values: Sequence[int]) -> PendingInts:

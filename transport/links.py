@@ -1,8 +1,9 @@
 """One-way stream sockets between the ranks of a group: within a host Unix sockets, else TCP.
 
 Nothing here waits, except `Links.flush`. A rank opens a connection to a peer when it first sends to
-the peer, and never reads from it. So a rank can end at any time: what it has sent arrives, because
-no unread bytes make the kernel drop it. A connection that ends tells that its peer has ended.
+the peer, and never reads from it. Thus a rank can end at any time: the bytes that it has sent
+arrive, because no unread bytes make the kernel drop them. A connection that ends tells that its
+peer has ended.
 
 A connection begins with the group's secret and the sender's rank. After that come frames: kind,
 number, length, and as many bytes as the length says.
@@ -116,7 +117,7 @@ class _Incoming:
     socket: socket.socket
     target: memoryview
     filled: int = 0
-    peer: int = -1  # not known before the greeting
+    peer: int = -1  # unknown before the greeting
     frame: tuple[int, int] | None = None  # kind and number, while its payload arrives
 
 
@@ -218,8 +219,8 @@ class Links:
             time.sleep(0.0002)
 
     def close(self) -> None:
-        """Ends all connections. What the kernel has still arrives. Calls after the first do
-        nothing.
+        """Ends all connections. Bytes that the kernel has already taken still arrive. Calls after
+        the first do nothing.
         """
         self._epoll.close()
         outgoing = [link.socket for link in self._outgoing.values()]
@@ -283,7 +284,7 @@ class Links:
         self._write(peer, link)
 
     def _write(self, peer: int, link: _Outgoing) -> None:
-        """Writes until the kernel takes no more."""
+        """Writes until the kernel refuses."""
         queue = link.queue
         try:
             while queue:
@@ -304,7 +305,8 @@ class Links:
             self._lose(peer)
             return
         except BaseException:
-            # Ctrl-C may come between a write and its note. What is written twice is misread.
+            # Ctrl-C may come between a write and its note. Bytes that are written twice would be
+            # misread.
             self._lose(peer)
             raise
         self._watch(link, for_room=bool(queue))

@@ -140,9 +140,9 @@ def _copy(source: Memory, target: Memory) -> None:
     import torch  # only ranks on a device get here, and they have it
 
     # Both sides say that their memory is ready, and expect the other side's memory to be ready when
-    # the message has landed. Each thread copies on a stream of its own. torch hands out its streams
-    # from a small pool, and the ranks' compute streams come from there too; a stream of another
-    # priority is none of theirs.
+    # the message has landed. Each thread copies on its own stream. torch hands out its streams from
+    # a small pool, from which the ranks' compute streams come too; a stream of another priority
+    # cannot be one of theirs.
     streams = _streams.__dict__
     stream = streams.get(str(target.device))
     if stream is None:

@@ -29,7 +29,7 @@ __all__ = ["INTERFACE_VARIABLE", "Store", "meet"]
 # gloo.
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _USES = 3  # data, collectives, notices
-# How often a rank asks the store whether all have come.
+# Seconds between two questions to the store whether all have come.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 # Number of descriptors per rank (one to it and one from it for each use), and number of files that
 # the program may still open.

@@ -83,7 +83,7 @@ def first_pairs(rank: int, size: int) -> list[tuple[int, int]]:
 
 
 class Communicator(Protocol):
-    """A communicator of NCCL's. What fails raises one of `_ERRORS`, with NCCL's message."""
+    """A communicator of NCCL's. A failing call raises one of `_ERRORS`, with NCCL's message."""
 
     def exchange(
         self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int

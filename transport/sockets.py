@@ -1,8 +1,8 @@
 """Ranks as processes that know each other through a `torch.distributed` group: stream sockets.
 
 A message starts once its receive is posted: the receiver says so to the sender (READY), who sends
-the bytes (DATA) straight from memory to memory. So no message waits for another one's receive, and
-nothing is kept for receives to come.
+the bytes (DATA) straight from memory to memory. Thus no message waits for another one's receive,
+and nothing is kept for future receives.
 
 Data, collectives and notices each have connections of their own.
 """
@@ -45,7 +45,7 @@ _TEXT_BYTES = 480
 class _Kind(IntEnum):
     """Frames of the data transport. Their number is the message's tag."""
 
-    READY = 1  # "I have posted a receive of so many bytes"; payload: the size
+    READY = 1  # "I have posted a receive"; payload: its size in bytes
     DATA = 2  # payload: the message
     MISFIT = 3  # "my message has another size"; payload: its size
 
@@ -203,7 +203,9 @@ class _Collective:
         return self._ended and not self._links.unsent
 
     def _go_on(self) -> None:
-        """Takes what has come. Goes to the next round, and through it where all of it has come."""
+        """Takes the frames that have arrived, and begins each next round whose frames are
+        complete.
+        """
         while not self._ended:
             for peer in list(self._awaited):
                 frame = self._inbox.frames.pop((peer, self._round - 1, self._number), None)
@@ -340,7 +342,7 @@ class SocketControl:
         """Gives the group its links.
 
         The ends of the ranks 1, 2, 4 and so on away are noticed even where they never write a
-        notice. Other ranks hear of them from those.
+        notice. Those ranks tell the others.
         """
         self._links = collectives, notices
         for step in _steps(self.size):

@@ -1,8 +1,7 @@
 """torch's own NCCL, as a communicator for `NcclTransport`: no CuPy is needed.
 
-The group is one of this project's own, with a communicator of its own, made from the store by which
-the ranks have met. torch does not list it, so the program's groups and their order stay as they
-are.
+The group belongs to this project and has its own communicator, made from the store by which the
+ranks met. torch does not list it, so the program's groups and their order stay as they are.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class BurstAttentionFunction(torch.autograd.Function):
         else:
             terms = ScoreTerms(call.softcap, alibi_slopes, sinks)
             _check_against(call, QKV(q, k, v), terms)
-            # Modes of the program's own (a default device, say) are not meant for what is inside.
+            # The program's own modes (a default device, say) must not apply to the code inside.
             with torch._C.DisableTorchFunction():
                 out, lse = run_forward(call, QKV(q, k, v), terms)
             ctx.number = call.setup.runtime.number

@@ -27,7 +27,8 @@ _R = TypeVar("_R")
 
 # ctx: a SelectiveCheckpointContext. op: an OpOverload, or an operator of torch's compiler.
 def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of `checkpoint`, for torch's selective checkpointing: what is kept of an op.
+    """The policy of `checkpoint` for torch's selective checkpointing: says whether an op's result
+    is kept.
 
     MUST_SAVE for the forward of `burst_attention`, whose outputs are out and lse;
     PREFER_RECOMPUTE for every other op. As torch takes it, here and wherever a `context_fn` goes:

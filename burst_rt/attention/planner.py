@@ -146,7 +146,7 @@ class Plan(RankPlan):
 
     key: PlanKey
     choice: Choice  # the strategy, and why it was chosen
-    work: Work  # what the kernel was picked for
+    work: Work  # the work for which the kernel was picked
 
     def explain(self, *, tables: bool = True) -> str:
         """The plan in words: strategy and kernel with the reasons, bytes sent, memory.

@@ -125,12 +125,12 @@ class LayerMemory(NamedTuple):
 
     weights: int
     gradients: int  # gradients of the weights
-    # What the forward keeps for the backward: x and its normed form, twice; q, k, v; the output of
-    # attention with its lse; gate, up and their product; no matrix of scores. Autograd keeps a
-    # little more, such as the gate's silu.
+    # Tensors that the forward keeps for the backward: x and its normed form, twice; q, k, v; the
+    # output of attention with its lse; gate, up and their product; no matrix of scores. Autograd
+    # keeps a little more, such as the gate's silu.
     activations: int
-    # What is held for a while by attention or by the products, whichever needs more. Attention
-    # needs slots, sums and copies; the products need gathered inputs and unsummed outputs.
+    # Temporary memory of attention or of the products, whichever needs more. Attention needs slots,
+    # sums and copies; the products need gathered inputs and unsummed outputs.
     working: int
 
     @property
@@ -191,7 +191,7 @@ class SpreadLayer:
 
     @cached_property
     def layout(self) -> Layout:
-        """Which rank holds which tokens, outside attention and feed-forward."""
+        """The layout of the tokens outside attention and feed-forward."""
         if self.strategy == TENSOR_PARALLEL[0]:
             return make_layout("contiguous", self.seq_len, 1)
         kind = "contiguous" if self.gathers else self.kind

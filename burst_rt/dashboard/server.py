@@ -27,7 +27,7 @@ DEFAULT_PORT = 8870
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MAX_CONNECTIONS = 128
 # Maximum number of connections that have not asked for anything yet; beyond it the one that has
-# been silent longest is closed. A request must have come whole within the deadline.
+# been silent longest is closed. Deadline for a complete request.
 _MAX_MUTE = 64
 _REQUEST_DEADLINE_S = 10.0
 _CLOSING_S = 1

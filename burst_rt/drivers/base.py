@@ -69,10 +69,10 @@ class DriverOptions:
 
     operations: Mapping[type, Callable[..., None]]  # by type; called with the task's operation
     memory: Mapping[int, Memory]  # bytes of each part that a message names
-    watch: Watch  # what this rank knows of the other ranks
-    opening: Opening  # what control tasks wait for
-    timeout_s: float  # how long the other ranks may take to enter the call
-    stall_s: float  # how long nothing may move inside the call
+    watch: Watch  # this rank's knowledge of the other ranks
+    opening: Opening  # the agreement for which control tasks wait
+    timeout_s: float  # seconds that the other ranks may take to enter the call
+    stall_s: float  # seconds for which nothing may move inside the call
     # Says how much memory the call takes, for the error when memory runs out.
     takes: Callable[[], str] | None = None
     flight: FlightRecord | None = None  # the record that the present task is written to

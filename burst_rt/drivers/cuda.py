@@ -114,7 +114,7 @@ class CudaDriver(BaseDriver):
         return self._device.record(caller)
 
     def begun(self) -> bool:
-        """Whether the caller's stream has come to this run, past the caller's own work.
+        """Whether the caller's stream has reached this run, past the caller's own work.
 
         Never blocks; any thread may ask.
         """

@@ -133,9 +133,9 @@ class TorchDevice:
         return float(first.elapsed_time(last)) / 1e3
 
     def origin(self) -> tuple[torch.cuda.Event, float]:
-        """A recent event and its time; blocks for some microseconds where it is recorded anew.
+        """A recent event and its time; blocks for some microseconds if it is recorded again.
 
-        The event is recorded anew every 10 s, because clocks drift. Its stream has no other work.
+        The event is recorded again every 10 s, because clocks drift. Its stream has no other work.
         """
         if self._origin is None or time.perf_counter() - self._origin[1] > _ORIGIN_S:
             event = self.record(self.lane("clock"))

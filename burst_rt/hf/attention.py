@@ -253,7 +253,9 @@ def _equal(given: torch.Tensor, batch: ShardedBatch) -> bool:
 
 
 def _sides(part: Part, module: torch.nn.Module) -> tuple[ShardedBatch, ShardedBatch, Mask]:
-    """Whose tokens the queries and the keys of a layer are; what documents and padding show."""
+    """The batches to which a layer's queries and keys belong, and the mask of documents and
+    padding.
+    """
     if part.encoder is None:
         return part.batch, part.batch, part.batch.mask
     if not getattr(module.config, "is_decoder", False):

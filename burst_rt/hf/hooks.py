@@ -46,7 +46,7 @@ class HookedCache(transformers.Cache):  # type: ignore[misc]  # transformers has
     def __init__(self, model: Any, ctx: Context) -> None:
         super().__init__(layers=[])
         self.model, self.ctx = model, ctx
-        # What the model's calls have of a prompt, while `generate` runs one.
+        # The part of a prompt that the model's calls get, while `generate` runs one.
         self.prompt: Literal["none", "whole", "chunk"] = "none"
         self.asked = ""  # the stopping criteria that rank 0 is asked
 
@@ -276,7 +276,9 @@ def _prompted(kind: Any) -> Callable[..., Any]:
 
 
 def _stopping(kind: Any) -> Callable[..., StoppingCriteriaList]:
-    """The class's own criteria. Those that ranks may answer otherwise are asked of rank 0 alone."""
+    """The class's own criteria. Only rank 0 is asked the criteria that ranks may answer
+    differently.
+    """
 
     @wraps(kind._get_stopping_criteria)
     def get_stopping_criteria(self: Any, *args: Any, **options: Any) -> StoppingCriteriaList:
@@ -315,7 +317,7 @@ class _StopsWithRank0(StoppingCriteria):  # type: ignore[misc]  # transformers h
                 raise TypeError(f"shape {tuple(found.shape)}")
             return found.bool()
         except BurstError:
-            raise  # which the other ranks have heard of
+            raise  # the other ranks have heard of it
         except Exception as error:  # noqa: BLE001  (whatever a criterion raises: the other ranks wait for its answer)
             wrong = InputError(
                 f"{_NAME}: max_time or stopping criteria ({self._hooks.asked}): expected a bool of "

@@ -2,7 +2,8 @@
 
 A window, a chunk or a temperature changes nothing in a row that is shorter than its number. Whether
 a model is over ranks what it is on one process shows on both sides of each number only, and real
-numbers are too large to compare at. So a comparison runs twice, the second time with small numbers.
+numbers are too large to compare at. Therefore a comparison runs twice, the second time with small
+numbers.
 """
 
 from __future__ import annotations

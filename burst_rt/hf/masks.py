@@ -2,8 +2,8 @@
 
 transformers hands a mask function to every implementation: a closure over (batch, head, q, kv) that
 its own combinators have made. The functions count in one rank's tokens, so none of them is ever
-asked for a cell. What they are made of says which mask is meant; documents, padding and where
-chunks begin come from `shard`. A function that is not of transformers' own making is refused.
+asked for a cell. Their parts say which mask they are; documents, padding and the starts of chunks
+come from `shard`. A function that is not of transformers' own making is refused.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _unpadded_chunks(size: int, left_padding: Any) -> Mask:
 def mask_of(function: Callable[..., Any], chunks: Chunks = _unpadded_chunks) -> Mask:
     """The mask that a mask function of transformers means, for whole sequences.
 
-    chunks: makes the masks of chunks, which do not go by distance alone. Raises InputError for a
+    chunks: makes the masks of chunks, which depend on more than distance. Raises InputError for a
     function that is not known, and ConfigError for one that a later transformers has.
     """
     if function is masking_utils.causal_mask_function:
@@ -152,7 +152,8 @@ def _documents(chunks: Chunks, packed_sequence_mask: Any) -> Mask:
 def _moved(chunks: Chunks, mask_function: Callable[..., Any], position_ids: Any) -> Mask:
     """Positions that count from the beginning of their document.
 
-    The same cells within a document for what goes by distance; `chunks` knows where chunks begin.
+    A mask that depends on distance has the same cells within a document; `chunks` knows where
+    chunks begin.
     """
     return mask_of(mask_function, chunks)
 

@@ -1,8 +1,9 @@
 """Whether a model is over ranks what it is on one process; what it needs to be so.
 
-A model's layers may see each other's tokens by other ways than attention (state spaces,
-convolutions), through an attention of their own, or count positions in a way of their own. None of
-that shows where attention is called. So models that this project does not test are compared, once.
+Tokens may see each other in a model's layers by other ways than attention (state spaces,
+convolutions) or through the model's own attention, and a model may count positions in its own way.
+None of that shows where attention is called. So models that this project does not test are
+compared, once.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _is_tested(model: torch.nn.Module) -> bool:
     # `fully_shard` puts a class of its own before the model's.
     kind = next(x for x in type(model).__mro__ if not issubclass(x, FSDPModule))
     folder = kind.__module__.removeprefix(_FOLDER).partition(".")[0]
-    # Libraries of faster losses put a forward of their own in the place of transformers'.
+    # Libraries of faster losses replace transformers' forward by their own.
     forward = inspect.unwrap(model.forward).__module__
     return (
         kind.__module__.startswith(_FOLDER)
@@ -174,7 +175,7 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
         raise InputError(
             f"hf.prepare: {name} cannot take its attention from burst_rt: {error}"
         ) from error
-    except InputError:  # what every rank sees, every rank raises
+    except InputError:  # every rank sees it, so every rank raises
         raise
     except _ERRORS as error:
         wrong = InputError(
@@ -313,7 +314,7 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context) -> dict[str, Any]:
 
 
 def _alone(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> torch.Tensor:
-    """The logits that one process makes of a batch; of each packed document by itself."""
+    """The logits of one process for a batch; each packed document is computed by itself."""
     if "position_ids" not in batch:
         whole: torch.Tensor = _on_one_process(model, batch, ctx)[0]
         return whole

@@ -70,7 +70,7 @@ def wrong_cache_name(model: Any, name: str) -> str | None:
 
 
 def check_release(model: Any) -> None:
-    """Raises ConfigError where `generate` is not made of the steps that are known."""
+    """Raises ConfigError if `generate` does not consist of the known steps."""
     cache_name(model)
     for step, wanted in _STEPS.items():
         method = getattr(type(model), step, None)

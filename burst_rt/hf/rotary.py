@@ -21,7 +21,7 @@ _NAME = "_burst_rt_watch"  # name of a module's attribute
 
 
 def watch_positions(model: torch.nn.Module) -> Watch:
-    """Lets a model's rotary embeddings know the largest position of all ranks, from now on."""
+    """Tells a model's rotary embeddings the largest position of all ranks, from now on."""
     watch = Watch()
     # Some wrappers (PEFT) call the model's `forward` itself, and so none of its hooks.
     for each in {model, getattr(model, "base_model", model)}:

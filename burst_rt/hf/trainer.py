@@ -43,7 +43,7 @@ _EXPECTED: dict[str, tuple[object, str]] = {
 
 
 class _Alone:
-    """This rank as a group: the loss of its own tokens. What ranks add up, Trainer adds up."""
+    """This rank as a group: the loss of its own tokens. Trainer does the sums over ranks."""
 
     world_size = 1
 

@@ -99,7 +99,7 @@ class Started(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A rank that waits until other ranks have come to the same place."""
+    """A rank that waits until other ranks reach the same place."""
 
     rank: int
     what: str  # the place: "MPI_Init" or "burst_rt.init"

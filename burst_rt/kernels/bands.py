@@ -1,8 +1,8 @@
 """Bands (what a window leaves of a tile) on a CPU, by matrix products.
 
 torch's fused CPU attention computes all cells of a block, and is fast where a block has many rows.
-A block of many rows of a band has many hidden cells. So a band is done here, in strips of a few
-rows. Each strip has the columns that its rows see; in its two corners cells are hidden:
+A block of many rows of a band has many hidden cells. Therefore a band is done here, in strips of a
+few rows. Each strip has the columns that its rows see; in its two corners cells are hidden:
 
     o o o l
     u o o o      a strip of 2 rows of a band with 3 keys a row: u and l are its corners
@@ -43,8 +43,8 @@ __all__ = ["backward_of_band", "forward_of_band", "scratch_of_band"]
 # Number of rows of strips that are done at once, for each thread, over all query heads: with more,
 # their scores leave the cache; with fewer, torch is called more often.
 _ROWS = 128
-# Rows of a strip, of all query heads together, but not fewer than so many of one head. More have
-# larger corners; products with fewer are slower.
+# Number of rows of a strip over all query heads, and minimum number of rows of one head. More rows
+# have larger corners; products with fewer are slower.
 _STRIP_ROWS, _FEWEST = 32, 16
 _LOG2_E = log2(e)
 # Maximum number of numbers a row (factors and the like) that adding a band's result to a state
@@ -53,8 +53,8 @@ _OF_FOLD = 6
 
 
 class _Memory:
-    """Memory that one head's strips take after another's. To get it anew can take as long as to
-    compute in it.
+    """Memory that one head's strips take after another's. Allocating it again can take as long as
+    computing in it.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

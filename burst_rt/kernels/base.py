@@ -123,8 +123,8 @@ class State(NamedTuple):
 
     Online softmax (Milakov & Gimelshein 2018), not normalised. A row that has seen no key has acc =
     0, m = -inf, l = 0; with a sink it has acc = 0, m = sink, l = 1, as if it had seen the sink's
-    key. A kernel may keep m in a unit of its own (`Kernel.m_scale`); in `fold`, `finish` and on the
-    wire m is a score.
+    key. A kernel may keep m in its own unit (`Kernel.m_scale`); in `fold`, `finish` and on the wire
+    m is a score.
     """
 
     # sum of exp(score - m) * v, `[batch, q_len, heads, v's head_dim]`
@@ -172,7 +172,7 @@ class Tile(NamedTuple):
     the mask itself may use the positions and ignore the pieces.
     """
 
-    pieces: tuple[Piece, ...]  # what the mask leaves of the tile
+    pieces: tuple[Piece, ...]  # pieces that the mask leaves of the tile
     q_positions: tuple[range, ...]  # positions of the rows
     kv_positions: tuple[range, ...]  # positions of the columns
     mask: Mask
@@ -268,7 +268,7 @@ class Kernel(Protocol):
     """
 
     name: str
-    # What scores are multiplied by in the m of a state that the kernel folds tiles into.
+    # Factor of the scores in the m of a state into which the kernel folds tiles.
     m_scale: float = 1.0
 
     def refuses(self, work: Work) -> str | None:

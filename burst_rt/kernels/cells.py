@@ -20,7 +20,7 @@ class Asked(NamedTuple):
 
     q: tuple[range, ...]  # positions of the rows
     kv: torch.Tensor  # positions of the columns, int64
-    batch: int  # how many batch rows there are
+    batch: int  # number of batch rows
     heads: range  # numbers of the query heads in the whole call
 
     def by_spans(self, mask: Mask) -> torch.Tensor:

@@ -276,7 +276,7 @@ def cpu_capabilities() -> Mapping[str, Any]:  # flags, numbers, names
 
 
 def _matrix_part(heads: int) -> PartSize:
-    """Parts for matrices of scores of so many heads, of all batch rows."""
+    """Parts for matrices of scores of this number of heads, over all batch rows."""
     side = max(128, isqrt(_MATRIX_CELLS // heads) // 64 * 64)
     return PartSize(side, side, 1)
 
@@ -376,8 +376,9 @@ def _attend(
 def _hidden(
     q: torch.Tensor, tile: Tile, cut: Cut, dtype: torch.dtype
 ) -> tuple[bool, torch.Tensor | None, torch.Tensor | None]:
-    """How the fused kernel hides cells of a cut: whether it is to do so itself, as under a causal
-    mask; the cells that are seen, where a row may see none; the mask for its scores.
+    """Three arguments of the fused kernel that hide cells of a cut: whether it hides them itself,
+    as under a causal mask; the cells that are seen, if a row may see none; and the mask for its
+    scores.
 
     The fused kernel knows lower triangles only. With ALiBi, which takes a mask anyway, these are
     in the mask, too.
@@ -407,7 +408,7 @@ def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Par
     if first == last:
         into.start()
         return
-    # What need not be copied is done at once.
+    # Columns that need not be copied are done at once.
     copied = k.dtype != dtype or k.shape[3] != v.shape[3]
     column_bytes = batch * kv_heads * 2 * max(k.shape[3], v.shape[3]) * dtype.itemsize
     whole = (range(first, last),)
@@ -431,7 +432,7 @@ def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Par
             sums.fold(out, lse)
 
 
-# Most cuts of a window are alike.
+# Most cuts of a window are equal.
 @lru_cache(maxsize=4)
 def _beside(q_len: int, kv_len: int, upper: bool, dtype: torch.dtype) -> torch.Tensor:
     """The mask `[q, kv]` of an upper triangle, or a band: -inf outside it, else 0."""

@@ -34,7 +34,7 @@ from burst_rt.planning.masks import Piece, Relation
 
 __all__ = ["STRIP", "STRIP_COLUMNS", "Cut", "PartSize", "parts_of", "parts_under_the_mask"]
 
-# What the mask shows of some rows and columns of a tile.
+# The relation of the mask to some rows and columns of a tile.
 _Relation: TypeAlias = Callable[[slice, slice], Relation]
 
 # Number of rows of a strip: as few as the fused kernel takes at once, so that little is computed
@@ -100,8 +100,8 @@ def parts_of(
     """The pieces of a tile in runs of rows of bounded size, each with its cuts.
 
     pieces: none of them under the mask. together: whether a cut may have several blocks. These are
-    batch rows of its call, so that a tensor with batch rows of its own has no room for them. The
-    parts are kept, for calls that come again.
+    batch rows of its call, so a tensor that already has batch rows cannot have them. The parts are
+    kept, for calls that come again.
     """
     found = _parts(pieces, part, together, None)
     return tuple((rows, tuple(cuts)) for rows, cuts in found)
@@ -152,7 +152,7 @@ def _cuts(
                 elif seen is Relation.PARTIAL:
                     rest.append(iter([Cut(rows, columns, piece=piece, first=True)]))
             continue
-        # Where a triangle crosses these rows; a triangle of so many rows and columns is left of it.
+        # The column at which the diagonal of a triangle, or of a band, enters these rows.
         left = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop)
         if piece.band:
             width = piece.kv_stop - piece.kv_start - (piece.q_stop - piece.q_start) + 1
@@ -193,7 +193,7 @@ def _stairs(rows: slice, piece: Piece) -> tuple[int, Iterator[Cut]]:
         below = (x for x in piece.levels() if rows.start < x.q_stop and x.q_start < rows.stop)
         levels = ((max(x.q_start, rows.start), min(x.q_stop, rows.stop), x.kv_stop) for x in below)
         return first, (Cut(slice(a, b), slice(first, c)) for a, b, c in levels if first < c)
-    # Whole levels: the first one has nothing left, and the others are stairs of their own.
+    # The levels are whole: the first one has nothing left, and the others are stairs again.
     above = slice(rows.start + size, rows.stop), slice(first, first + height - size)
     cut = Cut(*above, triangle=True)
     return first, _taken_apart(cut, size, height, whole=True) if size < height else iter(())
@@ -252,7 +252,7 @@ def _band(rows: slice, window: slice, part: PartSize) -> Iterator[Cut]:
 def _blocks_of(size: int, length: int, step: int) -> Iterator[tuple[int, int, int]]:
     """(start, length, number) of the blocks that begin at 0, step, ... before `size`.
 
-    The last block may be shorter, and then comes by itself.
+    The last block may be shorter, and is then separate.
     """
     many = max(0, size - length + step) // step
     if many:

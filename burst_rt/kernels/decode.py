@@ -1,9 +1,9 @@
 """Decode on one rank: a few queries of each sequence against the rank's keys, by torch's operators.
 
-What comes of it is a `Partial`: out and lse of the rows, heads first, and dense, so that it can be
-sent as it is. Query heads that share a kv head are rows of one matrix, so each key
-is read once. Only the keys between the first and the last that any row sees are read, and keys are
-cast in parts of bounded size.
+The result is a `Partial`: out and lse of the rows, heads first, and dense, so that it can be sent
+as it is. Query heads that share a kv head are rows of one matrix, so each key is read once. Only
+the keys between the first and the last that any row sees are read, and keys are cast in parts of
+bounded size.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class Partial(NamedTuple):
         return Partial(self.out.view(*rows, channels), self.lse.view(rows))
 
     def fold(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Folds what other keys make of the rows into this."""
+        """Folds the partial result of other keys for the rows into this one."""
         more = lse - self.lse
-        # Not exp(lse - both): a large lse is rounded, and the two would not add up to 1.
+        # The weights are not exp(lse - both): a large lse is rounded, and the two would not add up
+        # to 1.
         old, new = torch.sigmoid(-more), torch.sigmoid(more)
         self.out.mul_(old.unsqueeze(-1)).addcmul_(out, new.unsqueeze(-1))
         torch.logaddexp(self.lse, lse, out=self.lse)
@@ -70,9 +71,9 @@ def folded(q: torch.Tensor, num_kv_heads: int, dtype: torch.dtype) -> torch.Tens
 
 
 class Seen:
-    """Which of a rank's columns the rows of a decode see. One object for all layers of a step.
+    """The columns of a rank that the rows of a decode see. One object serves all layers of a step.
 
-    spans: by columns; `num_columns` there are. What kernels make of them is kept: see `once`.
+    spans: by columns, whose number is `num_columns`. Kernels' tables of them are kept: see `once`.
     """
 
     def __init__(self, spans: Spans, num_columns: int) -> None:

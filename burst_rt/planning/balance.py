@@ -190,7 +190,7 @@ def deal(load: Load, world_size: int) -> tuple[tuple[range, ...], ...]:
     Tokens differ by at most one between ranks, and depend on nothing but the lengths: a rank has as
     many under every mask. A rank's cells by query are off by at most 2 percent, or the cells of one
     step (`step_of`) of queries where these are more. Cells by key are as even as is possible then;
-    they are looked at where there are as many keys as queries. What freedom is left goes to cuts
+    they are looked at where there are as many keys as queries. The remaining freedom goes to cuts
     across which the fewest keys are needed. Local; the same on every rank.
     """
     seq_len = len(load.rows)

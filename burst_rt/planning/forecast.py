@@ -84,7 +84,7 @@ def forecast(
 
 
 class Ranking(NamedTuple):
-    """Which strategy is forecast to end first, and what each would send and take."""
+    """The strategy that is forecast to end first, and the bytes and seconds of each candidate."""
 
     strategy: str  # as `choose` takes it
     candidates: dict[str, int]  # see `Choice.candidates`

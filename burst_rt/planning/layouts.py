@@ -25,7 +25,7 @@ from burst_rt.planning.masks import Mask
 
 __all__ = ["BALANCED", "KINDS", "Block", "Layout", "blocks_of", "fitting", "make_layout"]
 
-# What travels together: runs of positions of one shard, in order.
+# Runs of positions of one shard that travel together, in order.
 Block = tuple[range, ...]
 
 BALANCED = "balanced"
@@ -37,7 +37,7 @@ MOST_TOKENS = 1 << 48
 
 @dataclass(frozen=True)
 class Layout:
-    """Which positions every rank owns. Everything else together determines the runs."""
+    """The positions that every rank owns. Everything else together determines the runs."""
 
     # "contiguous", "zigzag", "striped", "balanced", or a name that a strategy made up.
     kind: str

@@ -75,9 +75,9 @@ def find_needs(
     queries, keys: the blocks of each rank, in positions as the mask sees them. Each rank has a run,
     which may be empty.
 
-    A mask without spans is asked for `relation`, run by run; of each block everything is then
-    needed, or nothing. So it is with a block along which positions do not ascend, because kernels
-    take such a block in parts.
+    A mask without spans is asked for `relation`, run by run; a block is then needed as a whole or
+    not at all. The same holds for a block along which positions do not ascend, because kernels take
+    such a block in parts.
     """
     q, kv = _Side(queries), _Side(keys)
     if not mask.has_spans:
@@ -353,8 +353,8 @@ class _Order:
     """The parts of the keys in such an order that an interval meets consecutive ones.
 
     The parts whose positions are `step` apart are in order of their first positions. An interval of
-    so many positions or more meets all of those parts that it reaches far enough into, and only at
-    its two ends is a part looked at by itself.
+    at least `step` positions meets every part that it reaches far enough into, so only the parts at
+    its two ends are looked at one by one.
     """
 
     def __init__(self, kv: _Side) -> None:
@@ -363,7 +363,7 @@ class _Order:
         self._high = self._low + self._step * (kv.part_len[order] - 1)
         self._rank = kv.run_rank[kv.part_run[order]]
         self.of_rank = self._rank[:, None] == np.arange(kv.num_ranks)  # [parts, ranks]
-        # How many of so many first parts each rank has.
+        # Number of parts of each rank among the first n parts, at index n.
         self._count = np.zeros((kv.num_ranks, len(order) + 1), np.int32)
         np.cumsum(self.of_rank.T, axis=1, dtype=np.int32, out=self._count[:, 1:])
 
@@ -380,7 +380,7 @@ class _Order:
             # Other parts end before the interval, or begin after it.
             a = begin + np.searchsorted(np.maximum.accumulate(high), seen.start)
             b = begin + np.searchsorted(low, seen.stop)
-            if step == 1 and (high[:-1] <= high[1:]).all():  # then it meets all others
+            if step == 1 and (high[:-1] <= high[1:]).all():  # it meets all others in this case
                 first, last = a, b
             else:
                 # These have `step` positions in common with it, or lie inside it.

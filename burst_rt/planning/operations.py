@@ -35,9 +35,9 @@ class TileOperation:
     home.
     """
 
-    owner: int  # whose block travels
-    block: int  # which of the owner's blocks
-    pieces: tuple[Piece, ...]  # what the mask leaves of the tile
+    owner: int  # rank whose block travels
+    block: int  # number of the block among the owner's
+    pieces: tuple[Piece, ...]  # pieces that the mask leaves of the tile
     reads: Tensors  # the tensors the tile reads
     adds: Tensors  # the sums the tile adds to
     starts_sums: bool  # whether this tile begins the sums that travel
@@ -78,20 +78,22 @@ class Add:
     """Adds sums that have arrived to the rank's own sums."""
 
     role: Role  # the role of the sums
-    block: int  # which of the rank's own blocks
+    block: int  # number of the block among the rank's own
     own: int  # number of the part that is added to
     arrived: int  # number of the part that has arrived
-    rows: Rows  # which rows of the part have arrived
+    rows: Rows  # rows of the part that have arrived
     name: ClassVar[str] = "add"
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Merges the running state of a block that has come home into the rank's own state of it."""
+    """Merges the running state of a block that has arrived at home into the rank's own state of
+    it.
+    """
 
-    block: int  # which of the rank's own blocks
+    block: int  # number of the block among the rank's own
     arrived: Tensors  # the parts that have arrived
-    rows: Rows  # which rows of them
+    rows: Rows  # rows of the block
     name: ClassVar[str] = "merge"
 
 

@@ -37,7 +37,7 @@ class TileShape(NamedTuple):
     batch: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # the larger one, where v has a head_dim of its own
+    head_dim: int  # the larger one, if v has another head_dim
     q_len: int
     kv_len: int
     # `Mask.num_apart`; 0 where no piece is under the mask itself.

@@ -40,7 +40,7 @@ class ColumnSpans(NamedTuple):
     """The columns of a tile that its rows see.
 
     Row r of batch row b sees column c where bounds[b, 0, w, r] <= c < bounds[b, 1, w, r] for a span
-    w. Spans of a row do not overlap. Those it does not have are empty and come last.
+    w. Spans of a row do not overlap. Missing spans are empty and come last.
     """
 
     bounds: Integers  # `[batch or 1, 2, width, rows]`; 1: every batch row sees the same
@@ -262,7 +262,7 @@ def _runs(blocks: np.ndarray[Any, np.dtype[np.int8]]) -> tuple[Any, Any, Any]:
     places = np.flatnonzero(flat[1:] != flat[:-1])
     kind = flat[1:][places]
     there = np.flatnonzero(kind)
-    # What is not 0 has a next place: the 0 behind the line, at the latest.
+    # Every entry that is not 0 has a next place: the 0 behind the line, at the latest.
     line, first = np.divmod(places[there], width + 1)
     ends = places[there + 1] - line * (width + 1)
     return line, np.stack([first, ends], -1), kind[there]

@@ -68,7 +68,7 @@ class Facts:
     gpu: str  # the GPU's UUID; "" on a CPU
     nccl: int  # NCCL's version (22907 for 2.29.7); 0 without CuPy's NCCL
     multi_rank: bool  # whether NCCL is told to take several ranks on one GPU
-    ranks: RankKind  # what the ranks are
+    ranks: RankKind  # the kind of the ranks
     torch_nccl: int = 0  # the version of torch's own NCCL
     # Whether a probe has shown that this MPI takes device memory; None: nobody has probed.
     device_mpi: bool | None = None
@@ -100,7 +100,7 @@ class Joined(NamedTuple):
     machine: Machine
     control: ControlGroup
     presence: Presence
-    within_s: float  # how long each further step of `init` may take
+    within_s: float  # seconds that each further step of `init` may take
 
 
 def join(
@@ -176,7 +176,7 @@ def _decide(
     ranks = [Facts(**word) for word in said]
     hosts = [rank.host for rank in ranks]
     taken, per_node = choose_transport(transport, ranks), ranks_per_node(hosts)
-    # No machine file says what staging costs. Where messages are staged the planner goes by bytes.
+    # No machine file says what staging costs. If messages are staged, the planner decides by bytes.
     if hardware is not None:
         staged = taken.name == "staged"
         hardware = None if staged else fitted(hardware, per_node, control.size)

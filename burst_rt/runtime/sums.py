@@ -25,7 +25,7 @@ __all__ = [
     "Ranks", "RanksOrGroup", "differs", "ranks_of", "refuse_in", "sum_in_place", "sum_over_ranks",
 ]  # fmt: skip
 
-# How many sums each process group has made, by its name: the same on all of its ranks.
+# Number of sums that each process group has made, by its name: the same on all of its ranks.
 _num_sums: Counter[str] = Counter()
 
 

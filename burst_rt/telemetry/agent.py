@@ -127,7 +127,7 @@ class Agent:
         return log
 
     def report(self, step: int, values: dict[str, float]) -> None:
-        """Something the job says of itself."""
+        """A figure that the job reports about itself."""
         self.put(JobReport(time.perf_counter(), step, values))
 
     def put(self, message: FromRank) -> None:
@@ -235,8 +235,8 @@ class Agent:
         return [own, shared]
 
     def _measure_clock(self) -> None:
-        """Sends a few pings in a row. Waits at most `_PING_DEADLINE_S` for each answer; once one
-        has not come, sends no more.
+        """Sends a few pings in a row. Waits at most `_PING_DEADLINE_S` for each answer; stops at
+        the first answer that does not come.
         """
         answer = select.poll()
         answer.register(self._socket, select.POLLIN)

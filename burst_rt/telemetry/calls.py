@@ -116,7 +116,7 @@ class Totals:
     """The counts of a rank over all its contexts."""
 
     def __init__(self) -> None:
-        self.counts = Counters()  # but for time, lanes and dropped messages: `message` adds them
+        self.counts = Counters()  # except for time, lanes and dropped messages: `message` adds them
         self.num_known = 0
         self._known: list[_Known] = []
         self._gone: dict[str, LaneCounters] = {}  # counters of deleted plans

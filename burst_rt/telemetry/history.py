@@ -2,7 +2,7 @@
 means of 5 s, a day as means of a minute.
 
 One `History` holds all metrics of one source: rows of float32, and one float64 time a row. A metric
-that a row lacks is NaN there. What is older than the coarsest level is gone; a record keeps
+that a row lacks is NaN there. Older samples than the coarsest level holds are gone; a record keeps
 everything.
 """
 
@@ -89,7 +89,7 @@ class History:
                 ring.widen(len(self.metrics))
         self._thin(at_s)
         row = np.full(len(self.metrics), np.nan, np.float32)
-        with np.errstate(over="ignore"):  # what float32 cannot hold is infinite
+        with np.errstate(over="ignore"):  # values beyond float32 are infinite
             for name, value in values.items():
                 row[self._column[name]] = value
         self._full.add(at_s, row)

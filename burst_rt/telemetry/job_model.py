@@ -212,8 +212,8 @@ class JobModel:
         self.now_s = end_s
 
     def excuse(self, seconds: float) -> None:
-        """The hub was held up and could not listen for so many seconds: these do not count as
-        silence of any rank.
+        """Says that the hub was held up and could not listen for this number of seconds: these do
+        not count as silence of any rank.
         """
         for rank in self.ranks.values():
             rank.heard_s += seconds
@@ -225,7 +225,7 @@ class JobModel:
             list(islice(self.events, max(0, len(self.events) - newer), None)) if newer > 0 else []
         )
 
-    # What viewers ask.
+    # Questions of viewers.
 
     def snapshot(self) -> Snapshot:
         """The present."""
@@ -379,7 +379,7 @@ class JobModel:
                 self._matched.popitem(last=False)
         return self._matched[key]
 
-    # What messages do.
+    # Effects of messages.
 
     def _hello(self, at_s: float, hello: Hello) -> None:
         if self.first_lost is not None and self.first_lost.rank == hello.rank:

@@ -7,7 +7,7 @@ fed in one way, live or replayed. A message is an array, not a map: a newer vers
 fields with defaults, and nothing else, so that old records stay readable.
 
 Times named `*_s` in messages of a rank are seconds of that rank's `time.perf_counter`; the rank's
-heartbeats say how far the hub's clock is ahead of it. What viewers get is in `views`, where all
+heartbeats say how far the hub's clock is ahead of it. `views` has the types for viewers, where all
 times are seconds since the hub began.
 """
 
@@ -59,7 +59,7 @@ MessageInfo: TypeAlias = tuple[int, int, int]
 
 
 class Severity(StrEnum):
-    """How much an event matters to the person who looks on."""
+    """The importance of an event for the person who watches."""
 
     INFO = "info"
     WARNING = "warning"
@@ -129,7 +129,7 @@ class Candidate(_Message):
     """A strategy that a plan was chosen from."""
 
     strategy: str
-    size_bytes: int  # what all ranks together send in one run
+    size_bytes: int  # bytes that all ranks together send in one run
     predicted_s: float | None  # None without a forecast
 
 
@@ -337,5 +337,5 @@ class Recorded(_Message):
     message: FromRank | Presence
 
 
-# What a JobModel takes.
+# A message that a JobModel takes.
 Item: TypeAlias = FromRank | Presence

@@ -1,9 +1,9 @@
 """Samples of NVIDIA GPUs, from NVML (package nvidia-ml-py, module pynvml;
 docs.nvidia.com/deploy/nvml-api), on a thread of their own.
 
-Which readings a chip and its driver have is found out once; the others are left out. NVML may be
-missing, fail at any call, hang, or give a value that cannot be: then figures are missing, an event
-says why, and nothing else changes. GPUs are found by UUID or by PCI address, never by CUDA's
+The readings that a chip and its driver have are found out once; the others are left out. NVML may
+be missing, fail at any call, hang, or give a value that cannot be: then figures are missing, an
+event says why, and nothing else changes. GPUs are found by UUID or by PCI address, never by CUDA's
 numbers, which need not be NVML's.
 """
 
@@ -339,7 +339,7 @@ class NvmlSampler:
             # The source has the name that the GPU's rank gives it.
             name = gpu_source(rank_gpu.uuid if rank_gpu and rank_gpu.uuid else uuid)
             gpu = _Gpu(pynvml, handle, name)
-            time.sleep(_RATE_OVER_S)  # what has a rate has been read once
+            time.sleep(_RATE_OVER_S)  # readings with a rate have been read once
             about = {
                 "name": _words(pynvml, pynvml.nvmlDeviceGetName, handle),
                 "driver": self.driver,

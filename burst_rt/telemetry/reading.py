@@ -26,7 +26,7 @@ _MAX_OPEN = 2000
 
 @dataclass(kw_only=True)
 class CallOfAll:
-    """A call with what each rank has told of it."""
+    """A call with the messages of each rank about it."""
 
     group: str
     number: int

@@ -93,8 +93,8 @@ class Recorder:
 
 
 def _keep(path: Path) -> Path | None:
-    """Gives the file that is there a name of its own: with the next number. None where there is
-    none, or an empty one. A job that is started again must not lose what the attempt before it did.
+    """Renames an existing file: its new name has the next number. None if it is missing or empty. A
+    job that is started again must not lose what the attempt before it did.
     """
     if not path.is_file() or not path.stat().st_size:
         return None

@@ -108,7 +108,7 @@ class RunningHub:
 
     def release(self) -> None:
         """Lets a held hub end with its last rank. Waits at most 3 s for that, so that the record is
-        whole; a hub that has not ended by then is killed.
+        complete; a hub that has not ended by then is killed.
         """
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -4,8 +4,9 @@ more than others, which come late to the calls, and the longest stalls.
 A rank that waits for another rank, and not for the wire, does so for one of two reasons. The other
 rank had more to compute in calls: skew. Or it spent more time outside of calls: late entry. A rank
 that comes late need not be waited for at once. The others have tiles of their own to compute first,
-and wait in the middle of the call, or in a later one. So lateness is an account: what a rank spent
-outside of calls beyond another one is due, until the other has waited for it or it has caught up.
+and wait in the middle of the call, or in a later one. Lateness is therefore kept as an account: the
+time that a rank spent outside of calls beyond another rank is due, until the other has waited for
+it or the rank has caught up.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class Latecomer:
     """The rank that costs the others most by coming late to the calls."""
 
     rank: int
-    beyond_s: float  # what it spends outside of calls beyond the mean of the others, a call
+    beyond_s: float  # seconds a call outside of calls, beyond the others' mean
     most_s: float  # the most of that before one call
-    waited_s: float  # what the others waited for it, all together
+    waited_s: float  # seconds that the others waited for it, all together
     waited_share: float  # share of the others' time in calls
 
 
@@ -82,9 +83,9 @@ class _Lateness:
 
     def __init__(self, num_ranks: int) -> None:
         # due_s[r, p]: how much later p comes than r because of that, which r has not waited for
-        # yet. What was before the group's first call is not known, and counts as time outside.
+        # yet. The time before the group's first call is unknown, and counts as time outside.
         self.due_s: npt.NDArray[np.float64] = np.full((num_ranks, num_ranks), np.inf)
-        self.waited_s = np.zeros(num_ranks)  # what the others have waited for each rank
+        self.waited_s = np.zeros(num_ranks)  # seconds that the others have waited for each rank
         self.beyond_s = np.zeros(num_ranks)
         self.most_s = np.zeros(num_ranks)
         self.num_calls = 0
@@ -250,6 +251,6 @@ def _late(call: CallOfAll, place: int, wait: Wait) -> str:
     doing = f"was still in {busy.name!r} and " if busy is not None and shared_s(busy) > 0 else ""
     here, there = (call.ranks[call.members[p]][1].started_s for p in (place, wait.peer))
     entered = f", having entered the call {(there - here) * 1e3:.1f} ms later"
-    # Not worth saying where it explains less than half of the wait.
+    # A cause that explains less than half of the wait is not reported.
     after = entered if 2 * (there - here) > wait.ended_s - wait.started_s else ""
     return f"rank {call.members[wait.peer]} {doing}had not reached {name!r}{after}"

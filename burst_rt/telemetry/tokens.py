@@ -1,8 +1,8 @@
 """How fast a job that serves gives tokens, and how full its cache is, told to viewers.
 
-The program says when tokens are there, in the calls that transformers makes of a streamer. So a
-time is what its reader waits for (the model, the choice of the token, the other ranks), and the
-time between two texts belongs to neither.
+The program says when tokens are ready, by the calls that transformers makes to a streamer. A time
+is thus the time that its reader waits for (the model, the choice of the token, the other ranks),
+and the time between two texts belongs to neither.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class TokenMeter:
         meter = burst_rt.telemetry.TokenMeter(cache)
         model.generate(**inputs, cache=cache, streamer=meter)
 
-    A loop of one's own calls `put(prompt)`, `put(token)` for each token (or a few at once), and
-    `end()`, also where a text breaks off by an error. Every rank of the cache's context may have
+    Your own loop calls `put(prompt)`, `put(token)` for each token (or a few at once), and `end()`,
+    also where a text breaks off by an error. Every rank of the cache's context may have
     one: rank 0 alone reports.
 
     cache: a `KVCache` or a `burst_rt.hf.Cache`; None: no figures of a cache, and every rank that

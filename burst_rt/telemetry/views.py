@@ -23,7 +23,7 @@ class JobView(msgspec.Struct, kw_only=True):
 
     began_at_s: float  # when the hub began, in seconds since the epoch
     now_s: float  # when the snapshot was made
-    world_size: int  # 0 before a rank has come
+    world_size: int  # 0 before the first rank joins
     command: str
     package: str  # version of burst_rt
     record: str  # the file that the job is recorded to, "" for none
@@ -60,7 +60,7 @@ class RankView(Counts, kw_only=True):
     rtt_s: float
     overlap: float | None  # part of the time of transfers that compute hid
     last_call: int = -1  # the last call that the rank is known to have ended, -1: none
-    ending: str = ""  # how the rank ended, in words; "" while it has not
+    ending: str = ""  # the rank's end in words; "" while it runs
 
 
 class Lost(msgspec.Struct, kw_only=True):
@@ -68,14 +68,14 @@ class Lost(msgspec.Struct, kw_only=True):
 
     rank: int
     at_s: float  # when it was lost, in seconds since the epoch
-    # What the rank was doing when that was last known, age_s before it was lost: -1, "" and -1
-    # where it was in no call, or where nothing is known.
+    # Last known activity of the rank, age_s before it was lost: -1, "" and -1 if it was in no call,
+    # or if nothing is known.
     call: int
     task: str
     hop: int
     age_s: float
     last_call: int  # the last call that the rank is known to have ended, -1: none
-    known: str  # what the rank was doing, and how long before, in words; "" where nothing is known
+    known: str  # last known activity of the rank, and how long before, in words; "" if unknown
     exit_code: int | None = None  # exit code of a rank that said how it ended
     said: str = ""  # why it ended, as the rank said
 

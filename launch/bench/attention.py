@@ -175,8 +175,9 @@ class Bench:
         """Forward + backward under masks, and causal with a softcap, which torch's fused attention
         does not have: time for each cell that is seen, relative to causal's.
 
-        Layouts are those that "auto" takes. Then once more, in turn with torch's fused attention in
-        one process under the mask as a dense matrix: 4 GiB of float32 at 32,768 tokens.
+        Layouts are those that "auto" takes. Then it measures again, in turn with torch's fused
+        attention in one process under the mask as a dense matrix: 4 GiB of float32 at 32,768
+        tokens.
         """
         rows: Rows = []
         for tokens in (16384, 32768):

@@ -1,7 +1,8 @@
 """`burst-rt bench masks`, simulated: packed documents of a pretraining mix on H100s.
 
 What the ranks compute follows the mask in all rows of the table. The rows differ in the layout, in
-what is sent, and in the way it goes. This project's strategies are compared with two that others
+the rows that are sent, and in their route. This project's strategies are compared with two that
+others
 use: a zigzag ring that sends every row to every rank, and an all-gather of keys and values with a
 reduce-scatter of their gradients (TransformerEngine's and torch's context parallelism have such a
 mode).

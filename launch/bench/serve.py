@@ -264,7 +264,8 @@ class Bench:
         """A cache of random keys and values, with room for more."""
         cache = _cache(self.ctx, self.config, num_layers, length + room)
         step = cache.step(length, sharded=True)
-        # What is cached does not depend on what the prompt itself sees: next to nothing.
+        # The cached tensors do not depend on what the prompt itself sees, which is next to nothing
+        # here.
         new = self._new_tokens(step.num_tokens)
         for layer in range(num_layers):
             step.attend(layer, *new, mask=SlidingWindow(1))

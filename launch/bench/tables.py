@@ -1,8 +1,8 @@
 """`burst-rt bench masks`, tables: what the host does for masks that it has never seen before.
 
-Packed batches bring new documents every step. A plan's tables are then made anew; its graph is only
-verified where rows go a way that is new. All of it is the work of one thread of one process, and is
-timed by that thread's processor time. Nothing is sent. The CPU's tables are in a plan; the Triton
+Packed batches bring new documents every step. A plan's tables are then made again; its graph is
+verified only if rows go a new way. All of it is the work of one thread of one process, and is timed
+by that thread's processor time. Nothing is sent. The CPU's tables are in a plan; the Triton
 kernels' are made when a tile is first worked.
 """
 

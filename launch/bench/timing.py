@@ -39,9 +39,9 @@ _M_MMAP_MAX = -4
 def keep_freed_memory() -> None:
     """Makes this process keep the memory that it frees, as a GPU's caching allocator does.
 
-    Otherwise whole matrices of scores come from the system anew in every tile, and page faults take
-    two thirds of the tile's time, more or less from one minute to the next. Where the C library is
-    not glibc, nothing changes.
+    Otherwise whole matrices of scores come from the system again in every tile, and page faults
+    take two thirds of the tile's time, more or less from one minute to the next. Where the C
+    library is not glibc, nothing changes.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -52,7 +52,7 @@ _NEEDS = {"forward": (True, True, True), "dq": (True, False, False), "dkdv": (Fa
 
 
 class Trial(NamedTuple):
-    """How a configuration did."""
+    """The result of a configuration."""
 
     config: Config
     seconds: float | None  # sum of a full and a causal tile; None if it did not run
@@ -111,7 +111,7 @@ def main(
 ) -> None:
     """Measures, prints the tables, and keeps the fastest configurations for later jobs.
 
-    Blocks for about `limit_s`: after that time no trial is begun, but for the first of each search
+    Blocks for about `limit_s`: after that time no trial is begun, except the first of each search
     and the check of its fastest. Raises ConfigError without a GPU.
     """
     if not torch.cuda.is_available():
@@ -193,8 +193,8 @@ def main(
 def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> list[int]:
     """Compiles configurations in several processes, into Triton's cache. Blocks `limit_s` at most.
 
-    What fails here, or is not reached, is compiled by its trial; the trial also says why it fails.
-    Returns the processes' exit codes, -SIGKILL of those that were ended.
+    A configuration that fails here, or is not reached, is compiled by its trial, which also says
+    why it fails. Returns the processes' exit codes, -SIGKILL of those that were ended.
     """
     num_processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1)
     if num_processes < 2:
@@ -227,7 +227,9 @@ def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> list[int]:
 
 
 def _compile_share() -> None:
-    """A child of `compile_beside`: runs once what is asked for, as JSON, on standard input."""
+    """A child of `compile_beside`: runs once the configurations that standard input asks for, as
+    JSON.
+    """
     problems: dict[tuple[str, int], list[TileProblem]] = {}
     for kind, device, dtype, head_dim, config in json.load(sys.stdin):
         if (kind, head_dim) not in problems:

@@ -64,7 +64,7 @@ _RANKS_A_CORE = 8
 class Calibration:
     """One rank of the measuring job.
 
-    Every public method is collective, and blocks until the other ranks have come to it.
+    Every public method is collective, and blocks until the other ranks call it.
     """
 
     def __init__(

@@ -436,7 +436,7 @@ def _print_machine(found: Hardware) -> None:
 
 
 def _activations(word: str, phase: Phase) -> Activations | None:
-    """What --activations chooses; None for auto."""
+    """The choice of --activations; None for auto."""
     if word != "auto" and phase != "train":
         raise InputError(
             f"--activations {word}: only training keeps any; leave it out, or use --phase train"
@@ -467,7 +467,7 @@ def _described(
 
 
 def _about_model(model: Model, seq_text: str, phase: str, mask: str, layout: str) -> str:
-    """The start of a title. Where each strategy has a layout of its own, a column has them."""
+    """The start of a title. If each strategy has its own layout, the layouts are in a column."""
     of = "" if layout == "auto" else f", {layout} layout"
     return f"{model.name}, {phase}, {parse_tokens(seq_text):,} tokens, {mask}{of}"
 

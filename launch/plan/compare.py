@@ -197,7 +197,9 @@ class Answer:
 def compare(
     question: Question, hardware: Hardware, world_size: int, strategies: Iterable[str] = COMPARED
 ) -> Answer:
-    """Forecasts the strategies. Those that go on no such ranks are named with the reason."""
+    """Forecasts the strategies. The answer names the strategies that cannot use these ranks, with
+    the reason.
+    """
     found: list[ModelForecast] = []
     refused: dict[str, str] = {}
     for strategy in strategies:

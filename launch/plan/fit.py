@@ -104,8 +104,8 @@ def _fit(
     """The coefficients, none negative, with the least sum of squares of relative errors.
 
     All choices of columns are tried. Among equally good choices, the choice with the fewest columns
-    is taken. An error in a task that takes sixteen times as long counts twice: forecasts are of
-    long runs, which are made of long tasks.
+    is taken. An error in a task that takes sixteen times as long counts twice: forecasts are for
+    long runs, which consist of long tasks.
     """
     weight = (took / took.max()) ** 0.25
     relative = columns * (weight / took)[:, None]

@@ -33,8 +33,9 @@ __all__ = [
 ]  # fmt: skip
 
 Phase: TypeAlias = Literal["first-token", "train"]
-# What becomes of activations in training: the fastest first, the smallest last. "attention kept":
-# of a layer its input, and attention's output and lse, are kept. "computed again": only its input.
+# Names of the treatments of activations in training: the fastest first, the smallest last.
+# "attention kept": a layer's input, and attention's output and lse, are kept. "computed again":
+# only a layer's input is kept.
 Activations: TypeAlias = Literal["kept", "attention kept", "computed again"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 # Names of the attention strategies of `simulate`: the planners' candidates, and others for
@@ -255,7 +256,7 @@ def fewest_ranks(
             ):
                 return world_size
         except InputError:
-            pass  # the strategy cannot use so many ranks
+            pass  # the strategy cannot use this number of ranks
     return None
 
 

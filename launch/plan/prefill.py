@@ -3,7 +3,7 @@
 A prompt is dealt out to the ranks in blocks, as `KVCache` does, and a layer is simulated in two
 parts that follow each other: everything but attention, and attention. The GPUs of a node may share
 each layer (tensor parallelism: each has some heads, all tokens of its node, and two all-reduces a
-layer). Then the GPUs that have the same heads in all nodes share the prompt; such rings are alike,
+layer). Then the GPUs that have the same heads in all nodes share the prompt; such rings are equal,
 and each has its own network card.
 
 The figures come from BurstAttention (arXiv 2403.09347: LLaMA-7B on 8 A100) and from "Context
@@ -133,7 +133,7 @@ def prefill(
 def _linear_s(
     model: Model, tokens: int, hardware: Hardware, tensor_parallel: int, fp8: bool
 ) -> float:
-    """Seconds of a layer but for attention, of so many tokens on so many GPUs."""
+    """Seconds of a layer except attention, for a number of tokens on a number of GPUs."""
     layer = SpreadLayer(
         model.layer, tokens, tensor_parallel, "tensor-parallel", input_bytes=_BF16_BYTES
     )

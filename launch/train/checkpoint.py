@@ -86,8 +86,8 @@ class Manifest:
     source: str = ""
 
     def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
-        """The run's configuration with the options that were chosen anew. Raises ConfigError for
-        another model, or with no step left.
+        """The run's configuration with the newly chosen options. Raises ConfigError for another
+        model, or with no step left.
         """
         config = self.config.resumed(chosen)
         if self.step >= config.steps:
@@ -156,7 +156,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
 
 def save_folder(final: Path, save: Callable[[Path], object]) -> None:
-    """Let `save` write a folder, which is whole where it is there; one of that name is replaced.
+    """Let `save` write a folder, which is complete if it exists; one of that name is replaced.
     Raises OSError.
     """
     temporary = final.parent / f".writing-{final.name}"
@@ -207,8 +207,8 @@ def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> 
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
-    """The checkpoint meant by `path`, and its folder: `path` itself, or the newest whole checkpoint
-    of the run. Warns of newer ones that are damaged.
+    """The checkpoint that `path` denotes, and its folder: `path` itself, or the newest whole
+    checkpoint of the run. Warns of newer ones that are damaged.
 
     Raises ConfigError when there is none, OSError when the disk does not answer.
     """

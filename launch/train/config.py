@@ -286,8 +286,8 @@ class TrainConfig:
         return self if "lr" in chosen else replace(self, lr=_FINE_TUNING_LR)
 
     def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
-        """This run with the options that were chosen anew. Raises ConfigError when the model would
-        be another one.
+        """This run with the newly chosen options. Raises ConfigError when the model would be
+        another one.
         """
         after = replace(self, **chosen)  # type: ignore[arg-type]  # typed by the command line
         if after.architecture != self.architecture:
@@ -307,7 +307,7 @@ class TrainConfig:
         """The configuration with which a checkpoint of this run is measured on `world_size` ranks.
         Raises ConfigError for what cannot be.
         """
-        # What suited the ranks of the training need not suit these ranks.
+        # A choice that suited the ranks of the training need not suit these ranks.
         config = replace(self, context_parallel=None, strategy="auto").resumed(chosen)
         # Training's batch has no meaning here: every group takes whole sequences one by one.
         config = replace(config, batch=world_size)

@@ -47,7 +47,7 @@ Stream = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """How documents become tokens."""
+    """The conversion of documents into tokens."""
 
     # The word for a token.
     unit: str

@@ -96,8 +96,8 @@ class MetricsFile:
 
     def append(self, record: StepRecord) -> None:
         self.history.append(record)
-        # Opened anew for each line: a step takes far longer, and a killed run leaves at most its
-        # last line short.
+        # The file is opened for each line: a step takes far longer, and a killed run leaves at most
+        # its last line short.
         with self._path.open("a") as file:
             file.write(_line(record))
 
@@ -272,7 +272,7 @@ def show_evaluation(evaluation: Evaluation) -> None:
 
 
 def table(title: str, rows: Mapping[str, str]) -> Table:
-    """A table of names and what is said of them."""
+    """A table of names and texts about them."""
     made = Table(title=title, title_justify="left", show_header=False)
     for name, text in rows.items():
         made.add_row(name, escape(text))

@@ -310,11 +310,11 @@ class Stopped(Exception):
 def job_world() -> Iterator[Context]:
     """The context of all ranks.
 
-    The block's Stopped, ConfigError or InputError, which all ranks raise alike, is said once and
-    ends the job. So does a ConfigError of `init`.
+    The block's Stopped, ConfigError or InputError, which all ranks raise, is printed once and ends
+    the job. A ConfigError of `init` does the same.
     """
-    # What torch has loaded is never garbage. A collection would walk over all of it, on one rank
-    # while the others wait for it, and again and again at the end of the process.
+    # The objects that torch has loaded are never garbage. A collection would walk over all of it,
+    # on one rank while the others wait for it, and again and again at the end of the process.
     gc.freeze()
     try:
         world = burst_rt.init()
@@ -350,8 +350,8 @@ def _say(word: LastWord) -> int:
     """Tell the launcher, or else whoever reads stderr; return the exit code that is left for the
     rank to give.
     """
-    # To mpirun a rank's exit code means that the rank failed, which mpirun says at length. So the
-    # launcher gives the code instead.
+    # To mpirun a rank's exit code means that the rank failed, which mpirun says at length.
+    # Therefore the launcher gives the code instead.
     if leave_word(word):
         return 0
     print(word.text, file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ drivers' rules:
 
 However it goes, every run ends, and each rank that is still there has its right result or one of
 these two errors: `verdict` says so. A rank that needs nothing more of a lost one may well finish.
-What one seed gave it gives again, bit for bit.
+A seed always gives the same run, bit for bit.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Faults:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """How a run went: what all parts hold, which ranks finished, what the others raised (None:
-    nothing), the tasks that ended.
+    """The outcome of a run: the contents of all parts, the ranks that finished, the errors of the
+    others (None: none), the tasks that ended.
     """
 
     values: Values
@@ -228,7 +228,7 @@ class _Run(Simulation):
         if kind is Kind.EXCHANGE or kind is Kind.AGREE:
             if kind is Kind.AGREE:
                 self._agreeing[number] = task
-            # What it knew already it takes for PeerLost only now that it waits.
+            # A rank takes the losses that it already knows for PeerLost only once it waits.
             for other in sorted(self._knows_gone[number]):
                 self._at(self.now_s, (number, _LEARN, other, 0, None))
             return 0.0

@@ -18,7 +18,7 @@ from burst_rt.scheduler.graph import Graph, Task
 
 __all__ = ["BusyPart", "EmptyPart", "Memory", "Values", "reference"]
 
-# What each part of each rank holds; None: nothing that may be used.
+# The contents of each part of each rank; None: nothing that may be used.
 Values: TypeAlias = "list[list[int | None]]"
 
 _MASK = (1 << 61) - 1

@@ -1,7 +1,7 @@
 """The simulator: the real engines of all ranks under one virtual clock.
 
-Nothing of a run is left out but the work: the same graphs, policies and engines, and instead of
-devices and wires the times that a `Hardware` (or a function of one's own) says. Rules:
+A simulation is a run without the work: it has the same graphs, policies and engines, and instead of
+devices and wires the times that a `Hardware` (or your own function) gives. Rules:
 
 * a task of a free lane starts when it is issued; on an ordered lane one runs at a time, in the
   order they were issued, each once the tasks in `after` have ended;
@@ -9,8 +9,8 @@ devices and wires the times that a `Hardware` (or a function of one's own) says.
   path's resources (`network.py`);
   an exchange has ended when all its messages have. On an ordered lane messages match by order
   alone;
-* a control task (operation "agree") ends on all ranks at once: when all have come to it, and the
-  latency of an allreduce later;
+* a control task (operation "agree") ends on all ranks at once: when all have reached it, plus the
+latency of an allreduce;
 * a copy between device and host ("to host", "to device") flows like a message; anything else
   computes.
 
@@ -234,8 +234,8 @@ Happening: TypeAlias = "tuple[int, int, int, int, Flow | None]"
 
 
 class Simulation:
-    """All ranks and the queue of what happens next. A class of its own so that `faults` can put its
-    hands in: see the methods `_on_...`.
+    """All ranks and the queue of what happens next. It is a class so that `faults` can override the
+    methods `_on_...`.
     """
 
     def __init__(
@@ -273,10 +273,10 @@ class Simulation:
         self._traffic = Traffic()
         self._spans: list[list[Span]] | None = [[] for _ in schedules] if spans else None
         self.now_s = 0.0
-        # What happens at each instant to come; the heap holds each instant once.
+        # Happenings at each future instant; the heap holds each instant once.
         self._times: list[float] = []
         self._agenda: dict[float, list[Happening]] = {}
-        # Ranks that hear of something at this instant.
+        # Ranks that receive news at this instant.
         self._hearing: list[SimulatedRank] = []
         self._num_flows = 0
         # Sides of messages that wait for the other one, by source, destination and tag.
@@ -319,7 +319,7 @@ class Simulation:
             f"{[tasks[t].name for t in rank.engine.unfinished()][:4]}"
         )
 
-    # What `faults` changes.
+    # Methods that `faults` overrides.
 
     def _on_begin(self, rank: SimulatedRank) -> None:
         """The run begins: all ranks enter it at once."""
@@ -351,7 +351,7 @@ class Simulation:
         """Whether it is a defect that the rank has not finished."""
         return True
 
-    # What happens.
+    # Happenings.
 
     def _at(self, time_s: float, happening: Happening) -> None:
         batch = self._agenda.get(time_s)

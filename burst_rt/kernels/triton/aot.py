@@ -179,7 +179,7 @@ def _compile(request: Request) -> Compiled:
     kernel = _kernel(request.kind)
     constants = _constants(request, config)
     signature = {name: _type_of(name, request.dtype, constants) for name in kernel.arg_names}
-    # What Triton specialises on in a call with lengths and strides of the usual kind.
+    # The attributes on which Triton specialises in a call with usual lengths and strides.
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
@@ -251,7 +251,7 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
         "SOFTCAP": "softcap" in request.scores, "ALIBI": "alibi_slopes" in request.scores,
         "EVEN_M": even, "EVEN_N": even,
         "NEED_DK": True, "NEED_DV": True,
-        # What masks without spans show is done in parts, which add up.
+        # Cells of masks without spans are done in parts, which add up.
         "ADDS": not ends or request.width == CELLS,
         "HAS_DLSE": True, "DESCRIBED": config.loads == "descriptors", "INTERPRET": False,
     }  # fmt: skip

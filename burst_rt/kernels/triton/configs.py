@@ -30,13 +30,13 @@ COMPRESSED, CELLS = 0, -1
 ARCHES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
-# How blocks of the inputs are loaded. "pointers": every thread loads by pointers of its own.
+# How blocks of the inputs are loaded. "pointers": every thread loads by its own pointers.
 # "descriptors": the copy engine of Hopper and later chips loads, through tensor descriptors (TMA).
 Loads = Literal["pointers", "descriptors"]
 
 
 class Config(NamedTuple):
-    """How one kernel is cut."""
+    """The block sizes of one kernel."""
 
     block_m: int  # queries in a block
     block_n: int  # keys in a block

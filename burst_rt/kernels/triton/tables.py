@@ -62,7 +62,7 @@ class Lists(NamedTuple):
 
 
 class CutOfTile(NamedTuple):
-    """How a kernel may cut a tile into blocks of rows x columns."""
+    """A kernel's cut of a tile into blocks of rows x columns."""
 
     blocks: tuple[int, int]
     by_columns: bool  # as `work_list` takes it
@@ -95,7 +95,7 @@ class _Uploaded(NamedTuple):
     """Arrays on a device, and from when on they are there."""
 
     views: list[torch.Tensor]  # flat, int32
-    whole: torch.Tensor  # which they are views of
+    whole: torch.Tensor  # the tensor of which they are views
     copied: torch.cuda.Event | None  # None on a CPU
     stream: int  # the stream of the copy
 

@@ -10,8 +10,9 @@ Where there are more or fewer keys than queries, the last query is at the positi
 query positions; masks know nothing of the shift.
 
 A new mask needs `spans`, and all else follows from it. A mask that cannot give spans has
-`relation` and `allows` instead, or is a function (`Mask.from_function`). Without `pieces` of its
-own, a PARTIAL tile is computed under the mask itself. A mask's `repr` must say everything about the
+`relation` and `allows` instead, or is a function (`Mask.from_function`). If a mask does not define
+`pieces`, a PARTIAL tile is computed under the mask itself. A mask's `repr` must say everything
+about the
 mask: ranks compare masks by `repr`.
 """
 
@@ -75,9 +76,9 @@ class Relation(Enum):
 
 
 class Rule(Enum):
-    """How a mask decides on every cell by the positions of query and key.
+    """The rule by which a mask decides on every cell from the positions of query and key.
 
-    Kernels have code of their own for some rules.
+    Kernels have special code for some rules.
     """
 
     EVERYTHING = "everything"  # the query sees every key
@@ -92,17 +93,17 @@ class Cells(Protocol):
     """
 
     def by_spans(self, mask: Mask) -> Any:
-        """Which cells are seen by a mask that has spans."""
+        """The cells that are seen under a mask that has spans."""
 
     def allowed(self, mask: Mask) -> Any:
-        """Which cells a mask allows by `Mask.allows`."""
+        """The cells that a mask allows by `Mask.allows`."""
 
     def asked(self, mask: Any) -> Any:
         """The answers of the function of a `Function`, whatever `within` shows."""
 
 
 class Mask:
-    """Which (query, key) pairs attend. Immutable, hashable, comparable.
+    """The (query, key) pairs that attend. Immutable, hashable, comparable.
 
     `a & b` allows what both allow, `a | b` what one of them allows.
     """
@@ -110,13 +111,14 @@ class Mask:
     # The number is not part of the mask's contents: it is neither compared, nor copied, nor sent.
     __slots__ = ("__dict__", "__weakref__", "_burst_rt_number")
 
-    # Which code of the kernels' own gives this mask. A class that sets no rule has OWN: a rule is
-    # not inherited, because a subclass may allow something else.
+    # The rule whose special code in kernels computes this mask. A class that sets no rule has OWN:
+    # a rule is not inherited, because a subclass may allow something else.
     rule: ClassVar[Rule] = Rule.OWN
-    # Whether all queries between two `changes` see the same keys. This and `_period` are said of
-    # the spans that the class itself has: a subclass with other spans has them as `Mask` has.
+    # Whether all queries between two `changes` see the same keys. This and `_period` describe the
+    # spans of the class that sets them: a subclass that defines other spans has `Mask`'s values
+    # again.
     _steady: ClassVar[bool] = False
-    # Whether `spans` says what the mask sees. False again where a subclass says it otherwise.
+    # Whether `spans` defines the mask. False again if a subclass defines it otherwise.
     _spanned: ClassVar[bool] = False
     # By this number compiled programs know the mask; no other mask has it.
     _burst_rt_number: int
@@ -273,8 +275,8 @@ class Mask:
         return self.spans(q) if self.has_spans else one_span(BEGIN, END, like=q)
 
     def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]] | bool:
-        """Where steady masks, if the mask is one or is made of some, may show a query other keys
-        than the query before.
+        """The queries at which steady masks, if the mask is one or consists of some, may show other
+        keys than to the query before.
 
         q: int64 `[rows]`. Returns booleans `[rows]`; False: nowhere.
         """
@@ -308,7 +310,7 @@ class Mask:
         return spans_of(self, q).columns(kv)
 
     def seen_cells(self, cells: Cells) -> Any:
-        """Which of a tile's cells are seen: booleans that broadcast to `[batch, heads, q, kv]`."""
+        """The cells of a tile that are seen: booleans that broadcast to `[batch, heads, q, kv]`."""
         return cells.by_spans(self) if self.has_spans else cells.allowed(self)
 
     def relation(self, q: range, kv: range) -> Relation:
@@ -441,8 +443,8 @@ def in_place_of(
 ) -> tuple[tuple[range, ...], tuple[range, ...]]:
     """Positions at which a mask shows the same cells as at these, by its `_period`.
 
-    Most tiles of a striped layout get the same positions, so that what is made of a mask's spans is
-    made once for all of them. The cells may be other spans there: of two that touch, or of one.
+    Most tiles of a striped layout get the same positions, so that tables of a mask's spans are made
+    once for all of them. The cells may be other spans there: of two that touch, or of one.
     """
     step = q[0].step
     if step < 2 or any(run.step != step for run in (*q, *kv)):

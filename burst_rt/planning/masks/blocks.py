@@ -138,7 +138,7 @@ class BlockSparse(Mask):
             )
         )
         named = self._table[:, rows, columns]
-        first = named[:, :1]  # which mostly tells, where the whole table would take long
+        first = named[:, :1]  # it mostly decides, and the whole table would take long
         if any(some.any() and not some.all() for some in (first, named)):
             return Relation.PARTIAL
         return Relation.FULL if first.any() else Relation.EMPTY

@@ -187,7 +187,8 @@ class Documents(Mask):
         """These documents, each cut into chunks: tokens whose place is in [0, size), and so on.
 
         places: integers, `[tokens]` or `[batch, tokens]`, that ascend by 1 within a document, such
-        as position_ids. Raises InputError for others. Not for documents with q_lengths.
+        as position_ids. Raises InputError for others. It does not apply to documents with
+        q_lengths.
 
         Worked example: documents of 3 and 5 tokens at places 0 1 2, 0 1 2 3 4 have chunks of 2, 1,
         2, 2 and 1 tokens where size is 2.

@@ -95,7 +95,7 @@ class Spans(NamedTuple):
         if batch == 1 and len(firsts) == rows:  # a row's own spans are apart already
             return _packed(*(np.clip(x, 0, end) for x in self))
         lengths = np.diff(firsts, append=rows)
-        assert len(firsts) * (end + 1) < END  # the axis below has so many places
+        assert len(firsts) * (end + 1) < END  # number of places of the axis below
         # Row after row for each span: along the rows spans mostly ascend, and are sorted faster.
         starts, stops = (np.clip(x.transpose(2, 0, 1).ravel(), 0, end) for x in self)
         group = np.repeat(np.arange(len(firsts)), lengths)
@@ -222,7 +222,7 @@ def _packed(starts: Positions, stops: Positions) -> Spans:
 
 
 def _sorted(starts: Positions, stops: Positions) -> Spans:
-    if (starts[..., :-1] <= starts[..., 1:]).all():  # which takes far less time to see
+    if (starts[..., :-1] <= starts[..., 1:]).all():  # a test that takes far less time
         return _trimmed(starts, stops)
     order = np.argsort(starts, axis=-1, kind="stable")
     return _trimmed(*(np.take_along_axis(x, order, axis=-1) for x in (starts, stops)))

@@ -107,10 +107,10 @@ def check_name(strategy: object, where: str = "burst_attention") -> tuple[str, i
 def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: int = 1) -> Choice:
     """The program for one direction.
 
-    A strategy may have several programs, which differ in the side that travels or in the way it
-    goes. The program that sends the fewest bytes is taken. Ties go to the first: `ring-kv` before
-    `burst`, because it sends fewer messages, and rings before `direct`, because neighbours are
-    near. Raises InputError for a strategy that this problem does not allow.
+    A strategy may have several programs, which differ in the side that travels or in its route. The
+    program that sends the fewest bytes is taken. Ties go to the first: `ring-kv` before `burst`,
+    because it sends fewer messages, and rings before `direct`, because neighbours are near. Raises
+    InputError for a strategy that this problem does not allow.
     """
     name, number = check_name(strategy)
     if name == "burst-untiled":

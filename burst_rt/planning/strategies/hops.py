@@ -40,7 +40,7 @@ class Hops:
 
     problem: Problem
     queries_travel: bool  # whether the query side travels; else keys and values do
-    route: Route  # which way round
+    route: Route  # the way round the ring
     whole: bool = False  # whether a shard travels as one block
 
     @cached_property

@@ -5,7 +5,7 @@ DeepSpeed-Ulysses (arXiv 2309.14509), several groups are USP (arXiv 2405.07719),
 are the plain ring. Group g is ranks g * size to g * size + size - 1, so that the all-to-all stays
 inside a node where the group fits in one.
 
-For every other member, a rank packs that member's heads of its own tokens. One exchange later the
+For every other member, a rank packs that member's heads, for its own tokens. One exchange later the
 rank has its own heads of the whole group's tokens. The members then run the ring as if their group
 were one rank with a part of the heads. Another exchange takes the results back. The backward does
 the same with dO, lse and delta in addition to q, k, v, and brings dq, dk, dv back in the inputs'
@@ -60,7 +60,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Unpack:
-    """Copies what has come from another member out of the part that received it."""
+    """Copies tensors of another member out of the part that received them."""
 
     tensor: Role
     gather: bool  # as in `Pack`
@@ -71,7 +71,7 @@ class Unpack:
 
 @dataclass(frozen=True)
 class Keep:
-    """Copies what stays on this rank: the rank's own heads of its own tokens."""
+    """Copies the tensors that stay on this rank: its own heads, for its own tokens."""
 
     tensor: Role
     gather: bool  # as in `Pack`
@@ -122,8 +122,8 @@ class Hybrid:
     def _spread_messages(self, rank: int, tag: int, *, gather: bool) -> Iterator[Transfer]:
         """The messages between a rank and the other members of its group.
 
-        gather: whether each member gives the others their heads of its own tokens; else they give
-        them back.
+        gather: whether each member gives the others their heads for its tokens; else they return
+            them.
         """
         first = rank - rank % self.group_size
         for role in self.gathered if gather else self.returned:
@@ -232,7 +232,7 @@ class Hybrid:
         # The sinks' gradient is of these queries too.
         own_rows = self.shard_len(Role.ROWS, rank) * self.problem.row_bytes
         own_rows = 0 if self.forward else own_rows + self.problem.sink_bytes
-        # What the kernel writes itself is in the inputs' type, and goes back.
+        # Gradients that the kernel writes itself are in the inputs' type, and go back.
         return Footprint(inner.sums + own_rows, copies, inner.tile, inner.spared - of_sums)
 
 

@@ -21,8 +21,8 @@ travel or its tokens are few: half the tasks, and larger tiles. lse and delta of
 and l of a state, travel whole, because they are few bytes.
 
 The mask decides in two ways. Which rows each rank needs (`Ring.needed`) shapes the graphs: rings
-with equal `way` have equal graphs but for pieces and costs. The pieces of tiles and their costs are
-data in the tasks.
+with equal `way` have equal graphs, except for pieces and costs. The pieces of tiles and their costs
+are data in the tasks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Stretch(NamedTuple):
 class Ring(Hops):
     """One ring: what travels, what stays, and what a tile does. A `Program`."""
 
-    operation: type[TileOperation]  # what a tile does
+    operation: type[TileOperation]  # the operation of a tile
     bundle: tuple[tuple[Role, int], ...]  # the tensors that travel, with their bytes a token
     sums: tuple[tuple[Role, int], ...] = ()  # the sums that travel, with their bytes a token
     home: tuple[Role, ...]  # the tensors that stay
@@ -192,8 +192,8 @@ class Ring(Hops):
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`.
 
-        What travels must be contiguous: own blocks are copied where batch > 1. Copies of strided
-        inputs are not counted.
+        Messages must be contiguous: own blocks are copied if batch > 1. Copies of strided inputs
+        are not counted.
         """
         problem = self.problem
         q_len, kv_len = num_tokens(problem.q_runs[rank]), num_tokens(problem.kv_runs[rank])
@@ -280,7 +280,8 @@ class RingBuilder:
         self.largest = largest
         self.slots = [self._slots(ring.bundle, str(i)) for i in range(self.route.num_slots)]
         self.sum_slots = [self._slots(ring.sums, str(i)) for i in range(2)]
-        # Blocks whose sums have come home and are not added yet, with the hop after which they did.
+        # Blocks whose sums have arrived at home and are not added yet, with the hop after which
+        # they arrived.
         self.came_home: list[tuple[int, int]] = []
         # (hop, block) -> pieces, for every tile that may see something, in order.
         self.tiles = {
@@ -339,7 +340,7 @@ class RingBuilder:
                 self._tile(hop, block)
                 if hop:
                     self._pass_sums(hop, block, next(tags))
-            # What came home before this hop's tiles: the tiles need not wait for it.
+            # Sums that came home before this hop's tiles: the tiles need not wait for them.
             self._add_home(before=hop)
         self._add_home(before=self.world)
         if self.ring.forward:
@@ -349,8 +350,8 @@ class RingBuilder:
     def _finish(self) -> None:
         """Adds the task that writes out and lse, where no tile does.
 
-        Where queries travel, the states of the rank's own queries are whole when the last of them
-        has come home.
+        Where queries travel, the states of the rank's own queries are complete when the last of
+        them is back.
         """
         ring = self.ring
         if ring.queries_travel:
@@ -506,8 +507,8 @@ class RingBuilder:
         """The parts in which sums that come home after a hop are received.
 
         After the last hop nothing else is on its way, and the slot of the next hop is free. Before
-        that, other sums may be on their way. What came home is added one hop later, so two buffers
-        take turns.
+        that, other sums may be on their way. Sums that came home are added one hop later, so two
+        buffers take turns.
         """
         if hop == self.world - 1:
             return self.sum_slots[self.world % 2]
