@@ -1,5 +1,5 @@
 """The scheduler: task graphs, the engine that runs them, policies, traces and the verifier. Pure,
-standard library only. The simulator is a package of its own, `burst_rt.scheduler.simulator`.
+standard library only. The simulator stands beside it, in `burst_rt.scheduler.simulator`.
 """
 
 from burst_rt.scheduler.engine import (

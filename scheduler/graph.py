@@ -314,7 +314,7 @@ class GraphBuilder:
         the builder's lanes. hop: see `Task`.
 
         op: a name alone means an `Op` whose arguments are what the task reads, then what it writes,
-            then what it accumulates into.
+        then what it accumulates into.
         """
         reads, writes, accumulates = tuple(reads), tuple(writes), tuple(accumulates)
         if isinstance(op, str):

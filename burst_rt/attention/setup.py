@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Setup"]
 
-# Maximum number of kinds of calls that a context remembers, with their plans.
+# How many kinds of calls a context remembers, with their plans.
 _KNOWN_CALLS = 64
-# Maximum number of decode plans that are kept. Each is small, and is for a bucket of lengths.
+# How many plans of decodes are kept. Each is small, and is for a bucket of lengths.
 _DECODES = 64
-# Maximum number of layouts and masks that are kept for the backwards of compiled programs.
+# How many layouts and masks are kept for the backwards of compiled programs.
 _HELD = 4096
 
 
@@ -40,7 +40,7 @@ class Setup:
         )
         # Checked calls, by the arguments that were checked; see `call.make_call`.
         self.calls: Recent[object, Call] = Recent(_KNOWN_CALLS)
-        # Decode plans, keyed by everything they depend on (see `run_decode`).
+        # Plans of decodes, by what `run_decode` says that they depend on.
         self.decodes: Recent[object, DecodePlan] = Recent(_DECODES)
         # Layouts and masks of calls that went through the dispatcher. A compiled program knows only
         # their numbers, and asks for the objects again in its backward.

@@ -1,5 +1,5 @@
 """The dashboard's routes: the page's files, the present as a stream of events, windows of the past,
-and `/metrics`. The dashboard has only these.
+and `/metrics`. There are no others.
 
 Files are read once, at the start: a request names numbers and things of the model, never a path.
 All that is sent is data, and the page writes it as text.

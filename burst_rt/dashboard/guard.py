@@ -1,5 +1,5 @@
 """Who may see the dashboard: a viewer that has the run's token, asks from the dashboard's own page,
-and only reads (GET or HEAD). The guard is in front of every route.
+and only reads (GET or HEAD). The guard stands before every route.
 
 The token comes once with the link, and then as a cookie that scripts cannot read and other sites'
 pages cannot send; Prometheus sends it as a bearer token. The Host header must name this machine,
@@ -40,7 +40,7 @@ class Guard:
     """Wraps an application.
 
     token: None lets everybody in who may ask at all. hosts: names that the Host header may have
-        besides loopback's; with any of them, a numeric address is accepted too.
+    besides loopback's; with any of them, a numeric address is accepted too.
     """
 
     def __init__(

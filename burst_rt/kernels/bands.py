@@ -337,7 +337,7 @@ def _corner(length: int, group: int, first: bool, dtype: torch.dtype) -> torch.T
     """The terms that hide cells of a corner `[columns, rows]`: 0, or -inf outside the band.
 
     first: whether the corner has the strip's first columns, which row i sees from the column i on;
-        else it has the last ones, which row i sees up to the column i.
+    else it has the last ones, which row i sees up to the column i.
     """
     row = torch.arange(length, device="cpu")
     column = row[:, None]

@@ -223,7 +223,7 @@ def _cuts(
 
     sums: by measure, the sums along the line, from 0 on. prices: the cost of a cut at each place.
     at_most: by measure, the tolerated deviation from the even share, traded for balance in the
-        later measures and for a lower price.
+    later measures and for a lower price.
     """
     total = len(prices) - 1
     # The cheapest place for x in each stretch. The last ones come first: among equal cuts, the one

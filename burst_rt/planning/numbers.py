@@ -22,8 +22,8 @@ def _never() -> bool:
     return False
 
 
-# Says whether a compiler is tracing. `attention/autograd.py` sets it, because this module does not
-# import torch.
+# Says whether a compiler is tracing. `attention/autograd.py` sets it, because there is no torch
+# here.
 is_tracing: Callable[[], bool] = _never
 
 _T = TypeVar("_T")

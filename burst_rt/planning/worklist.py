@@ -253,7 +253,7 @@ def _runs(blocks: np.ndarray[Any, np.dtype[np.int8]]) -> tuple[Any, Any, Any]:
     """The runs of equal blocks of each line; 0 means a hidden block.
 
     blocks: `[lines, blocks]`. Returns, for each run, its line, its bounds `[runs, 2]`, and its
-        block.
+    block.
     """
     lines, width = blocks.shape
     # Line after line, a 0 before the first block and one behind the last block of each.

@@ -81,7 +81,7 @@ def find_ends(comm: Comm | None, group: Group | None, join_s: float) -> Ends:
     """Finds the other ranks. Collective over them; blocks at most `join_s`.
 
     comm, group: as `init` takes them. Raises InputError and ConfigError for anything but a group of
-        ranks, Stalled if ranks do not come.
+    ranks, Stalled if ranks do not come.
     """
     if comm is not None and group is not None:
         raise InputError(

@@ -120,7 +120,7 @@ class Runtime:
     """One rank's part of a group of ranks; see the module.
 
     timeout_s: seconds that a peer may take to enter a call. stall_s: seconds for which nothing may
-        move inside a call. observer: hears of every call; None without telemetry.
+    move inside a call. observer: hears of every call; None without telemetry.
     """
 
     def __init__(

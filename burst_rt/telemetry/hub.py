@@ -295,8 +295,8 @@ async def serve(
     """Serves until the job has ended; the address goes out as one line on standard output.
 
     listen: "unix" (a socket in `folder`), or the address to listen on with TCP. held: the starter
-        of the hub holds the hub's standard input open, and the hub stays while it is open. shown:
-        what the hub serves in addition to its viewers.
+    of the hub holds the hub's standard input open, and the hub stays while it is open. shown:
+    what the hub serves in addition to its viewers.
     """
     loop = asyncio.get_running_loop()
     if listen == "unix":

@@ -10,7 +10,7 @@ devices and wires the times that a `Hardware` (or your own function) gives. Rule
   an exchange has ended when all its messages have. On an ordered lane messages match by order
   alone;
 * a control task (operation "agree") ends on all ranks at once: when all have reached it, plus the
-latency of an allreduce;
+  latency of an allreduce;
 * a copy between device and host ("to host", "to device") flows like a message; anything else
   computes.
 

@@ -21,7 +21,9 @@ _LATER = {
     "burst_rt/planning/cached.py",
     "burst_rt/planning/strategies/decode.py",
     "burst_rt/dashboard/compact.py",
+    "burst_rt/dashboard/guard.py",
     "burst_rt/planning/roles.py",
+    "scheduler/__init__.py",
     "transport/__init__.py",
 }
 # All pages but BENCHMARKS.md, which is a log of measurements in the words of their day.

@@ -8,7 +8,7 @@ compared with the spans of their rows. No other block is loaded.
 WIDTH says how the rows' spans are given. 1, 2 or 4: number of spans of each row, as vectors.
 COMPRESSED: each row has a list of its own; see `worklist._compressed`. CELLS, where a mask has no
 spans: all blocks are cut, and cells replace the spans, int8 `[columns, rows]`, not 0 where a cell
-    is seen, with columns up to the end of the last block.
+is seen, with columns up to the end of the last block.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Hybrid:
         """The messages between a rank and the other members of its group.
 
         gather: whether each member gives the others their heads for its tokens; else they return
-            them.
+        them.
         """
         first = rank - rank % self.group_size
         for role in self.gathered if gather else self.returned:
