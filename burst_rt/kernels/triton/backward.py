@@ -493,8 +493,8 @@ def dkdv_kernel(
 ):
     """One block of BLOCK_N keys of one kv head against all queries of the tile.
 
-    The queries are the ones of every head of the kv head's group. With p_i = 2^(scale_log2 * q_i k
-    - lse_i * log2(e)) where query i sees the key (else 0):
+    The queries are the ones of every head of the kv head's group. With
+    p_i = 2^(scale_log2 * q_i k - lse_i * log2(e)) where query i sees the key (else 0):
 
         dv <- dv + sum_i p_i dout_i;    dk <- dk + scale * sum_i p_i * (dout_i v - delta_i) q_i
 
