@@ -85,8 +85,8 @@ def burst_attention(
     layout, kv_layout: which tokens each rank holds. kv_layout is needed only where k and v differ
         from q in length or kind.
     mask: which query sees which key; the default is that every query sees every key. With Sq != Skv
-    the last query is at the position of the last key: causally, query i sees keys j <= i + Skv -
-    Sq.
+        the last query is at the position of the last key: causally, query i sees keys
+        j <= i + Skv - Sq.
     causal: True is short for mask=Causal().
     scale: the factor of the scores; the default is 1 / sqrt(head_dim).
     softcap: a number c above 0: a scaled score s becomes c * tanh(s / c), before anything else.
