@@ -87,7 +87,7 @@ _HOME = {
 }
 
 _MODULES = ("errors", "telemetry")
-# Of this file alone.
+# Names that only this file uses.
 _HIDDEN = {"TYPE_CHECKING", "annotations", "import_module"}
 
 __all__ = [

@@ -1,8 +1,8 @@
 """A training batch over the ranks of a context: cut it, and add up what the ranks find.
 
-A model of one's own needs three things beside `burst_attention`: this rank's part of the batch
+Your own model needs three things besides `burst_attention`: this rank's part of the batch
 (`shard_batch`), the loss over all ranks' tokens (`cross_entropy`), and gradients that are the same
-on every rank (`average_gradients`, or DDP, or FSDP2). `burst_rt.hf` stands on the same three.
+on every rank (`average_gradients`, or DDP, or FSDP2). `burst_rt.hf` is built on the same three.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from burst_rt.runtime.sums import RanksOrGroup, refuse_in
 __all__ = ["BATCH_NAMES", "IGNORED_LABEL", "ShardedBatch", "cross_entropy", "shard_batch"]
 
 _NAME = "shard_batch"
-# A label that counts for nothing, as in torch's cross_entropy.
+# Label of tokens without a loss, as in torch's cross_entropy.
 IGNORED_LABEL = -100
-# Of one number a token, `[batch, tokens]`.
+# Names of tensors with one number a token, `[batch, tokens]`.
 _PER_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "token_type_ids")
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")
 # All names that a batch's tensors may have.
@@ -72,7 +72,7 @@ class ShardedBatch:
 
         `Chunked(size)` counts in the whole row instead, and so cuts packed documents elsewhere.
         Here a chunk begins where transformers begins one: in packed rows where a position id is a
-        multiple of size, in other rows every size tokens from the first that is no padding. Local.
+        multiple of size, in other rows every size tokens from the first that is not padding. Local.
         """
         found = self._chunks.get(size)
         if found is None:
@@ -103,11 +103,11 @@ def shard_batch(
 
     batch: names as transformers has them. Tensors `[batch, tokens]` on any device:
         input_ids (or inputs_embeds `[batch, tokens, width]`);
-        labels: at each position the token that stands there, as in input_ids. `shard_batch` shifts
-            them, before the cut. -100 counts for nothing. As in transformers, -100 is up to the
+        labels: at each position the token at that position, as in input_ids. `shard_batch` shifts
+            them, before the cut. A label of -100 has no loss. As in transformers, -100 is up to the
             caller: padding needs it, and so does the first token of each packed document, or the
             document before learns to predict it (`labels[position_ids == 0] = -100`);
-        shift_labels: labels that are shifted already, in place of labels;
+        shift_labels: labels that are shifted already, instead of labels;
         attention_mask: 0 for padding, before or after the tokens of a row, 1 elsewhere;
         position_ids: also `[1, tokens]` or `[tokens]`. A document begins wherever a position
             is not one more than the position before it; padding does not count. A document sees
@@ -189,10 +189,11 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayo
 
 
 def _places(mask: Mask, positions: Any) -> Any:
-    """See `ShardedBatch.places`: as transformers counts.
+    """See `ShardedBatch.places`; the places are counted as in transformers.
 
-    It goes by position_ids where it sees packed documents, and then in all rows of a batch without
-    padding; in other rows by the index, from the first token that is no padding.
+    transformers counts by position_ids where it sees packed documents, and then in all rows of a
+    batch without padding; in other rows it counts by the index, from the first token that is not
+    padding.
     """
     if not isinstance(mask, Documents):
         return None
@@ -276,12 +277,12 @@ def _bounded(bounds: dict[str, torch.Tensor], batch: dict[str, torch.Tensor], to
     first, *others = bounds
     rows = (batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]).shape[0]
     if rows != 1:
-        remedy = "put all documents into one row, or give position_ids in place of the bounds"
+        remedy = "put all documents into one row, or give position_ids instead of the bounds"
         _wrong(first, "bounds of the documents of one row", f"got {rows} rows; {remedy}")
     shown = batch.get("attention_mask")
     if shown is not None and not (shown == 1).all():
         got = f"got another number for {int((shown != 1).sum())} of {tokens} tokens"
-        remedy = "leave padding out of the row, or give position_ids in place of the bounds"
+        remedy = "leave padding out of the row, or give position_ids instead of the bounds"
         _wrong("attention_mask", f"none beside {first}, or 1 everywhere", f"{got}; {remedy}")
     own = bounds[first].tolist()
     for name in others:
@@ -297,7 +298,7 @@ def _bounded(bounds: dict[str, torch.Tensor], batch: dict[str, torch.Tensor], to
 
 
 def _difference(own: Any, other: Any) -> str:
-    """Where two lists of bounds differ, in words."""
+    """The first difference between two lists, in words."""
     if not (isinstance(own, list) and isinstance(other, list) and len(own) == len(other)):
         return f"{np.size(other)} bounds in place of {np.size(own)}"
     at = next(at for at, (x, y) in enumerate(zip(own, other, strict=True)) if x != y)
@@ -348,15 +349,15 @@ def cross_entropy(
     """The mean cross-entropy, in nats, of all ranks' labelled tokens, on every rank.
 
     logits: `[..., classes]`, computed on in float32. labels: `[...]`, int64, shifted already where
-    the model predicts the next token; -100 counts for nothing. group: as in `mean_over_ranks`,
+    the model predicts the next token; A label of -100 has no loss. group: as in `mean_over_ranks`,
     which says how gradients come together.
     count: the labelled tokens of the whole step, over all of its micro-batches and all ranks of the
     group, where gradients of several micro-batches add up; see `mean_over_ranks` and
-    `ShardedBatch.num_labels`. None: those of this call.
+    `ShardedBatch.num_labels`. None: the labelled tokens of this call.
 
     Collective; blocks as `mean_over_ranks` does. Returns a float32 scalar, NaN where no rank has a
-    label. Raises InputError for logits and labels that are no such tensors, and for labels on a CPU
-    that are no class: on every rank that waits for this one where group is a Context, else on this
+    label. Raises InputError for logits and labels of other shapes or types, and for labels on a CPU
+    that are not a class: on every rank that waits for this one if group is a Context, else on this
     rank.
     """
     if not isinstance(logits, torch.Tensor) or not (
@@ -389,7 +390,7 @@ def token_losses(
 
     group: in which the losses' mean is to be. Raises as `cross_entropy` does.
     """
-    if hasattr(labels, "plain"):  # those of `burst_rt.hf.shard` refuse torch's losses
+    if hasattr(labels, "plain"):  # labels of `burst_rt.hf.shard` refuse torch's losses
         labels = labels.plain()
     flat, classes = logits.float().flatten(0, -2), logits.shape[-1]
     if labels.dtype != torch.int64:

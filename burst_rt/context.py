@@ -1,9 +1,9 @@
 """`init` and `Context`: a user's handle on a group of ranks that attend together.
 
 `init` joins the MPI job, or makes a world of one. Several contexts may live in one process (context
-parallel beside data, tensor and pipeline parallel); each context duplicates its communicator. A
-context makes one call at a time. A context joins the floors below it: the runtime, attention's
-setup, and telemetry.
+parallel together with data, tensor and pipeline parallel); each context duplicates its
+communicator. A context makes one call at a time. A context joins the floors below it: the runtime,
+attention's setup, and telemetry.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Context:
         head_dim: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> ContextLayout:
-        """How `seq_len` tokens are spread over the ranks.
+        """The layout of `seq_len` tokens over the ranks.
 
         kind: "zigzag" (equal work under a causal mask), "contiguous", "striped", or one that
             follows the mask:
@@ -165,9 +165,9 @@ class Context:
 
 
 def require_context(ctx: object, name: str) -> None:
-    """Raises InputError, on every rank that waits for this one, for what is no context.
+    """Raises InputError, on every rank that waits for this one, for anything but a context.
 
-    name: of the call that was given ctx.
+    name: the name of the call that was given ctx.
     """
     if not isinstance(ctx, Context):
         got = type(ctx).__name__
@@ -194,9 +194,9 @@ def init(
 
     comm: an mpi4py intracommunicator, which is duplicated, so yours stays yours. None: all ranks of
         `run_local`, of the MPI job, or of torchrun; a world of one outside a job.
-    group: a process group of torch.distributed, or a DeviceMesh of one axis (`mesh["cp"]`), in
-        place of `comm`. Its store tells the ranks where to connect to each other; its collectives
-        stay the program's.
+    group: a process group of torch.distributed, or a DeviceMesh of one axis (`mesh["cp"]`), instead
+        of `comm`. Its store tells the ranks where to connect to each other; its collectives stay
+        the program's.
     device: "auto" (a GPU if torch sees one), "cpu", "cuda" (the GPU with this rank's number on its
         host) or "cuda:N". A GPU becomes the calling thread's current device, so that device="cuda"
         means the same GPU to torch.

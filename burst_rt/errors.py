@@ -12,7 +12,7 @@ Who is at fault decides the class:
 
 A caller's error is raised as the same class on every rank before anything is sent, and leaves the
 context usable. Any other error raised inside a call breaks its context: later calls raise at once.
-Each class has its own process exit code; `MissingPackage` shares that of `ConfigError`.
+Each class has its own process exit code, except `MissingPackage`, which shares `ConfigError`'s.
 """
 
 from __future__ import annotations

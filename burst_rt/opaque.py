@@ -10,11 +10,11 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def opaque(cls: _Class) -> _Class:
-    """For a dataclass whose objects are arguments of a module's forward: it is no longer known as a
-    dataclass.
+    """Hides that a class is a dataclass, for classes whose objects are arguments of a module's
+    forward.
 
-    FSDP2's mixed precision goes through these arguments, and makes of each dataclass another one by
-    its fields (torch 2.13, `torch.distributed.utils._apply_to_tensors`).
+    FSDP2's mixed precision walks through these arguments, and rebuilds each dataclass from its
+    fields (torch 2.13, `torch.distributed.utils._apply_to_tensors`).
     """
     del cls.__dataclass_fields__  # type: ignore[attr-defined]
     return cls

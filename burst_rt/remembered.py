@@ -1,10 +1,10 @@
 """Measurements of a machine, kept for later jobs: one small JSON file for each key.
 
-The files lie in the user's cache folder. A damaged file is set aside, with a word, and what it held
-is measured anew.
+The files lie in the user's cache folder. A damaged file is set aside with a warning, and its
+contents are measured again.
 
 A key says everything that the answer depends on (chip, versions, type, head size). A folder that
-cannot be written is no error: the next job measures again.
+cannot be written is not an error: the next job measures again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cache_folder() -> Path:
 
 def recall(
     kind: str, key: Mapping[str, str], is_answer: Callable[[Any], bool]
-) -> Any:  # what was given to `remember`
+) -> Any:  # the key given to `remember`
     """The answer that was remembered for the key, or None. Does not block.
 
     is_answer: whether this can be what was given to `remember`. Where it is not, the file is

@@ -81,7 +81,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _set_rendezvous(rank: int) -> None:
-    """Set torchrun's variables, so that `torch.distributed.init_process_group()` works beside MPI.
+    """Set torchrun's variables, so that `torch.distributed.init_process_group()` works under MPI,
+    too.
 
     The launcher has set MASTER_ADDR and MASTER_PORT.
     """
@@ -141,8 +142,8 @@ def _catch_crashes(job_dir: Path | None, rank: int) -> None:
 
 
 def _run_program(argv: Sequence[str]) -> None:
-    # Ranks start with `python -P`, so that nothing in the current folder can stand in for a module
-    # that this file needs. Here sys.path gets the entry that plain Python would have put first.
+    # Ranks start with `python -P`, so that nothing in the current folder can shadow a module that
+    # this file needs. Here sys.path gets the entry that plain Python would have put first.
     if argv[0] == "-m":
         module, sys.argv = argv[1], list(argv[1:])
         sys.path.insert(0, os.getcwd())

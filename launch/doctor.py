@@ -51,7 +51,7 @@ class Finding:
     # job cannot run without it) or "absent" (not here, and not needed for a CPU job).
     state: str
     found: str
-    advice: str = ""  # what to do; "" where there is nothing to do
+    advice: str = ""  # advice; "" if nothing is to be done
 
 
 def examine() -> list[Finding]:
@@ -76,7 +76,9 @@ def examine() -> list[Finding]:
 
 
 def _ways(findings: Sequence[Finding]) -> list[Finding]:
-    """What jobs are started with: where a job has run by one launcher, no other is missing."""
+    """The ways to start jobs: if a job has run by one launcher, the others are not reported
+    missing.
+    """
     if not any(finding.name in _JOBS.values() and finding.state == "ok" for finding in findings):
         return list(findings)
     return [
@@ -139,7 +141,7 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a probe printed; where the probe failed, `error` says why and is not empty."""
+    """The output of a probe; if the probe failed, `error` says why and is not empty."""
 
     text: str = ""
     error: str = ""
@@ -186,7 +188,7 @@ def _ask_python(source: str, *, deadline_s: float = _PROBE_DEADLINE_S) -> _Answe
 
 
 def _ask_job(launcher: MpiLauncher, program: Sequence[str], *, deadline_s: float) -> _Answer:
-    """What two ranks of `program` print. Blocks until they have ended, at most `deadline_s`."""
+    """The output of two ranks of `program`. Blocks until they have ended, at most `deadline_s`."""
     with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as job_dir:
         return _ask(
             launcher.command(program, 2),
@@ -420,7 +422,7 @@ print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {pynvml.nvmlDeviceGetCount
 
 _EXTRA = "in the clone, pip install '.[cuda13]' (or '.[cuda12]')"
 _DRIVER = "install NVIDIA's driver, which no pip package brings; a container needs --gpus all"
-# What Python, NVML and CUDA say where the driver is missing.
+# Messages of Python, NVML and CUDA if the driver is missing.
 _NO_DRIVER = (
     "NVMLError_LibraryNotFound",
     "NVMLError_DriverNotLoaded",
@@ -433,7 +435,7 @@ _NO_DRIVER = (
 def _lacking(name: str, error: str, has_gpu: bool) -> Finding:
     """The finding where a part that GPUs need does not work: what is missing, and what brings it.
 
-    What is missing is the driver, the Python package or a library.
+    The driver, the Python package or a library is missing.
     """
     if any(word in error for word in _NO_DRIVER):
         what, advice = "the driver", _DRIVER

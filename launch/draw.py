@@ -167,8 +167,8 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
         }
         style |= {"shrinkA": 3, "shrinkB": 3, "connectionstyle": f"arc3,rad={-bend}"}
         axes.annotate("", at[peer], at[source], arrowprops=style)
-        # The words stand beside the middle of the curve. They are wider than high, and so stand
-        # further off sideways.
+        # The words go beside the middle of the curve. They are wider than high, so they need more
+        # distance sideways.
         dx, dy = at[peer][0] - at[source][0], at[peer][1] - at[source][1]
         length = math.hypot(dx, dy)
         nx, ny = -dy / length, dx / length

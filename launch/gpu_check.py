@@ -3,8 +3,8 @@
 The steps are: correctness (kernels tile by tile, the vendors' kernels, whole rings),
 compute-sanitizer on small shapes, block sizes, speed against torch's kernels, calls under masks,
 rings on one GPU, staged transfers. Every step is a process of its own with a deadline, so that a
-step that hangs or crashes leaves the others alone. Steps that measure nothing run beside each
-other: most of their time is compiling. The results go to a JSON file and a table.
+step that hangs or crashes leaves the others alone. Steps that measure nothing run in parallel: most
+of their time is compiling. The results go to a JSON file and a table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Step:
     """One child process."""
 
     name: str
-    words: tuple[str, ...]  # the command; `{out}` stands for the JSON file of benchmarks
+    words: tuple[str, ...]  # the command; `{out}` is the JSON file of benchmarks
     limit_s: float
     needs: str = ""  # a program that must be on PATH
     beside: bool = False  # starts with the step before it, and does not write to the JSON file
@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step went."""
+    """The result of a step."""
 
     name: str
     state: str  # "ok", "failed", "timed out" or "not run"
@@ -86,7 +86,7 @@ _SANITIZER = (
     "--tool",
 )
 # Plain float32 tiles, and tiles as models have them: with wgmma, and loads that run ahead.
-# One rank's tile writes its gradients; those of two ranks add to sums.
+# The only tile of one rank writes its gradients; the tiles of two ranks add to sums.
 _FEW = "short and 1-local or 2-local and (three or short)"
 _SMALL = (*_PYTEST, "tests/gpu/test_rings.py", "-k", _FEW)
 _TILES = "tests/interpreted/test_tiles.py"

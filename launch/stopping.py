@@ -38,12 +38,13 @@ __all__ = [
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _LISTENS, _OFFER, _ASKED, _WORD = "listens", "stops-when-asked", "stop", "last-word"
-# A launcher and a terminal may both send a signal for one request.
+# Seconds within which a repeated signal is the same request: a launcher and a terminal may both
+# send one.
 _ONE_WISH_S = 1.0
 
 
 class LastWord(NamedTuple):
-    """What a stopped job prints after everything else, and its exit code."""
+    """The line that a stopped job prints after everything else, and its exit code."""
 
     text: str
     exit_code: int

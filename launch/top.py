@@ -156,7 +156,7 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
 
 
 def _serving(values: Mapping[str, float]) -> str:
-    """What a job reports of tokens and of their cache, in a line."""
+    """The job's report about tokens and their cache, in a line."""
     said = [f"first token {_milliseconds(values['time_to_first_token_s'])}"]
     if "output_tokens_per_s" in values:
         mean = _milliseconds(values["mean_time_per_token_s"])

@@ -21,8 +21,8 @@ from burst_rt.telemetry.views import Lost
 
 __all__ = ["verdict"]
 
-# The whole error stands right above the headline. A longer one is cut in its middle: what to do
-# comes last.
+# Maximum width of the headline, and width of its end. The whole error is right above the headline.
+# A longer one is cut in its middle, because what to do comes last.
 _HEADLINE_WIDTH, _END_WIDTH = 600, 250
 # MPICH's mpirun returns a signal's own number, which may be an exit code, too. A rank that ends by
 # any other deadly signal than these leaves its Python stack, which says the signal.
@@ -228,7 +228,7 @@ def _unknown(silent: Sequence[int], num_ranks: int, code: int) -> str:
 
 
 def _in_words(code: int) -> str:
-    """The signal that an exit code stands for, as a shell counts (128 + signal); "" without one."""
+    """The signal that an exit code means, as a shell counts (128 + signal); "" without one."""
     try:
         return f"signal {code - 128}, {signal.Signals(code - 128).name}"
     except ValueError:
@@ -236,7 +236,7 @@ def _in_words(code: int) -> str:
 
 
 def _bare_signal(code: int) -> str:
-    """What to say of an exit code that may be a signal's own number; "" for other codes."""
+    """The words for an exit code that may be a signal's own number; "" for other codes."""
     if code not in _BARE_SIGNALS:
         return ""
     name = signal.Signals(code).name

@@ -24,8 +24,8 @@ from burst_rt.transport import TRANSPORTS
 
 __all__ = ["TERMINAL_VARIABLE", "VARIABLES", "machine_options", "telemetry_options"]
 
-# Tells the ranks that the person who started them has a terminal; under mpirun a rank cannot see
-# that.
+# Name of the variable that tells the ranks that the person who started them has a terminal; under
+# mpirun a rank cannot see that.
 TERMINAL_VARIABLE = "BURST_RT_TERMINAL"
 
 # The variables that pass the values of the options on to the ranks.

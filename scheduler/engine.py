@@ -44,7 +44,7 @@ __all__ = [
 
 
 class TaskState(IntEnum):
-    """Where a task stands."""
+    """The state of a task in a run."""
 
     WAITING = 0  # an edge into it is not satisfied
     READY = 1  # all edges into it are satisfied; its lane is full or has a better task
@@ -65,8 +65,8 @@ TRANSITIONS: dict[tuple[TaskState, str], TaskState] = {
 }
 _VERBS = sorted({verb for _, verb in TRANSITIONS})
 _NUM_VERBS = len(_VERBS)
-# The same table as the engine looks it up. Verb and old state give the new state and the verb's
-# number in the log, or None where the transition is impossible.
+# The same table, arranged for the engine's look-ups: verb and old state give the new state and the
+# verb's number in the log, or None where the transition is impossible.
 _STEPS: dict[str, list[tuple[TaskState, int] | None]] = {
     verb: [None] * len(TaskState) for verb in _VERBS
 }
@@ -124,7 +124,7 @@ class Schedule:
     graph: Graph
     place: list[int]  # where the policy puts the task
     task_at: list[int]  # the inverse: the task at each place
-    num_before: list[int]  # how many edges lead to the task
+    num_before: list[int]  # number of edges that lead to the task
     on_issue: list[list[int]]  # successors whose edge is satisfied once the task is issued
     on_done: list[list[int]]  # successors whose edge is satisfied once the task is done
     after: list[tuple[int, ...]]  # predecessors on other ordered lanes of the task's device
@@ -203,7 +203,7 @@ class Engine:
     """One run of a schedule: call `start()` once, then `handle(events)` until it returns `Finish`
     or `Abort`.
 
-    validate: every step checks the engine's invariants, which is slow and meant for tests.
+    validate: every step checks the engine's invariants, which is slow and only for tests.
     """
 
     def __init__(self, schedule: Schedule, *, validate: bool = False) -> None:
@@ -261,7 +261,7 @@ class Engine:
         return self._issue()
 
     def story(self, task: int) -> str:
-        """What happened to a task so far, for an error message."""
+        """The history of a task so far, for an error message."""
         node = self.schedule.graph.tasks[task]
         steps = [
             f"step {i}: {_VERBS[entry % _NUM_VERBS]}"

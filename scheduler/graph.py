@@ -6,8 +6,8 @@ follow (read after write, write after read, write after write), as in sequential
 edges between them. Accumulations into one part form a chain in program order, which makes results
 bitwise repeatable whatever the timing.
 
-A graph holds names and numbers only: no callable, no tensor. What an `Operation` means is the
-business of whoever runs the graph.
+A graph holds names and numbers only: no callable, no tensor. The runner of a graph decides what an
+`Operation` means.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = [
 
 
 class Cost(NamedTuple):
-    """What a task costs."""
+    """The cost of a task."""
 
     # Floating-point operations.
     flops: int = 0
     # Bytes moved: on the wire by a transfer, in memory by any other task.
     size_bytes: int = 0
-    # Those of `flops` in pieces that a mask cuts through: kernels do them at a lower rate.
+    # The part of `flops` in pieces that a mask cuts through: kernels do them at a lower rate.
     masked_flops: int = 0
-    # Those of `flops` for cells along the mask's edge, where kernels also compute what it hides.
+    # The part of `flops` for cells along the mask's edge, where kernels also compute hidden cells.
     edge_flops: int = 0
 
 
@@ -43,7 +43,7 @@ _FREE = Cost()
 
 
 class Operation(Protocol):
-    """What a compute task does: frozen, hashable data of a type that whoever runs the graph knows.
+    """The work of a compute task: frozen, hashable data of a type that the graph's runner knows.
 
     name: what telemetry shows, and what machine files rate.
     """
@@ -95,11 +95,11 @@ class Lane:
     # Tasks are issued strictly in program order, whatever the policy says. An ordered communication
     # lane needs this.
     in_program_order: bool = False
-    # How many tasks may be issued and not done; None: any number.
+    # Maximum number of tasks that are issued and not done; None: any number.
     max_in_flight: int | None = None
 
 
-# The lanes of a CPU rank: one task computes at a time, any number of transfers are under way.
+# The lanes of a CPU rank: one task computes at a time, any number of transfers are in progress.
 COMPUTE = Lane("compute", max_in_flight=1)
 NETWORK = Lane("network")
 CONTROL = Lane("control")
@@ -194,7 +194,7 @@ class Graph:
 
     @cached_property
     def network_kinds(self) -> frozenset[bool]:
-        """Of the lanes that exchanges run on, whether they are ordered: the answers that occur."""
+        """The values of `Lane.ordered` among the lanes that exchanges run on."""
         return frozenset(self.lanes[lane].ordered for lane in self.network_lanes)
 
     @cached_property
@@ -204,8 +204,8 @@ class Graph:
 
     @cached_property
     def slots(self) -> tuple[Part, ...]:
-        """The parts that hold nothing at the start and are written. A run needs memory for them
-        beside the memory that is bound to it.
+        """The parts that hold nothing at the start and are written. A run needs memory for them in
+        addition to the memory that is bound to it.
         """
         return tuple(
             part
@@ -215,7 +215,7 @@ class Graph:
 
     @cached_property
     def wire_bytes(self) -> int:
-        """How many bytes this rank sends."""
+        """Bytes that this rank sends."""
         return sum(m.size_bytes for task in self.tasks for m in task.sends)
 
     @cached_property
@@ -313,8 +313,8 @@ class GraphBuilder:
         task takes; of the tasks that are ready, those on the longest path come first. lane: one of
         the builder's lanes. hop: see `Task`.
 
-        op: a name alone stands for an `Op` whose arguments are what the task reads, then what it
-        writes, then what it accumulates into.
+        op: a name alone means an `Op` whose arguments are what the task reads, then what it writes,
+        then what it accumulates into.
         """
         reads, writes, accumulates = tuple(reads), tuple(writes), tuple(accumulates)
         if isinstance(op, str):
@@ -393,7 +393,7 @@ class GraphBuilder:
 
     @property
     def buffers(self) -> Mapping[str, Buffer]:
-        """What has been declared so far, by name."""
+        """The buffers that have been declared so far, by name."""
         return self._buffers
 
     def build(self) -> Graph:

@@ -64,8 +64,8 @@ def run(schedule: Schedule, driver: Driver, *, validate: bool = False) -> None:
 def _run_line(schedule: Schedule, driver: Driver) -> list[Sequence[Event]] | None:
     """Runs a line without an engine, which takes longer than a small task; None at its end.
 
-    Where anything else happens than the end of the issued task, returns all that has happened, for
-    an engine to judge. It is nothing where the schedule is no line.
+    If anything other than the end of the issued task happens, returns all events so far, for an
+    engine to judge. The list is empty if the schedule is not a line.
     """
     past: list[Sequence[Event]] = []
     if schedule.line is None:

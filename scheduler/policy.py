@@ -14,11 +14,11 @@ from burst_rt.scheduler.graph import Graph, Task
 
 __all__ = ["Policy", "critical_path", "program_order"]
 
-# Gives each task its place: a permutation of range(len(graph.tasks)). Of two ready tasks the one
-# with the smaller place is issued first.
+# Gives each task its place: a permutation of range(len(graph.tasks)). The ready task with the
+# smallest place is issued first.
 Policy: TypeAlias = Callable[[Graph], list[int]]
 
-# Rates of no machine in particular: a policy needs only a plausible proportion of compute to
+# Rates that belong to no real machine: a policy needs only a plausible ratio of compute to
 # transfers.
 _SECONDS_PER_FLOP = 1e-11
 _SECONDS_PER_BYTE = 1e-10

@@ -3,9 +3,9 @@
 A span is one task. Times are seconds of a monotonic clock. Traces of several ranks can be compared
 if the ranks share that clock, as ranks of one host do.
 
-A rank's compute lane stands still for one of two reasons. A transfer that it needs is on the wire:
-this is exposed communication. Or a peer has not yet posted its side of the transfer: this is skew,
-for which the network is not to blame. Only the traces of all ranks tell the two apart.
+A rank's compute lane is idle for one of two reasons. A transfer that it needs is on the wire: this
+is exposed communication. Or a peer has not yet posted its side of the transfer: this is skew, for
+which the network is not to blame. Only the traces of all ranks tell the two apart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, task: Task, *, issued_s: float, started_s: float, ended_s: float) -> Span:
-        """The span of a task, with what the graph says of the task."""
+        """The span of a task, with the graph's data about the task."""
         return cls(
             task=task.id,
             name=task.name,
@@ -75,7 +75,7 @@ class Trace:
 
 
 class Idle(NamedTuple):
-    """How long a rank's compute lane stood still in a run."""
+    """Seconds that a rank's compute lane was idle in a run."""
 
     exposed_s: float  # while a transfer that it needed was on the wire
     skew_s: float  # while a peer was late
@@ -83,7 +83,7 @@ class Idle(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A time in which a rank's compute lane stood still for a message."""
+    """An interval in which a rank's compute lane waited for a message."""
 
     started_s: float
     ended_s: float
@@ -96,8 +96,7 @@ class Wait(NamedTuple):
 def exposed(
     graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], compute_lane: str = "compute"
 ) -> list[Idle]:
-    """How long each rank's compute lane stood still in one run, split into exposed communication
-    and skew.
+    """Idle time of each rank's compute lane in one run, split into exposed communication and skew.
 
     `graphs[r]` and `traces[r]` belong to rank r. Raises InputError where a task has no span.
     """
@@ -120,8 +119,8 @@ def exposed(
 def overlap(
     trace: Iterable[Span], compute_lane: str = "compute", network_lane: str = "network"
 ) -> tuple[float, float]:
-    """For how many seconds at least one transfer of a rank was under way, and for how many of these
-    seconds the rank's compute lane was busy.
+    """Seconds during which at least one transfer of a rank was in progress, and the part of these
+    during which the rank's compute lane was busy.
     """
     busy: list[_Interval] = []
     moving: list[_Interval] = []
@@ -139,10 +138,10 @@ def waits(
     matched: Mapping[Endpoint, Endpoint],
     compute_lane: str = "compute",
 ) -> list[list[Wait]]:
-    """When each rank's compute lane stood still for a message, and for which message.
+    """The intervals in which each rank's compute lane waited for a message, and for which message.
 
-    `traces[r]` belongs to rank r and has a span of every task. matched: what `match_messages` says
-    of the graphs.
+    `traces[r]` belongs to rank r and has a span of every task. matched: the result of
+    `match_messages` for the graphs.
     """
     spans = list(map(_by_task, traces))
     # An exchange that receives is on the wire from the moment when both sides of its last message
@@ -156,8 +155,8 @@ def waits(
         )
         sent.append((source, both, end.rank))
     for source, both, receiver in sent:
-        # What the exchange sends holds it up too, until the receiver has come to it. A transport
-        # that takes a message at once has ended the exchange by then.
+        # The messages that an exchange sends hold it up too, until the receiver has posted them. A
+        # transport that takes a message at once has ended the exchange by then.
         own = posted[source.rank]
         if source.task in own and both < spans[source.rank][source.task].ended_s:
             own[source.task] = max((both, receiver), own[source.task])
@@ -200,7 +199,7 @@ def _by_task(trace: Iterable[Span]) -> dict[int, Span]:
 
 
 def _whole(spans: Collection[Span]) -> _Interval:
-    """When the first task was issued, and when the last one ended; 0 and 0 without tasks."""
+    """Times at which the first task was issued and the last one ended; 0 and 0 without tasks."""
     start = min((span.issued_s for span in spans), default=0.0)
     return start, max((span.ended_s for span in spans), default=0.0)
 
@@ -210,7 +209,7 @@ def _total_s(intervals: Iterable[_Interval]) -> float:
 
 
 def _gaps(start: float, stop: float, busy: Iterable[_Interval]) -> list[_Interval]:
-    """What lies between start and stop and in none of the intervals, which come sorted."""
+    """The gaps between start and stop that none of the intervals covers; intervals are sorted."""
     gaps, at = [], start
     for begin, end in busy:
         if begin > at:

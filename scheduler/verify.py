@@ -2,8 +2,8 @@
 
 `check_graph` checks the graph of one rank, `check_world` the graphs of all ranks. `check_share` is
 one rank's share of `check_world`: it looks at the rank's own graph, and takes a statement of its
-messages in place of the other ranks' graphs. A wrong graph is a defect of the code that built it,
-so all raise `InternalError`; it names the rank, the tasks and what is wrong. What is proved:
+messages instead of the other ranks' graphs. A wrong graph is a defect of the code that built it, so
+all raise `InternalError`; it names the rank, the tasks and what is wrong. What is proved:
 
 * Edges run forward in program order, and a path orders every two conflicting accesses to one part:
   nothing is overwritten while it is read or in flight.
@@ -97,10 +97,10 @@ def check_share(own: Graph, stated: Iterable[Transfer]) -> None:
     If the share of every rank holds, and each message is stated to both of its ranks, `check_world`
     holds. The messages of an exchange must have one tag, and the tags of a graph's exchanges must
     ascend in program order. Then there is no deadlock. Suppose some exchanges never end, and take
-    those of the lowest tag. A task waits only for tasks before it in program order, whatever its
-    lane. Exchanges before such an exchange have lower tags, so they end, and computes before it end
-    too. So each of them is posted. The other side of each of its messages has the same tag. It has
-    ended or is one of them, so it is posted too. Then the exchange ends.
+    the ones with the lowest tag. A task waits only for tasks before it in program order, whatever
+    its lane. Exchanges before such an exchange have lower tags, so they end, and computes before it
+    end too. So each of them is posted. The other side of each of its messages has the same tag. It
+    has ended or is one of them, so it is posted too. Then the exchange ends.
     """
     check_graph(own)
     last = None
@@ -194,8 +194,8 @@ def _check_lanes(graph: Graph) -> None:
         lane = graph.lanes[task.lane]
         if not task.is_exchange:
             continue
-        # A full lane holds back exchanges that a peer may wait for. Which ones it holds back is
-        # known only if it is issued in program order.
+        # A full lane holds back exchanges that a peer may wait for. The tasks that it holds back
+        # are known only if it is issued in program order.
         if (lane.ordered or lane.max_in_flight is not None) and not lane.in_program_order:
             kind = "ordered" if lane.ordered else "bounded"
             raise InternalError(

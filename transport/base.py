@@ -1,8 +1,8 @@
 """The `Transport` and `ControlGroup` protocols, and notices; nothing here moves a byte.
 
 A transport carries the messages of task graphs: raw bytes, non-blocking, counted. A control group
-carries the few small things ranks must agree on (call contracts, errors, farewells); it has a
-communicator of its own, so it can never be confused with data.
+carries the few small things on which ranks must agree (call contracts, errors, farewells); it has
+its own communicator, so it can never be confused with data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged", "torch")
 class Completed(NamedTuple):
     """A send or receive that has finished."""
 
-    handle: int  # what `isend` or `irecv` returned
+    handle: int  # handle that `isend` or `irecv` returned
 
 
 class Transport(Protocol):
@@ -114,14 +114,14 @@ class OrderedTransport(Protocol):
         """Aborts everything under way; the transport cannot be used any more. May block for
         seconds.
 
-        What was to be received has not been received.
+        The expected bytes have not been received.
         """
 
     def close(self) -> None:
         """Releases the transport; nothing may be under way. May block for seconds."""
 
 
-# In the place of an exit code, which is 0 to 255, where nobody knows it.
+# Takes the place of an exit code, which is 0 to 255, if nobody knows it.
 UNKNOWN_CODE = -1
 
 
@@ -185,7 +185,7 @@ class ControlGroup(Protocol):
 
     rank: int
     size: int
-    # Which process or thread each rank is. A place is the same in all groups of a job.
+    # The process or thread of each rank. A place is the same in all groups of a job.
     places: Sequence[object]
 
     def allreduce_max(self, values: Sequence[int]) -> PendingInts:
@@ -208,7 +208,7 @@ class ControlGroup(Protocol):
         """
 
     def notices(self) -> list[Notice]:
-        """What peers have written since the last call."""
+        """The notices that peers have written since the last call."""
 
     def close(self) -> None:
         """Releases the group."""

@@ -1,8 +1,9 @@
 """One-way stream sockets between the ranks of a group: within a host Unix sockets, else TCP.
 
 Nothing here waits, except `Links.flush`. A rank opens a connection to a peer when it first sends to
-the peer, and never reads from it. So a rank can end at any time: what it has sent arrives, because
-no unread bytes make the kernel drop it. A connection that ends tells that its peer has ended.
+the peer, and never reads from it. Thus a rank can end at any time: the bytes that it has sent
+arrive, because no unread bytes make the kernel drop them. A connection that ends tells that its
+peer has ended.
 
 A connection begins with the group's secret and the sender's rank. After that come frames: kind,
 number, length, and as many bytes as the length says.
@@ -32,14 +33,16 @@ __all__ = ["SECRET_BYTES", "Door", "Links", "Place", "Receiver", "this_host"]
 SECRET_BYTES = 16
 _HEADER = struct.Struct("<qqq")  # kind, number, length
 _RANK = struct.Struct("<q")
-# Where the kernel allows so much, a transfer needs fewer calls of `poll`.
+# Size of a socket's send buffer. If the kernel allows so much, a transfer needs fewer calls of
+# `poll`.
 _BUFFER_BYTES = 4 << 20
 _AHEAD_BYTES = 1 << 16
-# A payload up to this size goes behind its header in one piece: a copy costs less than a piece.
+# Maximum size of a payload that is sent with its header in one piece: a copy costs less than a
+# second piece.
 _COPIED_BYTES = 4096
 _BACKLOG = 4096
-# So many connections may wait for their greeting. Of more the oldest is shut: strangers do not
-# greet.
+# Maximum number of connections that have not greeted yet. Beyond it the oldest one is closed:
+# strangers do not greet.
 _MOST_UNGREETED = 256
 _LATER = (BlockingIOError, InterruptedError)
 
@@ -88,7 +91,7 @@ class Door:
 
 
 class Receiver(Protocol):
-    """What takes the frames of a `Links`."""
+    """The receiver of the frames of a `Links`."""
 
     def room(self, peer: int, kind: int, number: int, size: int) -> memoryview:
         """Memory of exactly `size` bytes for a frame that has begun to arrive."""
@@ -114,7 +117,7 @@ class _Incoming:
     socket: socket.socket
     target: memoryview
     filled: int = 0
-    peer: int = -1  # not known before the greeting
+    peer: int = -1  # unknown before the greeting
     frame: tuple[int, int] | None = None  # kind and number, while its payload arrives
 
 
@@ -144,8 +147,8 @@ class Links:
         self._receiver = receiver
         self._doors = {door.socket.fileno(): door.socket for door in doors}
         self._outgoing: dict[int, _Outgoing] = {}
-        self._peer_of: dict[int, int] = {}  # by descriptor of an outgoing connection
-        self._incoming: dict[int, _Incoming] = {}  # by descriptor
+        self._peer_of: dict[int, int] = {}  # keyed by descriptor of an outgoing connection
+        self._incoming: dict[int, _Incoming] = {}  # keyed by descriptor
         self._unopened: set[int] = set()  # peers whose door was full
         self._spent: list[socket.socket] = []
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
@@ -216,8 +219,8 @@ class Links:
             time.sleep(0.0002)
 
     def close(self) -> None:
-        """Ends all connections. What the kernel has still arrives. Calls after the first do
-        nothing.
+        """Ends all connections. Bytes that the kernel has already taken still arrive. Calls after
+        the first do nothing.
         """
         self._epoll.close()
         outgoing = [link.socket for link in self._outgoing.values()]
@@ -281,7 +284,7 @@ class Links:
         self._write(peer, link)
 
     def _write(self, peer: int, link: _Outgoing) -> None:
-        """Writes until the kernel takes no more."""
+        """Writes until the kernel refuses."""
         queue = link.queue
         try:
             while queue:
@@ -302,7 +305,8 @@ class Links:
             self._lose(peer)
             return
         except BaseException:
-            # Ctrl-C may come between a write and its note. What is written twice is misread.
+            # Ctrl-C may come between a write and its note. Bytes that are written twice would be
+            # misread.
             self._lose(peer)
             raise
         self._watch(link, for_room=bool(queue))
@@ -330,7 +334,7 @@ class Links:
             try:
                 end, _ = door.accept()
             except OSError:
-                return  # there is none; or there are no descriptors left, and it waits
+                return  # no connection waits, or no descriptors are left and it keeps waiting
             end.setblocking(False)
             strangers = [link for link in self._incoming.values() if link.peer < 0]
             if len(strangers) >= _MOST_UNGREETED:

@@ -26,7 +26,7 @@ _streams = threading.local()
 
 
 class LocalWorld:
-    """What the threads share. No method waits for another rank.
+    """The state that the threads share. No method waits for another rank.
 
     One lock guards all of it. A thread holds the lock for look-ups only, never while it copies
     bytes.
@@ -48,7 +48,7 @@ class LocalWorld:
         self._readers_left: dict[int, int] = {}
         self._notices: list[deque[Notice]] = [deque() for _ in range(size)]
         # Duplicates by number: the worlds that some ranks have taken and others have not yet, with
-        # the ranks that have. Beside them, the number of each rank's next duplicate.
+        # the ranks that have. The second field is the number of each rank's next duplicate.
         self._duplicates: dict[int, tuple[LocalWorld, set[int]]] = {}
         self._next_duplicate = [0] * size
 
@@ -140,9 +140,9 @@ def _copy(source: Memory, target: Memory) -> None:
     import torch  # only ranks on a device get here, and they have it
 
     # Both sides say that their memory is ready, and expect the other side's memory to be ready when
-    # the message has landed. Each thread copies on a stream of its own. torch hands out its streams
-    # from a small pool, and the ranks' compute streams come from there too; a stream of another
-    # priority is none of theirs.
+    # the message has landed. Each thread copies on its own stream. torch hands out its streams from
+    # a small pool, from which the ranks' compute streams come too; a stream of another priority
+    # cannot be one of theirs.
     streams = _streams.__dict__
     stream = streams.get(str(target.device))
     if stream is None:

@@ -25,12 +25,14 @@ from burst_rt.transport.sockets import SocketControl, SocketTransport
 
 __all__ = ["INTERFACE_VARIABLE", "Store", "meet"]
 
-# The network interface that ranks of other hosts reach this one by, as gloo has it.
+# Name of the variable for the network interface on which other hosts' ranks reach this one, as in
+# gloo.
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _USES = 3  # data, collectives, notices
-# How often a rank asks the store whether all have come.
+# Seconds between two questions to the store whether all have come.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
-# To each rank and from each rank, for each use. And as many files as the program may still open.
+# Number of descriptors per rank (one to it and one from it for each use), and number of files that
+# the program may still open.
 _DESCRIPTORS_A_RANK, _DESCRIPTORS_LEFT = 2 * _USES, 64
 # The same for all groups of a process. A forked process has another number.
 _process = secrets.token_hex(8)
@@ -77,7 +79,7 @@ def meet(
 
 
 class _Meeting:
-    """What the ranks say to each other through the store."""
+    """The exchange of the ranks' values through the store."""
 
     def __init__(self, store: Store, rank: int, size: int, within_s: float) -> None:
         self.rank, self.size, self.within_s = rank, size, within_s
@@ -94,7 +96,7 @@ class _Meeting:
         return max(0.0, self._deadline_s - time.monotonic())
 
     def exchange(self, step: str, mine: object) -> list[Any]:
-        """What every rank says in this step. Blocks until all have come."""
+        """The values that all ranks give in this step, by rank. Blocks until all have come."""
         key = f"{self._key}/{step}"
         keys = [f"{key}/{peer}" for peer in range(self.size)]
         with self._asking():
@@ -112,7 +114,7 @@ class _Meeting:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def secret(self) -> bytes:
-        """What connections of this meeting begin with. To be asked for after a step."""
+        """The bytes with which connections of this meeting begin. To be asked for after a step."""
         with self._asking():
             return bytes.fromhex(self._store.get(f"{self._key}/secret").decode())
 

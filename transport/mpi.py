@@ -29,8 +29,8 @@ _NOTICE_TAG = 1
 # them at once (eagerly).
 _NOTICE = struct.Struct("=qqq")
 _NOTICE_BYTES = 512
-# Counts are 32-bit before MPI 4 and in parts of Open MPI 5. Larger messages go in pieces, which
-# match in order.
+# Maximum size of a piece. Counts are 32-bit before MPI 4 and in parts of Open MPI 5, so larger
+# messages go in pieces, which match in order.
 _PIECE_BYTES = 1 << 30
 # Objects that hold memory MPI has been given and has not done with, by id. Without this table an
 # error on the way would free the memory, and a late message would overwrite whatever lies there by
@@ -42,7 +42,7 @@ def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
     """A communicator with the same ranks and a message space of its own. Collective.
 
     Blocks until all ranks have called it, at most `timeout_s`, then raises Stalled. Raises
-    ConfigError where `comm` is no intracommunicator.
+    ConfigError if `comm` is not an intracommunicator.
     """
     if comm == MPI.COMM_NULL or comm.Is_inter():
         raise ConfigError(
@@ -68,7 +68,7 @@ def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
 def numbers_in_job(comm: MPI.Intracomm) -> list[int]:
     """The numbers in MPI_COMM_WORLD of a communicator's ranks.
 
-    The list is empty where `comm` is no intracommunicator.
+    The list is empty if `comm` is not an intracommunicator.
     """
     if comm == MPI.COMM_NULL or comm.Is_inter():
         return []
@@ -151,7 +151,7 @@ class MpiTransport:
 
         MPI cannot cancel a send: its request and memory are kept until the process ends.
         """
-        if MPI.Is_finalized():  # by the program
+        if MPI.Is_finalized():  # the program may do so
             return
         for request, (_, _, _, outgoing) in zip(self._requests, self._about, strict=True):
             # After an error some requests are freed already.
@@ -307,7 +307,7 @@ class MpiControl:
         A notice is small enough to leave at once (eagerly), so that a rank about to exit can still
         write one.
         """
-        if MPI.Is_finalized():  # by the program: nobody can be told anything
+        if MPI.Is_finalized():  # the program may do so: nobody can be told anything
             return
         self._outgoing = [(request, box) for request, box in self._outgoing if not request.Test()]
         written = text.encode()[: _NOTICE_BYTES - _NOTICE.size]

@@ -34,7 +34,7 @@ __all__ = [
 # ncclUint8 of nccl.h: messages are bytes.
 _UINT8 = 1
 _CLOSE_DEADLINE_S = 5.0
-# In worlds up to this size every pair of ranks is connected from the start. In larger worlds that
+# Maximum world size in which every pair of ranks is connected from the start. In larger worlds that
 # would take many rounds, and device memory for connections that only all-to-alls use; there only
 # neighbours in the ring are connected.
 _ALL_PAIRS_UP_TO = 64
@@ -83,7 +83,7 @@ def first_pairs(rank: int, size: int) -> list[tuple[int, int]]:
 
 
 class Communicator(Protocol):
-    """A communicator of NCCL's. What fails raises one of `_ERRORS`, with NCCL's message."""
+    """A communicator of NCCL's. A failing call raises one of `_ERRORS`, with NCCL's message."""
 
     def exchange(
         self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int

@@ -35,7 +35,7 @@ def last_answer(library: str, device: str) -> bool | None:
 def note_answer(library: str, device: str, answer: bool) -> None:
     """Writes the answer down for later jobs.
 
-    A cache folder that cannot be written is no error: the next `burst-rt doctor` probes again.
+    A cache folder that cannot be written is not an error: the next `burst-rt doctor` probes again.
     """
     keep(_KIND, _key(library, device), answer)
 
@@ -45,7 +45,7 @@ def _key(library: str, device: str) -> dict[str, str]:
 
 
 def _rank(device: str) -> None:
-    """One rank: sends to the next rank and receives from the one before.
+    """Runs one rank: sends to the next rank and receives from the one before.
 
     Raises, or crashes, where MPI does not take device memory. Blocks at most 20 s for each size.
     """

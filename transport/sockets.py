@@ -1,8 +1,8 @@
 """Ranks as processes of a `torch.distributed` group: messages over stream sockets.
 
 A message starts once its receive is posted: the receiver says so to the sender (READY), who sends
-the bytes (DATA) straight from memory to memory. So no message waits for another one's receive, and
-nothing is kept for receives to come.
+the bytes (DATA) straight from memory to memory. Thus no message waits for another one's receive,
+and nothing is kept for future receives.
 
 Data, collectives and notices each have connections of their own.
 """
@@ -29,23 +29,23 @@ __all__ = ["SocketControl", "SocketTransport"]
 _T = TypeVar("_T")
 
 _INT = np.dtype("<i8")
-# The farewell of a rank that has never written a notice comes on a new connection, maybe later than
-# the end of its others.
+# Seconds to wait for the farewell of a rank that has never written a notice: it comes on a new
+# connection, maybe later than the end of its other connections.
 _LAST_WORDS_S = 1.0
-# Notices after which a rank may look at its links no more, and how long such a notice is waited for
-# until the kernel has it.
+# Kinds of notices after which a rank may stop looking at its links, and seconds for which it waits
+# until the kernel has such a notice.
 _LAST_NOTICES = (NoticeKind.LEFT, NoticeKind.REFUSES_TOO)
 _NOTICE_S = 0.05
-# How long a rank that leaves may take to write its farewells.
+# Seconds that a rank that leaves may take to write its farewells.
 _FAREWELL_S = 1.0
-# The most bytes of a notice's text, as with MPI.
+# Maximum size of a notice's text in bytes, as with MPI.
 _TEXT_BYTES = 480
 
 
 class _Kind(IntEnum):
     """Frames of the data transport. Their number is the message's tag."""
 
-    READY = 1  # "I have posted a receive of so many bytes"; payload: the size
+    READY = 1  # "I have posted a receive"; payload: its size in bytes
     DATA = 2  # payload: the message
     MISFIT = 3  # "my message has another size"; payload: its size
 
@@ -60,7 +60,7 @@ class SocketTransport:
         self.bytes_received = 0
         self.max_tag = None
         self._next_handle = 0
-        # By peer and tag, in the order of posting.
+        # Keyed by peer and tag, in the order of posting.
         self._sends: dict[tuple[int, int], deque[tuple[int, Memory]]] = defaultdict(deque)
         self._recvs: dict[tuple[int, int], deque[tuple[int, Memory]]] = defaultdict(deque)
         self._ready: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # sizes
@@ -155,7 +155,7 @@ class _Inbox(_Frames):
     """Keeps frames until they are asked for."""
 
     def __init__(self) -> None:
-        self.frames: dict[tuple[int, int, int], memoryview] = {}  # by peer, kind and number
+        self.frames: dict[tuple[int, int, int], memoryview] = {}  # keyed by peer, kind and number
 
     def arrived(self, peer: int, kind: int, number: int, memory: memoryview) -> None:
         self.frames[peer, kind, number] = memory
@@ -182,11 +182,11 @@ class _Where(NamedTuple):
     inbox: _Inbox
     rank: int
     size: int
-    number: int  # of the collective in its group
+    number: int  # the collective's number in its group
 
 
 class _Collective:
-    """A collective under way, in rounds. A rank's frames of round k are of kind k."""
+    """A collective in progress, in rounds. A rank's frames of round k are of kind k."""
 
     def __init__(self, where: _Where) -> None:
         self._links, self._inbox, self._rank, self._size, self._number = where
@@ -203,7 +203,9 @@ class _Collective:
         return self._ended and not self._links.unsent
 
     def _go_on(self) -> None:
-        """Takes what has come. Goes to the next round, and through it where all of it has come."""
+        """Takes the frames that have arrived, and begins each next round whose frames are
+        complete.
+        """
         while not self._ended:
             for peer in list(self._awaited):
                 frame = self._inbox.frames.pop((peer, self._round - 1, self._number), None)
@@ -266,10 +268,12 @@ class _Maximum(_Spreading):
 
 
 class _Gather(_Spreading):
-    """Byte strings of all ranks. Before round k a rank has those of 2^k ranks, up to itself."""
+    """Gathers the byte strings of all ranks. Before round k a rank has the strings of the 2^k ranks
+    up to itself.
+    """
 
     def __init__(self, payload: bytes, where: _Where) -> None:
-        self._parts = [payload]  # of this rank, the rank before it, and so on
+        self._parts = [payload]  # this rank's part, then that of the rank before it, and so on
         super().__init__(where)
 
     def _said(self, step: int) -> memoryview | bytes:
@@ -338,7 +342,7 @@ class SocketControl:
         """Gives the group its links.
 
         The ends of the ranks 1, 2, 4 and so on away are noticed even where they never write a
-        notice. Other ranks hear of them from those.
+        notice. Those ranks tell the others.
         """
         self._links = collectives, notices
         for step in _steps(self.size):

@@ -32,15 +32,16 @@ from burst_rt.scheduler import Cost, Graph, GraphBuilder, Lane, Message, Part, T
 
 __all__ = ["CHUNK_BYTES", "COPY_LANES", "ToDevice", "ToHost", "staged"]
 
-# Large enough for PCIe and the wire to run at full speed, small enough that a message of a few
-# dozen MiB has several.
+# Maximum size of a chunk: large enough for PCIe and the wire to run at full speed, small enough
+# that a message of a few dozen MiB has several.
 CHUNK_BYTES = 4 << 20
-# The most chunks of one message, unless `chunk_bytes` is given: a longer message has larger chunks.
-# Graphs grow with the number of chunks and gain nothing from more.
+# Maximum number of chunks of one message, unless `chunk_bytes` is given: a longer message has
+# larger chunks. Graphs grow with the number of chunks and gain nothing from more.
 _CHUNKS_OF_A_MESSAGE = 32
-# Chunks each way: one is copied while the other is on the wire.
+# Number of chunks each way: one is copied while the other is on the wire.
 _NUM_CHUNKS = 2
-# More than the chunks of all messages of one tag: a chunk's tag is tag * _TAG_ROOM + number.
+# Maximum number of chunks of one tag's messages to one peer: a chunk's tag is tag * _TAG_ROOM +
+# number.
 _TAG_ROOM = 4096
 
 
@@ -85,8 +86,8 @@ def staged(graph: Graph, chunk_bytes: int | None = None) -> Graph:
 
     chunk_bytes: None takes CHUNK_BYTES, or a 32nd of the message where that is more. Where the
     graph's compute lane is a stream, the copies are on streams of their own; otherwise (host memory
-    standing in for a device) they are tasks of the host. Raises ConfigError where the messages of
-    one tag to one peer are more than 4,096 chunks.
+    in place of a device) they are tasks of the host. Raises ConfigError where the messages of one
+    tag to one peer are more than 4,096 chunks.
     """
 
     def chunk(size_bytes: int) -> int:

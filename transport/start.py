@@ -35,8 +35,8 @@ def start_mpi(deadline_s: float) -> None:
 
     After `deadline_s` it prints which ranks are missing, as far as this host can know, and ends the
     process with the exit code of `Stalled`, which ends the job: MPI_Init cannot be left in any
-    other way. Raises ImportError or RuntimeError where there is no MPI library, ConfigError where
-    mpi4py is told not to start MPI.
+    other way. Raises ImportError or RuntimeError without an MPI library, and ConfigError if mpi4py
+    is told not to start MPI.
     """
     loaded = sys.modules.get("mpi4py.MPI")
     if loaded is not None and loaded.Is_initialized():
@@ -75,8 +75,8 @@ def start_mpi(deadline_s: float) -> None:
         raise RuntimeError(f"MPI_Init_thread failed: {MPI.Get_error_string(code)}")
     if finalize is not False:
         _started_by.add(os.getpid())
-    # What mpi4py does after starting MPI: errors become exceptions, unless the program has said
-    # otherwise.
+    # Does what mpi4py does after starting MPI: errors become exceptions, unless the program has
+    # chosen otherwise.
     if mpi4py.rc.errors == "exception":
         for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
             comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -96,7 +96,9 @@ def _finalize() -> None:
 
 
 def who_is_missing() -> str:
-    """Which ranks of this host have ended, or that none has, for a Stalled message."""
+    """Words for a Stalled message: the ranks of this host that have ended, or that all are
+    alive.
+    """
     here, expected = launched.ranks_here(), launched.num_local_ranks()
     own = launched.rank()
     if own is None or expected is None or own not in here:

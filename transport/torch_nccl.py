@@ -1,8 +1,7 @@
 """torch's own NCCL, as a communicator for `NcclTransport`: no CuPy is needed.
 
-The group is one of this project's own, with a communicator of its own, made from the store by which
-the ranks have met. torch does not list it, so the program's groups and their order stay as they
-are.
+The group belongs to this project and has its own communicator, made from the store by which the
+ranks met. torch does not list it, so the program's groups and their order stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from burst_rt.transport.base import Memory
 
 __all__ = ["NcclGroup", "TorchCommunicator", "make_group", "version", "with_backend"]
 
-# torch ends a process whose messages wait for longer. Here the deadlines of calls do that, sooner.
+# torch ends a process whose messages wait for longer. Here the deadlines of calls end it sooner.
 _TORCHS_OWN_DEADLINE = timedelta(days=1)
 
 
@@ -40,7 +39,7 @@ class NcclGroup(Protocol):
         """Ends a group of messages and starts it; returns its `Work`."""
 
     def _get_backend(self, device: torch.device, /) -> Any:
-        """What does the work."""
+        """Returns the object that does the work."""
 
     def abort(self) -> None:
         """Ends everything under way."""

@@ -85,7 +85,8 @@ def burst_attention(
     layout, kv_layout: which tokens each rank holds. kv_layout is needed only where k and v differ
         from q in length or kind.
     mask: which query sees which key; the default is that every query sees every key. With Sq != Skv
-        the last query stands at the last key: causally, query i sees keys j <= i + Skv - Sq.
+        the last query is at the position of the last key: causally, query i sees keys
+        j <= i + Skv - Sq.
     causal: True is short for mask=Causal().
     scale: the factor of the scores; the default is 1 / sqrt(head_dim).
     softcap: a number c above 0: a scaled score s becomes c * tanh(s / c), before anything else.
@@ -212,8 +213,8 @@ def explain(
 class BurstAttention(torch.nn.Module):
     """`burst_attention` with fixed options, as a module without parameters.
 
-    The module is called with q, k and v, and with a layout where lengths vary. Tensors are no
-    options: alibi_slopes and sinks come with the call, and belong to the module around this one.
+    The module is called with q, k and v, and with a layout where lengths vary. Tensors cannot be
+    options: alibi_slopes and sinks come with the call, and belong to the enclosing module.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class BurstAttention(torch.nn.Module):
         softcap: float | None = None,
         strategy: str = "auto",
     ) -> None:
-        """The options are those of `burst_attention`; layout may come with each call instead."""
+        """Takes the options of `burst_attention`; layout may come with each call instead."""
         super().__init__()
         self.layout = layout
         self.mask = mask

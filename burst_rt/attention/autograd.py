@@ -53,8 +53,8 @@ class BurstAttentionFunction(torch.autograd.Function):
     Deterministic.
     """
 
-    # There is no `setup_context`, because with one torch inspects the signature in every call. The
-    # inspection takes longer than the rest of `apply`.
+    # `setup_context` is missing on purpose, because with one torch inspects the signature in every
+    # call. The inspection takes longer than the rest of `apply`.
     @staticmethod
     def forward(
         ctx: Any,
@@ -74,12 +74,12 @@ class BurstAttentionFunction(torch.autograd.Function):
         else:
             terms = ScoreTerms(call.softcap, alibi_slopes, sinks)
             _check_against(call, QKV(q, k, v), terms)
-            # Modes of the program's own (a default device, say) are not meant for what is inside.
+            # The program's own modes (a default device, say) must not apply to the code inside.
             with torch._C.DisableTorchFunction():
                 out, lse = run_forward(call, QKV(q, k, v), terms)
             ctx.number = call.setup.runtime.number
-        # The number is no saved tensor: where a checkpoint runs the forward again, the backward is
-        # still that of the first forward.
+        # The number is not a saved tensor: if a checkpoint runs the forward again, the backward
+        # still belongs to the first forward.
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, alibi_slopes, sinks)

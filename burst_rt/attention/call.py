@@ -54,7 +54,7 @@ NeedsGrad = tuple[bool, bool, bool, bool]
 
 
 class Options(TypedDict):
-    """The arguments of `burst_attention` beside q, k, v and `return_lse`."""
+    """The arguments of `burst_attention` besides q, k, v and `return_lse`."""
 
     layout: ContextLayout
     kv_layout: NotRequired[ContextLayout | None]
@@ -84,14 +84,14 @@ class Call:
     sinks: torch.dtype | None
     strategy: str
     return_lse: bool
-    needs_grad: tuple[bool, bool, bool]  # of q, k, v
+    needs_grad: tuple[bool, bool, bool]  # whether q, k, v need gradients
     sinks_need_grad: bool
     dtype: torch.dtype
     batch: int
-    num_heads: int  # of queries
+    num_heads: int  # query heads
     num_kv_heads: int
-    head_dim: int  # of q and k
-    v_head_dim: int  # of v and out
+    head_dim: int  # head dimension of q and k
+    v_head_dim: int  # head dimension of v and out
     cells: str = ""  # `cells_said` of the mask
 
     agreed: ClassVar[AgreedWhen] = AgreedWhen.OPENING
@@ -113,7 +113,7 @@ class Call:
 
     @property
     def needs(self) -> NeedsGrad:
-        """What needs gradients."""
+        """The tensors that need gradients."""
         return (*self.needs_grad, self.sinks_need_grad)
 
     @property
@@ -305,7 +305,7 @@ def make_call(
 def needs_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> NeedsGrad:
-    """What needs a gradient: autograd is on and the tensor requires a gradient."""
+    """Whether each tensor needs a gradient: autograd is on and the tensor requires one."""
     wants = torch.is_grad_enabled()
     needs_q, needs_k, needs_v, needs_sinks = (
         wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v, sinks)
@@ -324,7 +324,7 @@ def _check_not_of_inference(*tensors: torch.Tensor | None) -> None:
 
 
 def _kind_of(x: torch.Tensor | None) -> object:
-    """What a call depends on of slopes or sinks, beside their values."""
+    """The properties of slopes or sinks on which a call depends, except their values."""
     return x if x is None else (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
 
 
@@ -478,7 +478,7 @@ def _check_tensors(
 
 
 def _remedy(name: str, x: torch.Tensor, own: ContextLayout, argument: str) -> str:
-    """What to do about a tensor whose dimension 1 is not this rank's tokens."""
+    """Advice about a tensor whose dimension 1 is not this rank's tokens."""
     if x.shape[1] != own.seq_len:
         for dim in (2, 0):
             if x.shape[dim] == own.shard_len:

@@ -1,7 +1,7 @@
 """Activation checkpointing that keeps attention's outputs, and so never runs attention twice.
 
-Torch's own checkpointing, without reentrant autograd, and a policy for it. Of a layer's activations
-its inputs and attention's outputs (out and lse) are kept; everything else is computed again in the
+Torch's own checkpointing, without reentrant autograd, and a policy for it. It keeps a layer's
+inputs and attention's outputs (out and lse); every other activation is computed again in the
 backward. So each attention call goes round its ring once in the forward and once in the backward.
 The policy sees the call because under a mode attention goes through the dispatcher (`autograd`).
 """
@@ -27,7 +27,8 @@ _R = TypeVar("_R")
 
 # ctx: a SelectiveCheckpointContext. op: an OpOverload, or an operator of torch's compiler.
 def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of `checkpoint`, for torch's selective checkpointing: what is kept of an op.
+    """The policy of `checkpoint` for torch's selective checkpointing: says whether an op's result
+    is kept.
 
     MUST_SAVE for the forward of `burst_attention`, whose outputs are out and lse;
     PREFER_RECOMPUTE for every other op. As torch takes it, here and wherever a `context_fn` goes:
@@ -67,9 +68,9 @@ def checkpoint(
     if use_reentrant or others:
         wrong = "use_reentrant=True" if use_reentrant else " and ".join(sorted(others))
         error = InputError(
-            f"checkpoint: {wrong} cannot be had beside the policy that keeps attention's outputs; "
-            "leave it out, or call torch.utils.checkpoint.checkpoint with a policy of your own "
-            "that calls burst_rt.keep_attention"
+            f"checkpoint: {wrong} cannot be combined with the policy that keeps attention's "
+            "outputs; leave it out, or call torch.utils.checkpoint.checkpoint with a policy of "
+            "your own that calls burst_rt.keep_attention"
         )
         refuse("checkpoint", error)
     result: _R = torch_checkpointing.checkpoint(

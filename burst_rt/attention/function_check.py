@@ -19,14 +19,15 @@ from burst_rt.planning.masks import Function, Mask
 __all__ = ["cells_said"]
 
 _DRAWN = 4096
-# How many of the drawn numbers of each side are asked about together, as kernels do.
+# Number of the drawn positions of each side that are asked about together, as kernels do.
 _TOGETHER = 5
 
 
 def cells_said(mask: Mask, sizes: tuple[int, int, int, int], device: torch.device) -> str:
-    """What the mask's functions say of drawn cells, in words that ranks compare; "" without any.
+    """The answers of the mask's functions about drawn cells, in words that ranks compare; ""
+    without any.
 
-    Functions with a key are asked too, but the key stands for what they say. sizes: batch rows,
+    Functions with a key are asked too, but the key represents their answers. sizes: batch rows,
     query heads, queries and keys of the whole call. Raises InputError for a function that breaks
     its contract.
     """

@@ -31,7 +31,7 @@ from burst_rt.planning.numbers import UNNUMBERED
 
 __all__ = ["check_mask", "parts_of"]
 
-# How many positions each sampled range has.
+# Number of positions of each sampled range.
 _SAMPLE = 5
 _INSIDE = (
     ". A mask with arguments cannot be made inside a compiled function: make it outside, and use "
@@ -43,8 +43,8 @@ def check_mask(mask: Mask, q_len: int, kv_len: int, *, batch: int = 1, shared: b
     """Raises InputError where the mask does not fit the call or breaks the contract of `Mask`.
 
     Results are cached, so checking the same mask again is cheap. q_len, kv_len: tokens of the whole
-    sequences; the last query stands at the last key. batch: rows of the batch. shared: whether
-    other ranks will compare this mask with their own by `repr`.
+    sequences; the last query is at the position of the last key. batch: rows of the batch. shared:
+    whether other ranks will compare this mask with their own by `repr`.
     """
     if type(mask).__hash__ is None:
         raise InputError(
@@ -147,7 +147,7 @@ def _check_ranges(mask: Mask, q: range, kv: range) -> None:
 
 
 def _cells(piece: Piece, allowed: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The (row, column) pairs of a tile that a piece stands for."""
+    """The (row, column) pairs of a tile that a piece covers."""
     for i in range(piece.q_start, piece.q_stop):
         for j in range(piece.kv_start, piece.kv_stop):
             row, column = i - piece.q_start, j - piece.kv_start
@@ -198,7 +198,7 @@ def _ranges(start: int, stop: int) -> list[range]:
 
 def _ask(
     mask: Mask, what: str, method: Any, *arguments: Any
-) -> Any:  # of a class that may not be what it says
+) -> Any:  # the class may not be what it says
     try:
         return method(*arguments)
     except Exception as error:

@@ -50,10 +50,10 @@ from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["Graphs", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
 
-# So many programs, those of two calls in both directions, keep what their graphs were made from,
-# which the other direction's tables need. It grows with the square of the world.
+# Number of programs whose intermediate data is kept: two calls in both directions. The other
+# direction's tables need the data. It grows with the square of the world size.
 _DETAILED = 2 * 2
-# How many ways are known as verified.
+# Maximum number of ways that are remembered as verified.
 _KNOWN_WAYS = 4096
 
 
@@ -72,11 +72,11 @@ class PlanKey(NamedTuple):
 
 
 class Graphs(Protocol):
-    """What is verified of a program; see `Program`."""
+    """The parts of a program that the verifier needs; see `Program`."""
 
     @property
     def way(self) -> Hashable:
-        """What goes where."""
+        """The program's description of what goes where."""
 
     def messages(self, rank: int) -> Iterator[Transfer]:
         """All messages that a rank sends or receives."""
@@ -92,7 +92,7 @@ class MemoryNeed(NamedTuple):
     sums: int
     copies: int  # copies of this rank's own tensors, where copies must be made
     scratch: int  # the most that one tile allocates
-    tables: int  # of all tiles; kept for calls to come
+    tables: int  # tables of all tiles; kept for calls to come
     chunks: int  # pinned host memory; 0 where nothing is staged
 
     @property
@@ -107,7 +107,7 @@ class RankPlan:
     rank: int
     picked: Picked  # the kernel, and why it was picked
     program_graph: Graph  # the graph that the program built
-    schedule: Schedule  # of `graph`, which the machine has lowered from `program_graph`
+    schedule: Schedule  # schedule of `graph`, which the machine lowered from `program_graph`
 
     @property
     def graph(self) -> Graph:
@@ -146,7 +146,7 @@ class Plan(RankPlan):
 
     key: PlanKey
     choice: Choice  # the strategy, and why it was chosen
-    work: Work  # what the kernel was picked for
+    work: Work  # the work for which the kernel was picked
 
     def explain(self, *, tables: bool = True) -> str:
         """The plan in words: strategy and kernel with the reasons, bytes sent, memory.
@@ -220,7 +220,7 @@ class Planner:
         self._hardware = hardware
         self._plans: Recent[PlanKey, Plan] = Recent(capacity)
         self._layouts: Recent[Problem, Layout] = Recent(capacity)
-        # Of the plans made last, whose programs still hold what graphs are made from.
+        # Programs of the latest plans, which still hold their intermediate data.
         self._detailed: deque[Program] = deque()
         self._verified: Recent[Hashable, bool] = Recent(_KNOWN_WAYS)
         self._rankings: Recent[tuple[Problem, bool], Ranking] = Recent(capacity)
@@ -288,7 +288,7 @@ class Planner:
         )  # fmt: skip
 
     def lowered(self, program: Graphs, own: Graph) -> Graph:
-        """What the machine makes of a program's graph of this rank, `own`.
+        """The lowered graph that the machine makes of `own`, this rank's graph of a program.
 
         Verifies a way that is new. Local. Raises InternalError.
         """

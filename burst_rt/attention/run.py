@@ -33,7 +33,7 @@ _NOTHING = nullcontext()
 
 
 class Forward(Protocol):
-    """What `run_forward` takes of a call."""
+    """The arguments of `run_forward` for one call."""
 
     @property
     def setup(self) -> Setup: ...
@@ -50,7 +50,7 @@ class Forward(Protocol):
 
     @property
     def agreed(self) -> AgreedWhen:
-        """When the ranks agree on the call."""
+        """The time at which the ranks agree on the call."""
 
 
 def run_forward(
@@ -120,7 +120,7 @@ def check_not_captured(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise InputError(
             "burst_attention: a CUDA graph cannot hold a call, because the host takes part in "
-            "every call; capture what stands before it and after it (torch.compile with "
+            "every call; capture the code before it and after it (torch.compile with "
             'mode="reduce-overhead" does so while torch._inductor.config.graph_partition is on)'
         )
 

@@ -17,7 +17,7 @@ _HELD = 4096
 
 
 class Setup:
-    """What the attention calls of one context share. Each context has one setup.
+    """The state that the attention calls of one context share. Each context has one setup.
 
     kernel, partials, check_finite: as `burst_rt.init` takes them.
     """

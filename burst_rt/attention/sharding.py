@@ -29,7 +29,7 @@ AUTO = "auto"
 @opaque
 @dataclass(frozen=True)
 class ContextLayout:
-    """Which tokens each rank of a context holds. Made by `Context.layout`."""
+    """The tokens that each rank of a context holds. Made by `Context.layout`."""
 
     setup: Setup = field(repr=False)  # the context's setup
     map: Layout  # the positions of every rank
@@ -53,7 +53,7 @@ class ContextLayout:
 
     @property
     def shard_len(self) -> int:
-        """How many tokens this rank holds."""
+        """Number of tokens that this rank holds."""
         return self.map.shard_len(self.runtime.rank)
 
     def positions(self, rank: int | None = None) -> torch.Tensor:
@@ -153,7 +153,7 @@ def choose_layout(
     head_dim: int | None,
     dtype: torch.dtype | None,
 ) -> Layout:
-    """The layout that `Context.layout` makes of its arguments. Local. Raises InputError."""
+    """The layout that `Context.layout` makes from its arguments. Local. Raises InputError."""
     world_size = setup.runtime.world_size
     if kind != AUTO and (heads, head_dim, dtype) != (None, None, None):
         raise InputError(

@@ -9,7 +9,7 @@ positions, grouped key/value heads, SwiGLU and no biases. It is spread in one of
   all-reduce after attention and after the feed-forward; the backward has them before the two.
 * "tensor-parallel+sequence" (Megatron-LM with sequence parallelism, arXiv 2205.05198; V3): the
   weights are split in the same way, but outside attention and feed-forward a rank holds only a part
-  of the sequence. An all-gather stands before the two, a reduce-scatter after them. The backward
+  of the sequence. An all-gather comes before the two, a reduce-scatter after them. The backward
   does the reverse. It also gathers the inputs once more for the weights' gradients, because
   gathered inputs are not kept, and sums the norms' gradients over the ranks.
 * any strategy of `planning/strategies`: the sequence is split and every rank holds all weights.
@@ -59,8 +59,8 @@ __all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLaye
 _Parts: TypeAlias = "Iterable[Buffer | Part]"
 
 TENSOR_PARALLEL = ("tensor-parallel", "tensor-parallel+sequence")
-# The lane on which collectives add up, beside the products, as NCCL's collectives do. On the
-# compute lane a sum would wait for a long product to end.
+# The lane on which collectives add up, in parallel with the products, as NCCL's collectives do. On
+# the compute lane a sum would wait for a long product to end.
 _SUMS = Lane("sums", max_in_flight=1)
 # The two halves of a layer, and the weights of each: the norm, the product into the half, the
 # product out of the half.
@@ -101,8 +101,8 @@ class LayerShape:
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights, outputs first.
 
-        The rows of "qkv" are the heads of q, then of k, then of v. The rows of "gate_up" are those
-        of the gate, then those of up.
+        The rows of "qkv" are the heads of q, then of k, then of v. The rows of "gate_up" are the
+        rows of the gate, then the rows of up.
         """
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
@@ -112,7 +112,7 @@ class LayerShape:
         }  # fmt: skip
 
     def num_weights(self, *names: str) -> int:
-        """How many numbers the named weights hold; without names, all weights."""
+        """Number of elements of the named weights; without names, of all weights."""
         sizes = {
             name: shape[0] * (shape[1] if len(shape) > 1 else 1)
             for name, shape in self.weights.items()
@@ -124,13 +124,13 @@ class LayerMemory(NamedTuple):
     """Bytes of one layer on one rank. Inference holds weights and working only."""
 
     weights: int
-    gradients: int  # of the weights
-    # What the forward keeps for the backward: x and its normed form, twice; q, k, v; the output of
-    # attention with its lse; gate, up and their product; no matrix of scores. Autograd keeps a
-    # little more, such as the gate's silu.
+    gradients: int  # gradients of the weights
+    # Tensors that the forward keeps for the backward: x and its normed form, twice; q, k, v; the
+    # output of attention with its lse; gate, up and their product; no matrix of scores. Autograd
+    # keeps a little more, such as the gate's silu.
     activations: int
-    # What is held for a while by attention or by the products, whichever needs more. Attention
-    # needs slots, sums and copies; the products need gathered inputs and unsummed outputs.
+    # Temporary memory of attention or of the products, whichever needs more. Attention needs slots,
+    # sums and copies; the products need gathered inputs and unsummed outputs.
     working: int
 
     @property
@@ -151,7 +151,7 @@ class SpreadLayer:
     world_size: int
     strategy: str  # one of TENSOR_PARALLEL, or an attention strategy
     batch: int = 1
-    input_bytes: int = 2  # of one number of the activations and weights
+    input_bytes: int = 2  # size of one number of the activations and weights
     mask: Mask = field(default_factory=Causal)
     # The layout of the sequence, for attention strategies. Tensor parallelism with a split sequence
     # is contiguous.
@@ -186,12 +186,12 @@ class SpreadLayer:
 
     @property
     def share(self) -> int:
-        """How many ranks share the heads and the feed-forward's width."""
+        """Number of ranks that share the heads and the feed-forward's width."""
         return self.world_size if self.tensor_parallel else 1
 
     @cached_property
     def layout(self) -> Layout:
-        """Which rank holds which tokens, outside attention and feed-forward."""
+        """The layout of the tokens outside attention and feed-forward."""
         if self.strategy == TENSOR_PARALLEL[0]:
             return make_layout("contiguous", self.seq_len, 1)
         kind = "contiguous" if self.gathers else self.kind
@@ -199,11 +199,11 @@ class SpreadLayer:
         return make_layout(kind, self.seq_len, self.world_size, mask)
 
     def own_rows(self, rank: int) -> int:
-        """How many tokens of x a rank holds, over all batch rows."""
+        """Number of tokens of x that a rank holds, over all batch rows."""
         return self.batch * self.layout.shard_len(rank % self.layout.world_size)
 
     def rows(self, rank: int) -> int:
-        """How many tokens a rank puts through its weights, over all batch rows."""
+        """Number of tokens that a rank puts through its weights, over all batch rows."""
         return self.batch * self.seq_len if self.tensor_parallel else self.own_rows(rank)
 
     def summed(self, half: str) -> tuple[str, ...]:
@@ -261,7 +261,7 @@ class SpreadLayer:
         lanes: tuple[Lane, ...] = HOST_LANES,
         attention: bool = True,
     ) -> Graph:
-        """One rank's graph of one direction.
+        """The graph of one rank in one direction.
 
         attention: False for the forward as checkpointing computes it again where it has kept
         attention's outputs: everything but attention.
@@ -348,7 +348,7 @@ class SpreadLayer:
         )
 
     def checkpointed_bytes(self, rank: int, *, attention: bool) -> int:
-        """What checkpointing keeps of this layer on one rank until the backward, in bytes.
+        """Bytes of this layer that checkpointing keeps on one rank until the backward.
 
         That is the layer's input; with `attention` the output of attention and its lse, too.
         """
@@ -562,7 +562,7 @@ class _Builder:
         self.g.compute(name, Op(op), reads=reads, writes=writes, accumulates=accumulates, cost=cost)
 
     def _rotated(self) -> int:
-        """How many numbers are read and written to turn q and k by their positions."""
+        """Number of elements read and written to rotate q and k by their positions."""
         return (
             2
             * self.rows

@@ -39,7 +39,7 @@ from burst_rt.telemetry.views import (
 
 __all__ = ["Dashboard", "make_app", "metrics_app"]
 
-# The present goes out twice a second. The links, which need spans, are worked out once a second.
+# Seconds between two snapshots, and between two computations of the links, which need spans.
 _PERIOD_S = 0.5
 _LINKS_PERIOD_S = 1.0
 _LINKS_SPANS = 4000
@@ -52,7 +52,7 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg"
 
 
 class Present(msgspec.Struct, kw_only=True):
-    """What the page is told twice a second."""
+    """The data that the page gets twice a second."""
 
     job: JobView
     progress: ProgressView
@@ -64,8 +64,8 @@ class Present(msgspec.Struct, kw_only=True):
 
 
 class Dashboard:
-    """What the routes answer from. All viewers share one, so that ten viewers cost the hub what one
-    does.
+    """The data from which the routes answer. All viewers share one, so that ten viewers cost the
+    hub what one does.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -239,8 +239,8 @@ def _words(request: Request, name: str) -> list[str]:
 
 
 def _ranks(request: Request) -> list[int]:
-    """The ranks that are named; what is no number is left out. Raises HTTPException, 400, for a
-    number that no rank can have.
+    """The ranks that are named; words that are not numbers are left out. Raises HTTPException, 400,
+    for a number that no rank can have.
     """
     words = [word for word in _words(request, "rank") if word.isascii() and word.isdigit()]
     for word in words:

@@ -33,7 +33,7 @@ class _Field(NamedTuple):
     help: str
 
 
-# By metric: DCGM's field, the factor to the field's unit, and its meaning.
+# DCGM's field, the factor to the field's unit, and its meaning, by metric.
 DCGM: dict[str, _Field] = {
     "sm_percent": _Field("DCGM_FI_DEV_GPU_UTIL", 1, "GPU utilization (in %)."),
     "memory_busy_percent": _Field("DCGM_FI_DEV_MEM_COPY_UTIL", 1, "Memory utilization (in %)."),
@@ -76,7 +76,7 @@ DCGM: dict[str, _Field] = {
 }
 
 
-# What a job that serves reports (`telemetry.TokenMeter`).
+# Metrics that a job that serves reports (`telemetry.TokenMeter`).
 _SERVING = {
     "time_to_first_token_s": "burst_rt_time_to_first_token_seconds",
     "time_per_token_s": "burst_rt_time_per_output_token_seconds",

@@ -41,7 +41,7 @@ class Guard:
     """Wraps an application.
 
     token: None lets everybody in who may ask at all. hosts: names that the Host header may have
-    beside loopback's; where there are any, a numeric address will do too.
+    besides loopback's; with any of them, a numeric address is accepted too.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# The path of a Unix socket has room for 107 bytes.
+# Maximum length of the folder's path: the path of a Unix socket has room for 107 bytes.
 _MAX_FOLDER_BYTES = 100
 
 

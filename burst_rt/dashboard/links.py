@@ -20,10 +20,10 @@ __all__ = ["WINDOW_S", "LinkView", "Links"]
 
 WINDOW_S = 5.0
 # A link is slow if its messages move at less than this part of the median link's speed, over at
-# least so many messages.
+# least this number of messages.
 _SLOW = 1 / 3
 _MIN_MESSAGES = 4
-# A rank that has waited for one message for so long is stuck.
+# Seconds until a rank that waits for one message counts as stuck.
 _SILENT_S = 2.0
 _MAX_LINKS = 4096
 _FLOOR_S = 1e-6
@@ -42,7 +42,7 @@ class LinkView(msgspec.Struct, kw_only=True):
 
 
 class _Moved(NamedTuple):
-    """What the messages of one link moved."""
+    """Totals of the messages of one link."""
 
     size_bytes: int
     moving_s: float  # time in which at least one message was on the wire
@@ -97,8 +97,8 @@ class Links:
                 or receiver not in ranks
                 or {ranks[sender].status, ranks[receiver].status} & {"lost", "silent"}
             )
-            # When a ring stands still, most ranks wait for the rank before them, and that one waits
-            # too. The fault lies where the sender is not waiting. Where all wait, nothing tells the
+            # When a ring stalls, most ranks wait for the rank before them, and that one waits too.
+            # The fault lies where the sender is not waiting. Where all wait, nothing tells the
             # links apart, and all are silent.
             silent = gone or (
                 receiver in stuck and (sender not in stuck or len(stuck) == len(ranks))
@@ -109,7 +109,7 @@ class Links:
                 and moved.messages >= _MIN_MESSAGES
                 and moved.speed < _SLOW * usual
             )
-            # The last rate of a rank that is no longer live says nothing of the present.
+            # The last rate of a rank that has ceased to be live says nothing about the present.
             rate = (
                 total.get(sender, 0.0) * share
                 if not silent and ranks[sender].status == "live"

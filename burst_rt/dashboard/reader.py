@@ -43,8 +43,8 @@ class Reader(Protocol):
 
 
 class ModelReader:
-    """Reads a model in this process. now: the hub's clock; None for a replay, where time stands
-    still.
+    """Reads a model in this process. now: the hub's clock; None for a replay, where time does not
+    pass.
     """
 
     def __init__(self, model: JobModel, now: Callable[[], float] | None = None) -> None:

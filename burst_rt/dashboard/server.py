@@ -27,8 +27,8 @@ __all__ = ["DEFAULT_PORT", "Served", "Where"]
 DEFAULT_PORT = 8870
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MAX_CONNECTIONS = 128
-# So many of the connections may have asked for nothing yet; where there are more, the one that has
-# been silent longest is closed. A request must have come whole within the deadline.
+# Maximum number of connections that have not asked for anything yet; beyond it the one that has
+# been silent longest is closed. Deadline for a complete request.
 _MAX_MUTE = 64
 _REQUEST_DEADLINE_S = 10.0
 _CLOSING_S = 1
@@ -63,7 +63,7 @@ class Where:
 
     @property
     def warning(self) -> str:
-        """What to say to a person who serves on another address than loopback; "" on loopback."""
+        """The warning for a person who serves on another address than loopback; "" on loopback."""
         if self.is_loopback:
             return ""
         return (

@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# After so long a rank that waits for messages asks whether their senders are in a later call.
+# Seconds until a rank that waits for messages asks whether their senders are in a later call.
 _ASKS_AFTER_S = 1.0
 
 
@@ -40,16 +40,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def as_device_error(error: BaseException, rank: int) -> BaseException:
-    """The error itself; a DeviceError in place of torch's error for a device that has failed."""
+    """The error itself, or a DeviceError instead of torch's error for a device that has failed."""
     if not isinstance(error, torch.AcceleratorError):
         return error
     return DeviceError(f"rank {rank}: the device failed: {error}", rank=rank)
 
 
 class Opening(Protocol):
-    """What a control task waits for: the ranks' agreement on the call."""
+    """The ranks' agreement on the call, for which a control task waits."""
 
-    number: int  # of the call
+    number: int  # number of the call
 
     def start(self) -> None:
         """Begins the agreement. Never blocks."""
@@ -63,14 +63,16 @@ class Opening(Protocol):
 
 @dataclass(kw_only=True)
 class DriverOptions:
-    """What a driver needs for one run beside the graph and the transports. The driver owns it."""
+    """Everything that a driver needs for one run besides the graph and the transports. The driver
+    owns it.
+    """
 
     operations: Mapping[type, Callable[..., None]]  # by type; called with the task's operation
-    memory: Mapping[int, Memory]  # the bytes of each part that a message names
-    watch: Watch  # what this rank knows of the other ranks
-    opening: Opening  # what control tasks wait for
-    timeout_s: float  # how long the other ranks may take to enter the call
-    stall_s: float  # how long nothing may move inside the call
+    memory: Mapping[int, Memory]  # bytes of each part that a message names
+    watch: Watch  # this rank's knowledge of the other ranks
+    opening: Opening  # the agreement for which control tasks wait
+    timeout_s: float  # seconds that the other ranks may take to enter the call
+    stall_s: float  # seconds for which nothing may move inside the call
     # Says how much memory the call takes, for the error when memory runs out.
     takes: Callable[[], str] | None = None
     flight: FlightRecord | None = None  # the record that the present task is written to
@@ -192,7 +194,7 @@ class BaseDriver:
     def _work(self) -> list[Event]:
         """Does work of the driver's own, and returns what has happened. Blocks while a task runs.
 
-        Returns an empty list where there is no work.
+        Returns an empty list if there is nothing to do.
         """
         return []
 
@@ -284,7 +286,8 @@ class BaseDriver:
         return ended_s
 
     def _waiting_for(self) -> tuple[Task, float, bool] | None:
-        """What the driver waits for: (task, seconds it may be silent, whether for its own device).
+        """The awaited task or message: (task, seconds it may be silent, whether for its own
+        device).
 
         None where nothing is under way.
         """
@@ -386,7 +389,7 @@ def _name_task(error: BurstError, task: Task) -> None:
 
 
 class Progress:
-    """What kernels call between their parts: `BaseDriver.progress`. Never blocks.
+    """The function that kernels call between their parts: `BaseDriver.progress`. Never blocks.
 
     A `Progress` is made before its driver, because the driver needs the call's memory.
     """

@@ -35,7 +35,7 @@ class _Issued(NamedTuple):
     """A task that was put on a stream."""
 
     task: Task
-    issued_s: float  # by `time.perf_counter`
+    issued_s: float  # time of `time.perf_counter`
     started: DeviceEvent  # recorded before the task's work
     ended: DeviceEvent  # recorded after the task's work
 
@@ -43,8 +43,8 @@ class _Issued(NamedTuple):
 class CudaDriver(BaseDriver):
     """Performs one run of a graph on a GPU; see `scheduler.Driver` and `BaseDriver`.
 
-    transport, wire: for exchanges on lanes that are not ordered, and on ordered lanes; None: there
-        are no such lanes.
+    transport, wire: for exchanges on lanes that are not ordered, and on ordered lanes; None if the
+        graph has no such lanes.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class CudaDriver(BaseDriver):
         return self._device.record(caller)
 
     def begun(self) -> bool:
-        """Whether the caller's stream has come to this run, past the caller's own work.
+        """Whether the caller's stream has reached this run, past the caller's own work.
 
         Never blocks; any thread may ask.
         """
@@ -219,7 +219,8 @@ class CudaDriver(BaseDriver):
 
     def _waiting_for(self) -> tuple[Task, float, bool] | None:
         if self._control is None and self._under_way:
-            # A long tile is no stall, so the other ranks must hear that this rank is alive.
+            # A long tile must not look like a stall, so the other ranks must hear that this rank is
+            # alive.
             self._running = self._graph.tasks[self._under_way[0]]
             self._say_alive(time.perf_counter())
             return self._running, self._options.timeout_s, True

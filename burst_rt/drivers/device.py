@@ -19,7 +19,7 @@ __all__ = ["DeviceEvent", "Stream", "StreamDevice", "TorchDevice"]
 Stream: TypeAlias = Any
 DeviceEvent: TypeAlias = Any
 
-# After this time the device's and the host's clocks are compared anew.
+# Seconds until the device's and the host's clocks are compared again.
 _ORIGIN_S = 10.0
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h: captures of other threads do not concern this one.
 _CAPTURE_THREAD_LOCAL = 1
@@ -133,9 +133,9 @@ class TorchDevice:
         return float(first.elapsed_time(last)) / 1e3
 
     def origin(self) -> tuple[torch.cuda.Event, float]:
-        """A recent event and its time; blocks for some microseconds where it is recorded anew.
+        """A recent event and its time; blocks for some microseconds if it is recorded again.
 
-        The event is recorded anew every 10 s, because clocks drift. Its stream has no other work.
+        The event is recorded again every 10 s, because clocks drift. Its stream has no other work.
         """
         if self._origin is None or time.perf_counter() - self._origin[1] > _ORIGIN_S:
             event = self.record(self.lane("clock"))

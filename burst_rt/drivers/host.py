@@ -1,7 +1,7 @@
 """The host driver: tasks run on this rank's CPU, messages go through a transport.
 
-One compute task runs at a time, beside transfers. A compute task runs inside `wait`, in the calling
-thread. A long task calls `progress` between its parts so that messages keep moving.
+One compute task runs at a time, concurrently with transfers. A compute task runs inside `wait`, in
+the calling thread. A long task calls `progress` between its parts so that messages keep moving.
 """
 
 from __future__ import annotations

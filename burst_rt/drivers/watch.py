@@ -18,11 +18,11 @@ from burst_rt.transport.base import UNKNOWN_CODE
 
 __all__ = ["Backoff", "SharedWatch", "Watch"]
 
-# A rank that has left may have done all of its part in the call before. For this long, the messages
-# that the rank sent may still be on their way.
+# Seconds for which messages of a rank that has left may still be in transit: it may have done all
+# of its part in the call before.
 _LEAVE_GRACE_S = 1.0
-# A wait polls hot at first, because a sleeping poll costs 0.6 ms where a hot poll costs 3 us. Later
-# the wait polls with growing sleeps.
+# Seconds for which a wait polls without sleeping, because a sleeping poll costs 0.6 ms and a hot
+# poll 3 us. Later the wait polls with growing sleeps.
 _HOT_S = 1e-3
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 500e-6
@@ -70,7 +70,7 @@ class Absent:
 
 
 class Watch:
-    """What this rank knows of the other ranks, from their notices. Each context has one watch.
+    """This rank's knowledge of the other ranks, from their notices. Each context has one watch.
 
     Only `wait_for` blocks. All dictionaries are by rank.
     """
@@ -130,8 +130,8 @@ class Watch:
 
         PeerLost, or DeviceError where the rank failed with a DeviceError. A rank counts as lost 1 s
         after it left, because its last messages may still be on their way. awaited: the ranks whose
-        messages are open; None: all ranks. A rank that ended well, and has no open messages, is no
-        loss to a call under way.
+        messages are open; None: all ranks. A rank that ended well, and has no open messages, does
+        not count as lost to a call in progress.
         """
         now = time.perf_counter()
         for peer, (since, code, _) in self.left.items():

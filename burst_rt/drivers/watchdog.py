@@ -3,15 +3,15 @@
 With an ordered transport (NCCL) a call returns once its work is on streams. If another rank then
 fails, that work never ends. The program would wait for the work for ever, in code of its own such
 as `.item()`. So a daemon thread of the context watches the oldest call on the device that has not
-ended. While there is no such call, the thread sleeps. The thread looks for these troubles:
+ended. Without such a call, the thread sleeps. The thread looks for these troubles:
 
 * Another rank has said that it failed, while messages are open.
 * NCCL reports an error, which NCCL does only when asked.
 * A message could not be started for `timeout_s`: two ranks may still have to connect, on the host.
-* No task of the call has ended for `timeout_s`. This time begins when the caller's stream has come
-  to the call, because the caller's own work may take as long as it likes. The limit is the time
-  that a rank may be late for a call: the stream of another rank may have work of its caller, too,
-  and this rank's messages wait for that work.
+* No task of the call has ended for `timeout_s`. This time begins when the caller's stream has
+  reached the call, because the caller's own work may take as long as it likes. The limit is the
+  time that a rank may be late for a call: the stream of another rank may have work of its caller,
+  too, and this rank's messages wait for that work.
 
 Any of these ends the job (`fail`). To abort the messages and go on would give the program invalid
 results.

@@ -24,8 +24,8 @@ __all__ = ["attend", "register"]
 
 _NAME = "attn_implementation='burst_rt'"
 _CACHE = "a cache made by burst_rt.hf.Cache(model, ctx, capacity=...)"
-# Types of layers, as `layer_types` of a configuration has them, that look at other tokens by
-# attention alone, or at none; and those that choose keys by one rank's scores.
+# Names of layer types, as in `layer_types` of a configuration, that look at other tokens by
+# attention alone, or at none; and names of types that choose keys by one rank's scores.
 _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 _KNOWN = (*_ATTENDING, "moe", "mlp", "sparse", "dense")
 _CHOOSING = (
@@ -144,7 +144,9 @@ def _structure(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> Mask:
-    """What a layer sees beside documents and padding. batch: its queries'; None: over a cache."""
+    """The mask of a layer apart from documents and padding. batch: its queries'; None: over a
+    cache.
+    """
     if isinstance(handed, Handed):
         return handed.mask(batch)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -165,7 +167,7 @@ def _why_not(
     position_bias: object,
     cache: object,
 ) -> str | None:
-    """What keeps a layer from its attention, in words."""
+    """The reason why a layer cannot attend, in words."""
     if not isinstance(part, (Part, CachedPart)):
         return (
             f"expected the keyword {KEYWORD!r}, got none: this rank's tokens do not say which part "
@@ -251,7 +253,9 @@ def _equal(given: torch.Tensor, batch: ShardedBatch) -> bool:
 
 
 def _sides(part: Part, module: torch.nn.Module) -> tuple[ShardedBatch, ShardedBatch, Mask]:
-    """Whose tokens the queries and the keys of a layer are; what documents and padding show."""
+    """The batches to which a layer's queries and keys belong, and the mask of documents and
+    padding.
+    """
     if part.encoder is None:
         return part.batch, part.batch, part.batch.mask
     if not getattr(module.config, "is_decoder", False):

@@ -45,13 +45,13 @@ class CachedPart:
 
     ctx: Context
     step: Step
-    position_ids: torch.Tensor  # of this rank's tokens
+    position_ids: torch.Tensor  # position ids of this rank's tokens
     past: int  # tokens of each sequence that are cached, left padding included
     places: (
         torch.Tensor
-    )  # `[batch, tokens]`: of this rank's tokens in their sequence, padding included
-    largest_position: int  # of all ranks' tokens
-    # Of the models whose rotary embeddings were told the largest position (`rotary.Watch`).
+    )  # `[batch, tokens]`: places of this rank's tokens in their sequence, padding included
+    largest_position: int  # largest position of all ranks' tokens
+    # The watches of the models whose rotary embeddings know the largest position (`rotary.Watch`).
     told: set[object] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedPart:
@@ -73,20 +73,21 @@ class Cache(HookedCache):
 
     Collective: every rank makes the same cache. Blocks as `KVCache` and `prepare` do.
 
-    model: can generate, is no encoder-decoder, and has attn_implementation="burst_rt". It may be
-        wrapped by `fully_shard`. Where it needs `prepare`, that is done here. It is asked for one
-        token, on each rank alone: what its layers would keep of it is what the cache holds.
-    capacity: the most tokens of a sequence, left padding and new tokens included.
-    batch: how many sequences, times beams or num_return_sequences; None: as the first call has.
+    model: can generate, is not an encoder-decoder, and has attn_implementation="burst_rt". It may
+        be wrapped by `fully_shard`. Where it needs `prepare`, that is done here. It is asked for
+        one token, on each rank alone: what its layers would keep of it is what the cache holds.
+    capacity: maximum number of tokens of a sequence, left padding and new tokens included.
+    batch: number of sequences, times beams or num_return_sequences; None: as the first call has.
         The memory is taken as soon as that is known; see `KVCache`.
     block: as in `KVCache`.
 
     In `model.generate(..., cache=cache)` each rank runs only its part of a prompt through
     the model, at most ceil(tokens / ranks) + block of them. (A rank that has no token of a chunk
-    runs a stand-in; of ranks x block tokens each rank has some.) After each call every rank has the
-    logits of the last token and the state of torch's random generators that rank 0 has; of a prompt
-    the logits are those of the rank that has its last token. `max_time` and stopping criteria,
-    which every rank is given, are asked of rank 0 alone; they make no call of ranks.
+    runs a dummy token; every rank has some tokens of a chunk of ranks x block tokens.) After each
+    call every rank has the logits of the last token and the state of rank 0's random generators of
+    torch; the logits of a prompt come from the rank that has its last token. `max_time` and
+    stopping criteria, which every rank is given, are asked of rank 0 alone; they make no call of
+    ranks.
 
     Raises, on every rank, InputError for a model or a number that cannot be used, and
     ContractMismatch where the ranks' numbers differ. A forward raises, on every rank, InputError
@@ -106,7 +107,7 @@ class Cache(HookedCache):
         require_context(ctx, _NAME)
         super().__init__(model, ctx)
         self.capacity, self.block = capacity, block
-        self._part: CachedPart | None = None  # of the call under way
+        self._part: CachedPart | None = None  # the part of the call in progress
         self._kv: KVCache | None = None
         # The tokens that are cached, -1 for unknown ones. No tensor: one that was made in inference
         # mode could not be written to outside of it.
@@ -161,12 +162,12 @@ class Cache(HookedCache):
         return self.capacity
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many keys a call with so many new tokens sees, and the first of them."""
+        """Number of keys that a call with this many new tokens sees, and the first of them."""
         return self.get_seq_length() + query_length, 0
 
     @property
     def batch_size(self) -> int:
-        """How many sequences; -1 where that is not known yet."""
+        """Number of sequences; -1 if it is not known yet."""
         return -1 if self._kv is None else self._kv.batch
 
     @property
@@ -181,7 +182,7 @@ class Cache(HookedCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """By layer, whether it keeps a state in place of keys; `generate` then runs all tokens."""
+        """Whether each layer keeps a state instead of keys; `generate` then runs all tokens."""
         return [False] * self._num_layers
 
     @property
@@ -248,15 +249,15 @@ class Cache(HookedCache):
             self._text = self._text[beam_idx.cpu().numpy()]
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Not done."""
+        """Raises InputError: not supported."""
         self.refuse("contrastive search and others that repeat a cache's rows are not done")
 
     def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
-        """Not done."""
+        """Raises InputError: not supported."""
         self.refuse("generation that drops rows of a cache is not done")
 
     def activate_past_recording(self) -> NoReturn:
-        """Not done: assisted decoding asks for it."""
+        """Raises InputError: assisted decoding, which calls it, is not supported."""
         self.refuse(
             "assisted decoding (assistant_model, prompt_lookup_num_tokens) is not done; expected "
             "greedy search, sampling or beam search; leave it out"
@@ -265,7 +266,7 @@ class Cache(HookedCache):
     # A call of the model.
 
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Begins a step: what the model is called with in place of these arguments.
+        """Begins a step, and returns the arguments with which the model is called instead of these.
 
         Collective; blocks and raises as `KVCache.step`.
         """
@@ -324,7 +325,8 @@ class Cache(HookedCache):
         length = self.get_seq_length()
         if self._text is None or text.shape != (len(self._text), length + new):
             return  # not the whole text, or another batch, which the model's call refuses
-        # While new tokens are written, the text before the last one is that of the call before.
+        # While new tokens are written, the text before the last one is the text of the previous
+        # call.
         first = 0 if self.prompt != "none" else max(0, length - 1)
         cached, given = self._text[:, first:length], text[:, first:length].cpu().numpy()
         wrong = np.argwhere((cached != given) & (cached >= 0))
@@ -337,7 +339,7 @@ class Cache(HookedCache):
             )
 
     def _warn_of_whole_text(self, text: torch.Tensor | None, new: int) -> None:
-        """Where new tokens begin with all that are cached: the whole text, most likely."""
+        """Warns if new tokens begin with all cached tokens: they are most likely the whole text."""
         length = self.get_seq_length()
         if self._text is None or text is None or not 0 < length < new or self.ctx.rank:
             return
@@ -369,7 +371,7 @@ class Cache(HookedCache):
 
 
 def _why_not(model: Any, capacity: object, batch: object, block: object) -> BurstError | None:
-    """Why there can be no such cache, or None."""
+    """The reason why such a cache is impossible, or None."""
     for name, number in (("capacity", capacity), ("batch", batch), ("block", block)):
         if not is_count(number, 1) and not (name == "batch" and number is None):
             return InputError(f"{_NAME}: {name} must be an integer of at least 1, got {number!r}")

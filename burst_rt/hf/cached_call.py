@@ -21,19 +21,19 @@ _GO_ON = (
     "tokens alone; call cache.reset() before another text; where another rank still generates, "
     "give all ranks the same arguments, such as max_new_tokens"
 )
-# Arguments of a forward with one value a token, which are cut and which the ranks compare.
+# Names of arguments of a forward with one value a token, which are cut and which the ranks compare.
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
-# Results that would be of one rank's tokens, or need all tokens.
+# Names of arguments for results that would be of one rank's tokens, or that need all tokens.
 _REFUSED = ("labels", "output_hidden_states", "output_attentions", "output_router_logits")
 
 
 @dataclass(frozen=True)
 class CachedCall:
-    """What a forward with a cache is called with, checked."""
+    """The checked arguments of a forward with a cache."""
 
     rows: int
     tokens: int  # new ones, of each row
-    padding: list[int]  # of each row, at its left
+    padding: list[int]  # left padding of each row
     about: str  # what the ranks compare
     cut: dict[str, torch.Tensor]
     largest_position: int
@@ -126,7 +126,7 @@ def _wrong(name: str, expected: str, got: object) -> InputError:
 
 
 def _left_padding(mask: Any, rows: int, tokens: int) -> list[int]:
-    """Of each row, how many tokens are padding. Raises InputError for padding elsewhere."""
+    """Number of padding tokens of each row. Raises InputError for padding elsewhere."""
     if not isinstance(mask, torch.Tensor) or mask.shape != (rows, tokens):
         raise _wrong("attention_mask", f"[batch, cached and new tokens] = {(rows, tokens)}", mask)
     shown = mask.cpu() != 0
@@ -163,7 +163,7 @@ def _positions(
 
 
 def _digest(given: dict[str, torch.Tensor]) -> str:
-    """A few letters that stand for the values, in the words of an error: seen where they differ."""
+    """A short digest of the values, which an error shows if the ranks' values differ."""
     found = hashlib.blake2b(digest_size=8)
     for name, x in sorted(given.items()):
         found.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())

@@ -1,7 +1,7 @@
 """Hooks on a model that has caches over ranks: the model's calls become steps of the caches.
 
-Calls with such a cache are cut, and their logits are those of all ranks. Other calls are left as
-they are. When the last cache of a model is gone, so are the hooks.
+Calls with such a cache are cut, and their logits come from all ranks. Other calls are left as they
+are. When the last cache of a model is gone, so are the hooks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from burst_rt.runtime.refusing import refuse
 __all__ = ["HookedCache", "attach", "check_model", "detach", "what_layers_keep"]
 
 _NAME = "hf.Cache"
-_HOOKS = "_burst_rt_hooks"  # of a model's attribute
-# What these say follows from the tokens, which all ranks share.
+_HOOKS = "_burst_rt_hooks"  # name of a model's attribute
+# Criteria whose answers follow from the tokens, which all ranks share.
 _BY_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
@@ -46,16 +46,18 @@ class HookedCache(transformers.Cache):  # type: ignore[misc]  # transformers has
     def __init__(self, model: Any, ctx: Context) -> None:
         super().__init__(layers=[])
         self.model, self.ctx = model, ctx
-        # What the model's calls have of a prompt, while `generate` runs one.
+        # The part of a prompt that the model's calls get, while `generate` runs one.
         self.prompt: Literal["none", "whole", "chunk"] = "none"
         self.asked = ""  # the stopping criteria that rank 0 is asked
 
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Begins a step: what the model is called with in place of these arguments."""
+        """Begins a step, and returns the arguments with which the model is called instead of
+        these.
+        """
         raise NotImplementedError
 
     def end(self, logits: torch.Tensor) -> torch.Tensor:
-        """Ends the step: the logits that all ranks go on with."""
+        """Ends the step, and returns the logits with which all ranks go on."""
         raise NotImplementedError
 
     def check_text(self, text: torch.Tensor, new: int) -> None:
@@ -140,12 +142,12 @@ def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
 
 
 class _Hooks:
-    """What a model has while it has caches."""
+    """The hooks of a model while it has caches."""
 
     def __init__(self, model: Any) -> None:
         self.num_caches = 0
-        self.ctx: Context | None = None  # of the cache of the model's last call
-        self.asked = ""  # in the last `generate`
+        self.ctx: Context | None = None  # context of the cache of the model's last call
+        self.asked = ""  # names of the criteria that the last `generate` asks
         self._handles = [
             # First, so that other hooks know how the call is cut.
             model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
@@ -161,7 +163,7 @@ class _Hooks:
         del model.prepare_inputs_for_generation, model._get_stopping_criteria, model._prefill
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
-        """Those of a copy of the model, which has no caches."""
+        """The hooks of a copy of the model, which has no caches."""
         found = _Hooks.__new__(_Hooks)
         found.num_caches, found.ctx, found.asked = 0, None, ""
         found._handles = copy.deepcopy(self._handles, memo)
@@ -274,7 +276,9 @@ def _prompted(kind: Any) -> Callable[..., Any]:
 
 
 def _stopping(kind: Any) -> Callable[..., StoppingCriteriaList]:
-    """The class's own criteria. Those that ranks may answer otherwise are asked of rank 0 alone."""
+    """The class's own criteria. Only rank 0 is asked the criteria that ranks may answer
+    differently.
+    """
 
     @wraps(kind._get_stopping_criteria)
     def get_stopping_criteria(self: Any, *args: Any, **options: Any) -> StoppingCriteriaList:
@@ -296,7 +300,7 @@ class _StopsWithRank0(StoppingCriteria):  # type: ignore[misc]  # transformers h
         self._hooks, self._criteria = hooks, criteria
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
-        """Which rows end: bool `[rows]`. Collective after a call with a cache over ranks."""
+        """The rows that end: bool `[rows]`. Collective after a call with a cache over ranks."""
         ctx = self._hooks.ctx
         ask: Callable[[], torch.Tensor] = partial(self._criteria, input_ids, scores, **options)
         if ctx is None or ctx.world_size == 1:
@@ -313,7 +317,7 @@ class _StopsWithRank0(StoppingCriteria):  # type: ignore[misc]  # transformers h
                 raise TypeError(f"shape {tuple(found.shape)}")
             return found.bool()
         except BurstError:
-            raise  # which the other ranks have heard of
+            raise  # the other ranks have heard of it
         except Exception as error:  # noqa: BLE001  (whatever a criterion raises: the other ranks wait for its answer)
             wrong = InputError(
                 f"{_NAME}: max_time or stopping criteria ({self._hooks.asked}): expected a bool of "

@@ -2,7 +2,8 @@
 
 A window, a chunk or a temperature changes nothing in a row that is shorter than its number. Whether
 a model is over ranks what it is on one process shows on both sides of each number only, and real
-numbers are too large to compare at. So a comparison runs twice, the second time with small numbers.
+numbers are too large to compare at. Therefore a comparison runs twice, the second time with small
+numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from transformers import PreTrainedConfig
 
 __all__ = ["Length", "lengths_beyond", "shortened"]
 
-# Names that configurations have for numbers of tokens, and names that look like one.
+# Pattern of the names that configurations have for numbers of tokens, and of names that only look
+# like one.
 _LENGTH = re.compile(
     r"window|chunk|floor|positions?_emb|_positions$|local_attention|context|max_len|seq_len|span"
 )
@@ -44,7 +46,7 @@ def lengths_beyond(model: torch.nn.Module, tokens: int) -> list[Length]:
 
 @contextmanager
 def shortened(model: torch.nn.Module, lengths: Sequence[Length], short: int) -> Iterator[None]:
-    """Has a model take a small number in place of each of these, of its configuration and layers.
+    """Replaces each of these lengths by a small number, in a model's configuration and layers.
 
     Afterwards the model is as it was, buffers included: some keep frequencies chosen by a length.
     """

@@ -2,8 +2,8 @@
 
 transformers hands a mask function to every implementation: a closure over (batch, head, q, kv) that
 its own combinators have made. The functions count in one rank's tokens, so none of them is ever
-asked for a cell. What they are made of says which mask is meant; documents, padding and where
-chunks begin come from `shard`. A function that is not of transformers' own making is refused.
+asked for a cell. Their parts say which mask they are; documents, padding and the starts of chunks
+come from `shard`. A function that is not of transformers' own making is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Handed:
         self._masks: dict[ShardedBatch | None, Mask] = {}
 
     def mask(self, batch: ShardedBatch | None) -> Mask:
-        """The mask for whole sequences of a batch, or for those of a cache (None).
+        """The mask for whole sequences of a batch, or for the sequences of a cache (None).
 
         Raises InputError for chunks behind padding in a cache.
         """
@@ -80,7 +80,7 @@ def _unpadded_chunks(size: int, left_padding: Any) -> Mask:
 def mask_of(function: Callable[..., Any], chunks: Chunks = _unpadded_chunks) -> Mask:
     """The mask that a mask function of transformers means, for whole sequences.
 
-    chunks: makes the masks of chunks, which do not go by distance alone. Raises InputError for a
+    chunks: makes the masks of chunks, which depend on more than distance. Raises InputError for a
     function that is not known, and ConfigError for one that a later transformers has.
     """
     if function is masking_utils.causal_mask_function:
@@ -152,14 +152,15 @@ def _documents(chunks: Chunks, packed_sequence_mask: Any) -> Mask:
 def _moved(chunks: Chunks, mask_function: Callable[..., Any], position_ids: Any) -> Mask:
     """Positions that count from the beginning of their document.
 
-    The same cells within a document for what goes by distance; `chunks` knows where chunks begin.
+    A mask that depends on distance has the same cells within a document; `chunks` knows where
+    chunks begin.
     """
     return mask_of(mask_function, chunks)
 
 
 _NOTHING = First(0)
-# By the function of `masking_utils` whose closure it is. All of them see by distance, but for
-# chunks, which have edges.
+# Readers of closures, by the function of `masking_utils` that makes them. All these masks see by
+# distance, except chunks, which have edges.
 _READERS: dict[str, Callable[..., Mask]] = {
     "and_masks": _all_of,
     "or_masks": _any_of,
@@ -170,5 +171,5 @@ _READERS: dict[str, Callable[..., Mask]] = {
     "packed_sequence_mask_function": _documents,
     "remap_positions_for_packed_sequence": _moved,
 }
-# Known, and refused: they go by one rank's padding or cache.
+# Names of mask functions that depend on one rank's padding or cache.
 _REFUSED = frozenset({"padding_mask_function", "add_offsets_to_mask_function"})

@@ -1,8 +1,9 @@
 """Whether a model is over ranks what it is on one process; what it needs to be so.
 
-A model's layers may see each other's tokens by other ways than attention (state spaces,
-convolutions), through an attention of their own, or count positions in a way of their own. None of
-that shows where attention is called. So models that this project does not test are compared, once.
+Tokens may see each other in a model's layers by other ways than attention (state spaces,
+convolutions) or through the model's own attention, and a model may count positions in its own way.
+None of that shows where attention is called. So models that this project does not test are
+compared, once.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 TESTED = frozenset(
     {"gemma2", "gemma3", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3", "t5gemma"}
 )
-# What the heads' names end with.
+# Suffixes of the heads' names.
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification")
 _FOLDER = "transformers.models."
 # Ranks compute what one process computes up to rounding: up to this part of the largest logit, by
 # the type of the weights. The tokens of other ranks weigh far more.
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _TOKENS_A_RANK = 8
-# In place of windows, chunks and the like.
+# Length that replaces windows, chunks and the like.
 _SHORT = 5
-# What a model raises that cannot be called so.
+# Errors that a model raises if it cannot be called so.
 _ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
-# From one token of the comparison to the next: any that differ will do.
+# Step from one token of the comparison to the next: any tokens that differ will do.
 _STRIDE = 7919
 
 
@@ -101,7 +102,7 @@ def _is_tested(model: torch.nn.Module) -> bool:
     # `fully_shard` puts a class of its own before the model's.
     kind = next(x for x in type(model).__mro__ if not issubclass(x, FSDPModule))
     folder = kind.__module__.removeprefix(_FOLDER).partition(".")[0]
-    # Libraries of faster losses put a forward of their own in the place of transformers'.
+    # Libraries of faster losses replace transformers' forward by their own.
     forward = inspect.unwrap(model.forward).__module__
     return (
         kind.__module__.startswith(_FOLDER)
@@ -130,7 +131,7 @@ def _check_output(module: torch.nn.Module, part: Part, output: Any) -> None:
     tokens = part.batch.layout.shard_len
     meant = {tokens, part.encoder.layout.shard_len if part.encoder else tokens}
     for name, x in values:
-        # Of hidden states, logits and the like; numbers beside them are integers.
+        # Only hidden states, logits and the like are checked; other outputs are integers.
         if not isinstance(x, torch.Tensor) or x.ndim < 2 or not x.is_floating_point():
             continue
         if x.shape[1] not in meant:
@@ -172,7 +173,7 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
         raise InputError(
             f"hf.prepare: {name} cannot take its attention from burst_rt: {error}"
         ) from error
-    except InputError:  # what every rank sees, every rank raises
+    except InputError:  # every rank sees it, so every rank raises
         raise
     except _ERRORS as error:
         wrong = InputError(
@@ -188,14 +189,14 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
 
 
 def _largest(x: float, ctx: Context) -> float:
-    """Of all ranks' numbers. Collective."""
+    """The largest of all ranks' numbers. Collective."""
     everyones = torch.zeros(ctx.world_size, dtype=torch.float64)
     everyones[ctx.rank] = x
     return ctx.all_reduce(everyones).max().item()
 
 
 def _rounding(model: Any, computed_in: torch.dtype) -> float:
-    """How far ranks may be from one process, over the largest logit.
+    """The tolerated difference between ranks and one process, relative to the largest logit.
 
     Quantised weights are integers; what is computed of them is of the other weights' type. FSDP2
     may keep weights of one type and compute in another.
@@ -233,10 +234,10 @@ def _first_document(ctx: Context) -> int:
 
 
 def _check_logits(model: Any, batch: dict[str, torch.Tensor], kind: str, ctx: Context) -> float:
-    """Raises InputError on every rank where ranks' logits are not those of one process.
+    """Raises InputError on every rank if the ranks' logits differ from one process's.
 
-    On both sides of each length of the model's configuration. Collective. Returns how far they may
-    be.
+    It compares on both sides of each length of the model's configuration. Collective. Returns the
+    tolerated difference.
     """
     lengths = lengths_beyond(model, _first_document(ctx))
     whole = _alone(model, batch, ctx)
@@ -261,7 +262,7 @@ def _check_logits(model: Any, batch: dict[str, torch.Tensor], kind: str, ctx: Co
 def _off_beyond(
     model: Any, batch: dict[str, torch.Tensor], lengths: Sequence[Length], ctx: Context
 ) -> float:
-    """How far the logits are from one process's where these lengths are short. Collective.
+    """The difference of the logits from one process's with these lengths shortened. Collective.
 
     0, with a warning, where one process cannot compute them.
     """
@@ -284,7 +285,7 @@ def _off_beyond(
 def _logits_off(
     model: Any, batch: dict[str, torch.Tensor], whole: torch.Tensor, ctx: Context
 ) -> float:
-    """How far this rank's logits are from one process's, over the largest."""
+    """The difference of this rank's logits from one process's, relative to the largest."""
     part = _cut(batch, ctx)
     layout = part[KEYWORD].batch.layout
     output = model(**part)
@@ -296,7 +297,9 @@ def _logits_off(
 
 
 def _loss_off(model: Any, ctx: Context) -> float:
-    """How far the loss is from one process's, over that. 0 for models without a loss of tokens."""
+    """The difference of the loss from one process's, relative to it. 0 for models without a loss of
+    tokens.
+    """
     batch = _batches(model, ctx)["padded rows"]
     tokens = batch["input_ids"]
     logits = _alone(model, batch, ctx)
@@ -318,7 +321,7 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context) -> dict[str, Any]:
 
 
 def _alone(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> torch.Tensor:
-    """The logits that one process makes of a batch; of each packed document by itself."""
+    """The logits of one process for a batch; each packed document is computed by itself."""
     if "position_ids" not in batch:
         whole: torch.Tensor = _on_one_process(model, batch, ctx)[0]
         return whole
@@ -332,7 +335,7 @@ def _alone(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> torch.Te
 
 
 def _on_one_process(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> Any:
-    """What a model gives for a batch where it knows of no ranks."""
+    """The output of a model for a batch, computed as in one process."""
     model.set_attn_implementation("eager")
     try:
         found = model(**{name: x.to(ctx.device) for name, x in batch.items()})

@@ -17,9 +17,10 @@ from burst_rt.version import __version__
 
 __all__ = ["KNOWN_RELEASES", "cache_name", "check_release", "unknown_release", "wrong_cache_name"]
 
-# Releases with which the tests of `burst_rt.hf` pass.
+# Versions of transformers with which the tests of `burst_rt.hf` pass.
 KNOWN_RELEASES = ("5.23", "5.24")
-# A forward's argument for its cache: until 5.23, and since 5.24, which takes the older name, too.
+# Names of a forward's argument for its cache: until 5.23, and since 5.24, which also takes the
+# older name.
 _OLDER = "past_key_values"
 _CACHE_NAMES = (_OLDER, "cache")
 # Steps of `generate` that are wrapped while a model has a cache over ranks, and their arguments
@@ -69,7 +70,7 @@ def wrong_cache_name(model: Any, name: str) -> str | None:
 
 
 def check_release(model: Any) -> None:
-    """Raises ConfigError where `generate` is not made of the steps that are known."""
+    """Raises ConfigError if `generate` does not consist of the known steps."""
     cache_name(model)
     for step, wanted in _STEPS.items():
         method = getattr(type(model), step, None)

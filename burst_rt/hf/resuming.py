@@ -1,9 +1,9 @@
 """Samplers drawn from each epoch's seed: a resumed run of Trainer sees the rows it would have seen.
 
 accelerate skips the batches of the epoch that a checkpoint is in, so the epoch's order must be made
-again. A sampler, or a stream of rows, that draws goes on where it stopped, and a resumed run would
-begin anew. transformers' own is Trainer's random sampler, whose seed is that of the epoch; here
-every sampler with a generator is so, and what cannot be made again is refused.
+again. In an unbroken run a sampler, or a stream of rows, that draws goes on where it stopped; in a
+resumed run it would begin anew. Only transformers' own random sampler takes the epoch's seed. Here
+every sampler with a generator does, and an order that cannot be made again is refused.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def why_not_resumed(loader: Any, epoch: float) -> str | None:
             )
         return None
     batches = loader.batch_sampler
-    batches = getattr(batches, "batch_sampler", batches)  # of which a context has a share
+    batches = getattr(batches, "batch_sampler", batches)  # the loader dealt it to contexts
     each = batches.sampler if type(batches) is BatchSampler else batches
     if isinstance(each, SequentialSampler) or hasattr(each, "set_epoch"):
         return None

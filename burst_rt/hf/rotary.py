@@ -17,11 +17,11 @@ from burst_rt.hf.shard import KEYWORD
 __all__ = ["Watch", "watch_of", "watch_positions"]
 
 
-_NAME = "_burst_rt_watch"  # of a module's attribute
+_NAME = "_burst_rt_watch"  # name of a module's attribute
 
 
 def watch_positions(model: torch.nn.Module) -> Watch:
-    """Lets a model's rotary embeddings know the largest position of all ranks, from now on."""
+    """Tells a model's rotary embeddings the largest position of all ranks, from now on."""
     watch = Watch()
     # Some wrappers (PEFT) call the model's `forward` itself, and so none of its hooks.
     for each in {model, getattr(model, "base_model", model)}:
@@ -96,7 +96,7 @@ class Watch:
 
 
 def _kinds(rope_type: object) -> list[str]:
-    """Of one kind, or of one for each type of layers, those that look at lengths."""
+    """The length-dependent rope types. rope_type: one string, or one for each layer type."""
     kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
     return [kind for kind in kinds if isinstance(kind, str) and _looks(kind)]
 

@@ -29,10 +29,10 @@ __all__ = ["KEYWORD", "Part", "shard"]
 
 # The keyword of a model's forward that tells attention and loss how the batch is cut.
 KEYWORD = "burst_rt"
-# Arguments of kernels that are not used here; a packed batch brings them along.
+# Names of arguments of kernels that are not used here; a packed batch brings them along.
 _OF_KERNELS = ("max_length_q", "max_length_k", "seq_idx")
 _DECODER = "decoder_"
-# Labelled tokens of a step: the loss is the sum over this number.
+# Name of the number of labelled tokens of a step: the loss is the sum over this number.
 _NUMBER = "num_items_in_batch"
 
 
@@ -44,16 +44,17 @@ class Part:
     ctx: Context
     batch: ShardedBatch
     group: RanksOrGroup  # whose tokens the loss is a mean of
-    # What a decoder attends to beside itself: its encoder's batch, and which tokens are no padding.
+    # The other input of a decoder's attention: its encoder's batch, and the tokens that are not
+    # padding.
     encoder: ShardedBatch | None = None
     unpadded: Mask = FULL
-    # Of the prepared models that were called with it (`prepare`).
+    # The watches (`rotary.Watch`) of the prepared models that were called with it.
     told: set[object] = field(default_factory=set)
-    attended: bool = False  # whether any layer has attended by it
-    excused: bool = False  # whether something else says that no layer has attended by it
+    attended: bool = False  # whether any layer has attended with it
+    excused: bool = False  # whether another check covers the case that no layer has attended
 
     def __del__(self) -> None:
-        """Warns of a part that no layer has attended by. After an error that is no news.
+        """Warns of a part with which no layer has attended, except after an error.
 
         A call of a prepared model attends, or ends with an error.
         """
@@ -92,7 +93,7 @@ class Part:
         return max(own.largest_positions)
 
 
-# Of the contexts that `prepare` was called with.
+# The runtimes of the contexts with which `prepare` was called.
 _prepared: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
@@ -114,11 +115,11 @@ def shard(
     Every rank of the context gives the same batch, as for one process. The model was given to
     `prepare` before. Collective, and blocks as `Context.all_reduce` does; with check=False local.
 
-    batch: what `burst_rt.shard_batch` takes. Other names pass unchanged where they are no tensor,
-        or tensors of no dimension; of these num_items_in_batch is a number above 0, the same on
-        every rank, and is compared. For encoder-decoders: input_ids and attention_mask of
-        the encoder, decoder_input_ids, decoder_attention_mask, and labels, which are the
-        decoder's and not shifted.
+    batch: what `burst_rt.shard_batch` takes. Other values pass unchanged if they are not tensors,
+        or are tensors without dimensions. Among these, num_items_in_batch is a number above 0, the
+        same on every rank, and is compared. For encoder-decoders: input_ids and attention_mask of
+        the encoder, decoder_input_ids, decoder_attention_mask, and labels, which are the decoder's
+        and not shifted.
     layout: as in `burst_rt.shard_batch`; a layout object for models without an encoder only.
     group: the ranks whose tokens the loss is a mean of: all over which gradients are averaged. As
         in `burst_rt.mean_over_ranks`. None: the context's.
@@ -127,7 +128,7 @@ def shard(
     Returns the batch's own names with this rank's tokens, shift_labels (shifted before the cut),
     position_ids, and `burst_rt`, without which the attention function refuses a call. The model's
     loss is then the mean over all labelled tokens of all ranks, on every rank: DDP, FSDP2 or
-    `burst_rt.average_gradients` make every rank's gradients those of that loss.
+    `burst_rt.average_gradients` make every rank's gradients the gradients of that loss.
 
     Raises as `burst_rt.shard_batch` does, and InputError where no model was prepared for ctx.
     """
@@ -182,7 +183,9 @@ class _Labels(torch.Tensor):
         return found
 
     def plain(self) -> torch.Tensor:
-        """For `burst_rt.cross_entropy`. Raises InputError where no layer has attended."""
+        """The labels as a plain tensor, for `burst_rt.cross_entropy`. Raises InputError if no layer
+        has attended.
+        """
         part = self.part()
         if part is not None:
             require_attended(part)
@@ -192,7 +195,7 @@ class _Labels(torch.Tensor):
         return self.clone()  # type: ignore[return-value]  # by the above
 
 
-# Losses of torch.nn.functional, by which torch's modules compute theirs.
+# Names of the losses of torch.nn.functional by which torch's modules compute theirs.
 _LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits")
 _KEPT = ("to", "long", "view", "reshape", "flatten", "contiguous", "clone", "__getitem__")
 
@@ -233,7 +236,7 @@ def is_of_part(labels: object) -> bool:
 
 
 def part_of(labels: object) -> Part:
-    """How the batch was cut that these labels are from."""
+    """The part of the batch to which these labels belong."""
     part = labels.part() if isinstance(labels, _Labels) else None
     if part is None:
         raise InputError(
@@ -316,7 +319,9 @@ def _shard_both(
 
 
 def _unpadded(padding: torch.Tensor, num_queries: int) -> Mask:
-    """What any query sees of an encoder's tokens: those of each row that are no padding."""
+    """The mask of an encoder's tokens: every query sees the tokens of each row that are not
+    padding.
+    """
     shown = padding.cpu() != 0
     before = (shown.cumsum(1) == 0).sum(1).tolist()
     counts = shown.sum(1).tolist()

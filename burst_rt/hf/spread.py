@@ -50,7 +50,7 @@ def _tensor_of(raw: bytes, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
-    """Of the CPU's generator, and of the device's."""
+    """The states of the CPU's generator and of the device's."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

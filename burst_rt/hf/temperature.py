@@ -30,7 +30,7 @@ class _Part(Protocol):
 def rescaled(module: torch.nn.Module, query: torch.Tensor, part: _Part) -> torch.Tensor:
     """Queries `[batch, heads, tokens, head_dim]` of one rank, scaled by their own places.
 
-    Those of other models are given back as they are. In packed rows places count within their
+    The queries of other models are returned unchanged. In packed rows places count within their
     document, as if the document were alone; in others from the row's first token, padding included.
     """
     layer: Any = module

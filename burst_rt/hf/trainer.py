@@ -3,10 +3,10 @@
     class Mine(burst_rt.hf.Trainer, transformers.Trainer): ...     # or trl.SFTTrainer
     Mine(model=model, args=args, train_dataset=dataset, context=ctx).train()
 
-All ranks of a context get the same batch and each computes with its own part. Contexts beside each
-other are data parallel. A rank's loss is its part's sum over the number of labelled tokens of the
-whole step, times the number of processes: transformers' own convention. So the mean over processes,
-which DDP makes of the gradients and Trainer of the logged loss, is the mean over all tokens.
+All ranks of a context get the same batch and each computes with its own part. Several contexts are
+data parallel. A rank's loss is its part's sum over the number of labelled tokens of the whole step,
+times the number of processes: transformers' own convention. So the mean over processes, which DDP
+makes of the gradients and Trainer of the logged loss, is the mean over all tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _EXPECTED: dict[str, tuple[object, str]] = {
 
 
 class _Alone:
-    """This rank as a group: the loss of its own tokens. What ranks add up, Trainer adds up."""
+    """This rank as a group: the loss of its own tokens. Trainer does the sums over ranks."""
 
     world_size = 1
 
@@ -113,7 +113,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         runtime = self.context.runtime if self.context else None
         refuse(_NAME, InputError(f"{_NAME}: {reason}"), runtime)
 
-    # Where this rank stands, and what is not done.
+    # This rank's place, and what is not supported.
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -141,7 +141,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         self.accelerator.prepare_data_loader = self._prepare_data_loader
 
     def _why_not(self) -> str | None:
-        """What of the arguments is not done, in words."""
+        """The first argument that is not supported, in words, or None."""
         assert self.context is not None
         args = self.args
         for name, (expected, why) in _EXPECTED.items():
@@ -206,7 +206,9 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     # Batches: the same for all ranks of a context.
 
     def _prepare_data_loader(self, loader: Any, *_: Any, **__: Any) -> Any:
-        """What `Accelerator.prepare_data_loader` does, dealing to contexts instead of processes."""
+        """Does what `Accelerator.prepare_data_loader` does, dealing to contexts instead of
+        processes.
+        """
         given = self.accelerator
         sampler = get_sampler(loader)
         seedable = given.use_seedable_sampler and isinstance(
@@ -238,7 +240,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     # Losses and counts.
 
     def get_cp_size(self) -> int:
-        """How many ranks count each token of a batch, and one row of the global batch."""
+        """Number of ranks that count each token of a batch, and one row of the global batch."""
         return super().get_cp_size() if self.context is None else self.context.world_size
 
     def compute_loss(
@@ -264,7 +266,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             del self.accelerator.gather_for_metrics
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """One rank's share; Trainer adds up all processes'."""
+        """The floating-point operations of one rank; Trainer adds up all processes'."""
         share: float = super().floating_point_ops(inputs) / self.get_cp_size()
         return share
 

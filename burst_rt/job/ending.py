@@ -18,9 +18,9 @@ from burst_rt.job.telling import named_once
 
 __all__ = ["end_job", "exit_code_of", "in_words", "mpi_takes_threads", "report_with"]
 
-# The process ends after this time, whatever else holds up its end.
+# Seconds until the process ends, whatever else holds up its end.
 _LAST_RESORT_S = 10.0
-# How long `end_job` waits for `abort`.
+# Seconds that `end_job` waits for `abort`.
 _ABORT_S = 0.1
 
 _report: Callable[[BurstError], None] | None = None

@@ -33,7 +33,7 @@ _SIZE = _TASK_AT + _TEXT_BYTES + 1
 class Flight(NamedTuple):
     """Where a rank was."""
 
-    number: int  # of the call
+    number: int  # number of the call
     call: str  # the call's name
     task: str  # the task's name; "" between tasks
 
@@ -83,7 +83,9 @@ def own_flight() -> FlightRecord | None:
 
 
 def read_flight(folder: Path, rank: int) -> Flight | None:
-    """Where a rank was; None where the rank was in no call, or has written nothing."""
+    """The last place of a rank in its program; None where the rank was in no call, or has written
+    nothing.
+    """
     try:
         written = _path(folder, rank).read_bytes()
     except OSError:

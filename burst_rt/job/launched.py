@@ -26,10 +26,11 @@ _LOCAL_RANK = (
     "MPI_LOCALRANKID",
     "SLURM_LOCALID",
     "PALS_LOCAL_RANKID",
-    "LOCAL_RANK",  # of programs that set torchrun's variables themselves
+    "LOCAL_RANK",  # set by programs that set torchrun's variables themselves
 )
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-# These are the same for all ranks of one job, and differ between the jobs of a host.
+# Names of variables that are the same for all ranks of one job, and differ between the jobs of a
+# host.
 _JOB = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
 
 
@@ -46,7 +47,7 @@ def rank() -> int | None:
 
 
 def mpi_ranks() -> int:
-    """How many ranks the MPI launcher started; 1 where there is no launcher."""
+    """Number of ranks that the MPI launcher started; 1 without a launcher."""
     return 1 if _under_torchrun() else _number(_SIZE) or 1
 
 
@@ -56,17 +57,19 @@ def local_rank() -> int | None:
 
 
 def num_local_ranks() -> int | None:
-    """How many ranks of the job are on this host; None where the launcher does not say."""
+    """Number of the job's ranks that are on this host; None where the launcher does not say."""
     return _number(("LOCAL_WORLD_SIZE",) if _under_torchrun() else _LOCAL_SIZE)
 
 
 def torchrun_ranks() -> int:
-    """How many processes RANK and WORLD_SIZE (torchrun's variables) tell of; 1 without them."""
+    """Number of processes according to RANK and WORLD_SIZE (torchrun's variables); 1 without
+    them.
+    """
     return _number(("WORLD_SIZE",)) or 1 if os.environ.get("RANK", "").isdigit() else 1
 
 
 def torchrun_wrong() -> str | None:
-    """What is wrong with RANK and WORLD_SIZE where both are set, in words; None: nothing."""
+    """The fault of RANK and WORLD_SIZE where both are set, in words; None: nothing."""
     own, size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
     if own is None or size is None:
         return None

@@ -99,7 +99,7 @@ class Started(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A rank that waits until other ranks have come to the same place."""
+    """A rank that waits until other ranks reach the same place."""
 
     rank: int
     what: str  # the place: "MPI_Init" or "burst_rt.init"
@@ -123,8 +123,8 @@ def write_report(job_dir: Path, report: RankReport) -> None:
 def report_end(report: RankReport) -> bool:
     """Writes this rank's report to the job's folder.
 
-    Returns False where there is no folder, or where the folder cannot be written. The launcher
-    takes a rank without a report for lost, so a folder that cannot be written is told on stderr.
+    Returns False if the folder is missing or cannot be written. The launcher takes a rank without a
+    report for lost, so a folder that cannot be written is told on stderr.
     """
     folder = job_folder()
     if folder is None:
@@ -253,7 +253,9 @@ def read_resume(job_dir: Path) -> str:
 
 
 def crash_path(job_dir: Path, rank: int) -> Path:
-    """Where `faulthandler` leaves the Python stack of a rank that crashes in native code."""
+    """The path at which `faulthandler` leaves the Python stack of a rank that crashes in native
+    code.
+    """
     return job_dir / f"rank-{rank}.crash"
 
 

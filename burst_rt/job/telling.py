@@ -1,9 +1,9 @@
 """How an error that ends a rank is printed: where the user's program made it, once, in one name.
 
 An error of burst_rt carries the frames of burst_rt's own that found it, which tell a user nothing.
-So the last frame printed is that of the public function. An error that one rank made is raised on
-every rank: that rank prints it whole, the others in a line. `BURST_RT_TRACEBACK=full` prints all
-frames on all ranks. Standard library only: `burst-rt run` imports this module before the program.
+So the last frame printed is the public function's. An error that one rank made is raised on every
+rank: that rank prints it whole, the others in a line. `BURST_RT_TRACEBACK=full` prints all frames
+on all ranks. Standard library only: `burst-rt run` imports this module before the program.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ __all__ = [
     "shortened",
 ]  # fmt: skip
 
-# Errors that a rank raises for itself, whichever rank they name. The others are raised by all.
+# Names of the errors that a rank raises for itself, whichever rank they name. All ranks raise the
+# others.
 OF_ONE_RANK = tuple(x.__name__ for x in (PeerLost, Stalled, DeviceError, InternalError))
-# How long a rank that ends by another rank's error lets that rank be the first to end.
+# Seconds for which a rank that ends by another rank's error lets that rank be the first to end.
 FIRST_WORD_S = 0.5
-# What may stand between two of burst_rt's frames.
+# Names of the packages whose frames may lie between two of burst_rt's frames.
 _BETWEEN = {"torch"} | set(sys.stdlib_module_names) - {"__main__"}
 
 
@@ -44,7 +45,9 @@ def is_of_another(error: BaseException | None) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What this rank prints of another rank's error or end; "" for errors that it prints whole."""
+    """The line that this rank prints about another rank's error or end; "" for errors that it
+    prints whole.
+    """
     if _full() or not isinstance(error, BurstError) or error.rank is None:
         return ""
     if not is_of_another(error) and not (isinstance(error, PeerLost) and _is_a_rank()):
@@ -58,7 +61,9 @@ def in_one_line(error: BaseException) -> str:
 
 
 def in_full(error: BurstError) -> str:
-    """What the rank that made an error prints of it: a sentence, then where the program made it."""
+    """The text that the rank that made an error prints: a sentence, then where the program made
+    it.
+    """
     trace = "".join(traceback.format_exception(error))
     if error.rank is None or not _is_a_rank():
         return trace

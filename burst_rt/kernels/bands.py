@@ -1,8 +1,8 @@
 """Bands (what a window leaves of a tile) on a CPU: strips of a few rows, by matrix products.
 
 torch's fused CPU attention computes all cells of a block, and is fast where a block has many rows.
-A block of many rows of a band has many hidden cells. So a band is done here, in strips of a few
-rows. Each strip has the columns that its rows see; in its two corners cells are hidden:
+A block of many rows of a band has many hidden cells. Therefore a band is done here, in strips of a
+few rows. Each strip has the columns that its rows see; in its two corners cells are hidden:
 
     o o o l
     u o o o      a strip of 2 rows of a band with 3 keys a row: u and l are its corners
@@ -40,20 +40,21 @@ from burst_rt.planning.problem import TileShape
 
 __all__ = ["backward_of_band", "forward_of_band", "scratch_of_band"]
 
-# Rows of the strips that are done at once, for each thread, of all query heads together: with
-# more, their scores leave the cache; fewer make for more calls of torch.
+# Number of rows of strips that are done at once, for each thread, over all query heads: with more,
+# their scores leave the cache; with fewer, torch is called more often.
 _ROWS = 128
-# Rows of a strip, of all query heads together, but not fewer than so many of one head. More have
-# larger corners; products with fewer are slower.
+# Number of rows of a strip over all query heads, and minimum number of rows of one head. More rows
+# have larger corners; products with fewer are slower.
 _STRIP_ROWS, _FEWEST = 32, 16
 _LOG2_E = log2(e)
-# Numbers of each row that adding a band's result to a state takes at most: factors, and the like.
+# Maximum number of numbers a row (factors and the like) that adding a band's result to a state
+# takes.
 _OF_FOLD = 6
 
 
 class _Memory:
-    """Memory that one head's strips take after another's. To get it anew can take as long as to
-    compute in it.
+    """Memory that one head's strips take after another's. Allocating it again can take as long as
+    computing in it.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -76,8 +77,8 @@ class _Strips(NamedTuple):
     """
 
     batch_row: int
-    rows: slice  # of the tile
-    columns: slice  # of the tile
+    rows: slice  # rows of the tile
+    columns: slice  # columns of the tile
     kv_head: int
     group: int  # its query heads
     length: int  # rows of a strip
@@ -139,7 +140,7 @@ class _Strips(NamedTuple):
         return memory.take(name, self.at_once, self.width, self.group * self.length)
 
     def corners(self, scores: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """Views of scores, each with what is to be added to it: -inf beside the band."""
+        """Views of scores, each with the terms to add to it: -inf outside the band."""
         first, last = (_corner(self.length, self.group, x, scores.dtype) for x in (True, False))
         length = self.length
         return (scores[:, :length], first), (scores[:, self.width - length :], last)
@@ -312,7 +313,7 @@ def _strips(qkv: QKV, cut: Cut) -> Iterator[_Strips]:
 
 
 def _lengths(group: int) -> tuple[int, int]:
-    """How many rows a strip has, and how many strips a batch."""
+    """Number of rows of a strip, and number of strips of a batch."""
     length = max(_STRIP_ROWS // group, _FEWEST)
     return length, max(1, _ROWS * torch.get_num_threads() // (length * group))
 
@@ -333,10 +334,10 @@ def _scores_of(
 # kept for the next call.
 @lru_cache(maxsize=8)
 def _corner(length: int, group: int, first: bool, dtype: torch.dtype) -> torch.Tensor:
-    """What hides cells of a corner `[columns, rows]`: 0, or -inf beside the band.
+    """The terms that hide cells of a corner `[columns, rows]`: 0, or -inf outside the band.
 
-    first: of the strip's first columns, which row i sees from the column i on; else of its last
-    ones, which row i sees up to the column i.
+    first: whether the corner has the strip's first columns, which row i sees from the column i on;
+    else it has the last ones, which row i sees up to the column i.
     """
     row = torch.arange(length, device="cpu")
     column = row[:, None]

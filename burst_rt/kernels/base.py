@@ -30,12 +30,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-# What the sum over a row's tiles may be made of. "exact": parts that are not rounded. "16bit": a
-# kernel may have rounded the parts to the inputs' 16 bits.
+# Names of the parts that the sum over a row's tiles may be made of. "exact": parts that are not
+# rounded. "16bit": a kernel may have rounded the parts to the inputs' 16 bits.
 PARTIALS = ("exact", "16bit")
-# The types of inputs.
+# Types that inputs may have.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Rows of a shard that are worked on at once where the work takes temporary memory.
+# Number of rows of a shard that are worked on at once where the work takes temporary memory.
 _SOME_ROWS = 1024
 
 
@@ -66,16 +66,19 @@ class Results(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What a backward goes by, row by row of the queries: dout, and what `Kernel.delta` wrote."""
+    """Inputs of the backward with one row per query: dout, lse, and the delta that `Kernel.delta`
+    wrote.
+    """
 
     dout: torch.Tensor  # shaped like out
-    # of the whole row; +inf where a row sees no key at all, so that its probabilities are 0
+    # lse over all keys of the row; +inf if a row sees no key at all, so that its probabilities are
+    # 0
     lse: torch.Tensor
     delta: torch.Tensor  # rowsum(dout * out) - dlse
 
 
 class ScoreTerms(NamedTuple):
-    """What a call does with its scores beside scaling them; None: nothing.
+    """The values of a call's score options, apart from scaling; None: the option is off.
 
     A scaled score s of query i and key j becomes softcap * tanh(s / softcap), then slope * |i - j|
     is taken from it, then the mask hides it. Kernels get tensors of the type of the sums.
@@ -88,7 +91,7 @@ class ScoreTerms(NamedTuple):
     sinks: torch.Tensor | None = None
 
     def bound(self, dtype: torch.dtype, batch: int) -> ScoreTerms:
-        """What the user gave as kernels take it, for inputs of a type; apart from autograd."""
+        """The user's options as kernels take them, for inputs of a type; detached from autograd."""
         cap, slopes, sinks = self
         wide = sum_dtype(dtype)
         if slopes is not None:
@@ -120,8 +123,8 @@ class State(NamedTuple):
 
     Online softmax (Milakov & Gimelshein 2018), not normalised. A row that has seen no key has acc =
     0, m = -inf, l = 0; with a sink it has acc = 0, m = sink, l = 1, as if it had seen the sink's
-    key. A kernel may keep m in a unit of its own (`Kernel.m_scale`); in `fold`, `finish` and on the
-    wire m is a score.
+    key. A kernel may keep m in its own unit (`Kernel.m_scale`); in `fold`, `finish` and on the wire
+    m is a score.
     """
 
     # sum of exp(score - m) * v, `[batch, q_len, heads, v's head_dim]`
@@ -163,17 +166,17 @@ class State(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What is to be computed.
+    """A tile to compute.
 
     A position tuple has the runs of its side, in local order. A kernel that evaluates
     the mask itself may use the positions and ignore the pieces.
     """
 
-    pieces: tuple[Piece, ...]  # what the mask leaves of the tile
-    q_positions: tuple[range, ...]  # of the rows
-    kv_positions: tuple[range, ...]  # of the columns
+    pieces: tuple[Piece, ...]  # pieces that the mask leaves of the tile
+    q_positions: tuple[range, ...]  # positions of the rows
+    kv_positions: tuple[range, ...]  # positions of the columns
     mask: Mask
-    scale: float  # of the softmax
+    scale: float  # scale of the softmax
     # Called between parts of a long tile, so that transfers move on.
     progress: Callable[[], None]
     # Whether it is the first tile of a forward: the state then holds nothing, not even zeros.
@@ -191,7 +194,9 @@ class Tile(NamedTuple):
         return self.first and self.last
 
     def relation(self, rows: slice, columns: slice) -> Relation:
-        """What the mask leaves of these rows and columns of the tile, by their positions alone."""
+        """The relation of these rows and columns of the tile under the mask, by their positions
+        alone.
+        """
         runs = product(some_of(self.q_positions, rows), some_of(self.kv_positions, columns))
         relations = {self.mask.relation(q, kv) for q, kv in runs}
         return relations.pop() if len(relations) == 1 else Relation.PARTIAL
@@ -199,7 +204,7 @@ class Tile(NamedTuple):
     def visible(
         self, piece: Piece, rows: slice, columns: slice, queries: torch.Tensor
     ) -> torch.Tensor | None:
-        """Which cells of these rows and columns of a piece are seen.
+        """The cells of these rows and columns of a piece that are seen.
 
         queries: the tile's, or more or fewer tokens of them. bool `[q, kv]`, or `[batch or 1, heads
         or 1, q, kv]` where the mask tells batch rows or heads apart; None if all cells are seen.
@@ -222,7 +227,7 @@ class Tile(NamedTuple):
         return shown
 
     def bias(self, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor | None:
-        """What is added to scores of these rows and columns: `[batch, heads, q, kv]` or None."""
+        """The terms added to scores of these rows and columns: `[batch, heads, q, kv]` or None."""
         slopes = self.terms.alibi_slopes
         if slopes is None:
             return None
@@ -233,7 +238,7 @@ class Tile(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one direction of a call asks of its kernel on this rank."""
+    """The requirements of one direction of a call on its kernel, on this rank."""
 
     device: torch.device
     dtype: torch.dtype
@@ -248,7 +253,7 @@ class Work(NamedTuple):
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of q and k, and of v."""
+        """The head dimension of q and k, and the one of v."""
         return self.head_dim, self.v_head_dim or self.head_dim
 
 
@@ -263,7 +268,7 @@ class Kernel(Protocol):
     """
 
     name: str
-    # What scores are multiplied by in the m of a state that the kernel folds tiles into.
+    # Factor of the scores in the m of a state into which the kernel folds tiles.
     m_scale: float = 1.0
 
     def refuses(self, work: Work) -> str | None:
@@ -284,7 +289,7 @@ class Kernel(Protocol):
         return False
 
     def remarks(self, work: Work) -> tuple[str, ...]:
-        """What a user should know about this kernel doing this work; `explain` shows it.
+        """Remarks for the user about this kernel doing this work; `explain` shows it.
 
         Nothing, if not overridden.
         """

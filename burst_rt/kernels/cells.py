@@ -20,7 +20,7 @@ class Asked(NamedTuple):
 
     q: tuple[range, ...]  # positions of the rows
     kv: torch.Tensor  # positions of the columns, int64
-    batch: int  # how many batch rows there are
+    batch: int  # number of batch rows
     heads: range  # numbers of the query heads in the whole call
 
     def by_spans(self, mask: Mask) -> torch.Tensor:
@@ -79,7 +79,8 @@ def _sent(array: Positions, device: torch.device) -> torch.Tensor:
 
 
 def ask(mask: Function, *cells: torch.Tensor) -> torch.Tensor:
-    """What a mask's function says of cells (batch, head, q, kv), four tensors that broadcast.
+    """The answers of a mask's function about cells (batch, head, q, kv), four tensors that
+    broadcast.
 
     Raises InputError where the function raises, or where the answer is not a tensor of booleans on
     their device that broadcasts to their shape.

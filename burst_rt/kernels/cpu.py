@@ -63,30 +63,32 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-# Large enough that adding up the parts costs about one percent.
+# Size of the parts of a tile, large enough that adding them up costs about one percent.
 _PART = PartSize(4096, 4096, 1, edge=128, largest=1024, strips=False)
-# For a tile of small pieces, or under a mask, which is made as a matrix: fewer rows and columns,
-# more heads.
+# Size of the parts of a tile of small pieces, or under a mask, which is made as a matrix: fewer
+# rows and columns, more heads.
 _SMALL_PART = PartSize(1024, 1024, 4, edge=128, largest=1024, strips=False)
-# A tile is one of small pieces where these have so many rows, or columns, on average.
+# Maximum mean of the smaller side of a tile's pieces for which they count as small.
 _SMALL_SIDE = 1536
-# In the backward more is won by taking triangles apart.
+# Rows of the largest triangle that the backward takes apart, where that gains more.
 _LARGEST_BACKWARD = 1536
-# The most cells of a mask that are made at once, of all batch rows and heads that it tells apart.
+# Maximum number of mask cells that are made at once, over all batch rows and heads that the mask
+# tells apart.
 _MOST_MASKED = 1 << 24
-# Where each head has a matrix of distances of its own.
+# Size of the parts if each head has a matrix of distances of its own.
 _DISTANCES_PART = PartSize(512, 512, 1)
-# The cells of all heads' matrices of scores, about. They fit into the cache, and the C library does
-# not give their memory back to the system after each part, to get it again page by page.
+# Approximate number of cells of all heads' matrices of scores. They fit into the cache, and the C
+# library does not give their memory back to the system after each part, to get it again page by
+# page.
 _MATRIX_CELLS = 3 << 16
-# Bytes a cell while a mask is made: booleans.
+# Number of bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
-# Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in
-# the backward.
+# Approximate number of bytes that the fused kernel allocates: scores of 256 queries x 512 keys,
+# twice in the backward.
 _FUSED_BYTES = 2**20
-# float32 numbers of the longest vectors.
+# Minimum number of keys: the float32 numbers of the longest vectors.
 _FEWEST_KEYS = 16
-# The most cells of a tile that is done in float64.
+# Maximum number of cells of a tile that is done in float64.
 _HANDFUL = 16
 # Between these, a norm's square is neither near overflow nor near underflow in float32, and so not
 # in float64.
@@ -268,13 +270,13 @@ class CpuKernel(Kernel):
 
 
 def cpu_capabilities() -> Mapping[str, Any]:  # flags, numbers, names
-    """What torch (2.12 or newer, else it says nothing) tells of this CPU."""
+    """The capabilities of this CPU as torch tells them; nothing before torch 2.12."""
     found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return found
 
 
 def _matrix_part(heads: int) -> PartSize:
-    """Parts for matrices of scores of so many heads, of all batch rows."""
+    """Parts for matrices of scores of this number of heads, over all batch rows."""
     side = max(128, isqrt(_MATRIX_CELLS // heads) // 64 * 64)
     return PartSize(side, side, 1)
 
@@ -374,8 +376,9 @@ def _attend(
 def _hidden(
     q: torch.Tensor, tile: Tile, cut: Cut, dtype: torch.dtype
 ) -> tuple[bool, torch.Tensor | None, torch.Tensor | None]:
-    """How the fused kernel hides cells of a cut: whether it is to do so itself, as under a causal
-    mask; the cells that are seen, where a row may see none; the mask for its scores.
+    """Three arguments of the fused kernel that hide cells of a cut: whether it hides them itself,
+    as under a causal mask; the cells that are seen, if a row may see none; and the mask for its
+    scores.
 
     The fused kernel knows lower triangles only. With ALiBi, which takes a mask anyway, these are
     in the mask, too.
@@ -397,7 +400,7 @@ def _hidden(
 
 
 def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Partial) -> None:
-    """`CpuKernel.decode` for sequences that all see columns between those of one hull."""
+    """Does `CpuKernel.decode` for sequences that see only columns within one hull."""
     (q, k, v), dtype = qkv, into.lse.dtype
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
     sums, q = into.grouped(kv_heads), folded(q, kv_heads, dtype)
@@ -405,7 +408,7 @@ def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Par
     if first == last:
         into.start()
         return
-    # What need not be copied is done at once.
+    # Columns that need not be copied are done at once.
     copied = k.dtype != dtype or k.shape[3] != v.shape[3]
     column_bytes = batch * kv_heads * 2 * max(k.shape[3], v.shape[3]) * dtype.itemsize
     whole = (range(first, last),)
@@ -415,7 +418,7 @@ def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Par
         hidden = seen.hidden(columns, q.device)
         mask = None
         if hidden is not None:
-            # The rows of a kv head are those of its query heads, one after another.
+            # The rows of a kv head are the rows of its query heads, one after another.
             hidden = hidden.repeat(1, heads // kv_heads, 1).unsqueeze(1)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         out, lse = _attend(rows, keys, values, False, mask, scale)
@@ -429,10 +432,10 @@ def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Par
             sums.fold(out, lse)
 
 
-# Most cuts of a window are alike.
+# Most cuts of a window are equal.
 @lru_cache(maxsize=4)
 def _beside(q_len: int, kv_len: int, upper: bool, dtype: torch.dtype) -> torch.Tensor:
-    """The mask `[q, kv]` of an upper triangle, or a band: -inf beside it, else 0."""
+    """The mask `[q, kv]` of an upper triangle, or a band: -inf outside it, else 0."""
     shape = Piece(0, q_len, 0, kv_len, False, False, 0, upper, not upper)
     q, kv = (torch.arange(length, device="cpu") for length in (q_len, kv_len))
     mask = torch.zeros(q_len, kv_len, dtype=dtype, device="cpu")
@@ -516,7 +519,7 @@ def _blocks(x: torch.Tensor, dim: int, at: slice, cut: Cut) -> torch.Tensor:
     """The tokens (a dimension of x) of a cut's blocks: of one block as they are, of several blocks
     each as a batch row.
 
-    at: those of the first block.
+    at: the tokens of the first block.
     """
     if cut.num_blocks == 1:
         return _cut(x, dim, at)

@@ -1,8 +1,8 @@
 """torch's fused CPU attention in its own bfloat16, for CPUs that multiply bfloat16 in hardware.
 
 The fused kernel keeps scores and the forward's sums in float32, rounds probabilities to bfloat16
-and gives its result in bfloat16. So it is taken as the vendors' kernels are (`vendor.py`): where a
-single call is all there is, or where partials="16bit" allows roundings in between.
+and gives its result in bfloat16. Therefore it is taken in the same cases as the vendors' kernels
+(`vendor.py`): if a single call does everything, or if partials="16bit" allows roundings in between.
 
 Its backward adds up dq, dk and dv in bfloat16, 256 rows by 512 columns at a time. That is more than
 one rounding even where one call does all the work, so the backward is refused unless
@@ -21,9 +21,9 @@ from burst_rt.planning.problem import TileShape
 
 __all__ = ["CpuBf16Kernel"]
 
-# What torch calls the instructions, on x86-64 and on ARM.
+# Names of the instructions in torch, on x86-64 and on ARM.
 _NATIVE = ("amx_bf16", "avx512_bf16", "bf16")
-# The most rows and columns of a call of the backward.
+# Maximum number of rows, and of columns, of a call of the backward.
 _MOST = 1024
 
 
@@ -59,11 +59,11 @@ class CpuBf16Kernel(CpuKernel):
         return remarks_on_partials(work)
 
     def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> PartSize:
-        """See `CpuKernel.part_of`. What a single call may do is not taken apart.
+        """See `CpuKernel.part_of`. Work that a single call can do is not taken apart.
 
-        Nor are lower triangles in the backward, up to so many rows as a call has: small ones cost
-        more in bfloat16 than they save. Bands go to the fused kernel, in strips: `bands.py` works
-        in float32.
+        Neither are lower triangles in the backward, up to the rows of a call: small ones cost more
+        in bfloat16 than they save. Bands go to the fused kernel, in strips: `bands.py` works in
+        float32.
         """
         part = super().part_of(tile, qkv, forward=forward)._replace(strips=True)
         if not forward:

@@ -1,9 +1,9 @@
 """A tile as calls of torch's fused CPU attention, and bands: which rows and columns each one gets.
 
-The fused kernel computes cells in blocks of up to 256 rows by 512 columns. Of a triangle of 512
-rows or fewer it computes every cell, of one of 1,024 rows one and a half times as many as are seen.
-So a triangle of few rows is taken apart: into small triangles along its diagonal, and the squares
-that are left beside them, which have no hidden cells:
+The fused kernel computes cells in blocks of up to 256 rows by 512 columns. For a triangle of up to
+512 rows it computes every cell; for 1,024 rows, 1.5 times the visible cells. So a triangle of few
+rows is taken apart: into small triangles along its diagonal, and the squares between them, which
+have no hidden cells:
 
     T
     S T          one call for the four small triangles T, one for the two small squares S,
@@ -34,13 +34,13 @@ from burst_rt.planning.masks import Piece, Relation
 
 __all__ = ["STRIP", "STRIP_COLUMNS", "Cut", "PartSize", "parts_of", "parts_under_the_mask"]
 
-# What the mask shows of some rows and columns of a tile.
+# The relation of the mask to some rows and columns of a tile.
 _Relation: TypeAlias = Callable[[slice, slice], Relation]
 
-# Rows of a strip: as few as the fused kernel takes at once, so that little is computed beside the
-# band.
+# Number of rows of a strip: as few as the fused kernel takes at once, so that little is computed
+# outside the band.
 STRIP = 32
-# The most columns of all strips of a call.
+# Maximum number of columns of all strips of a call.
 STRIP_COLUMNS = 16384
 
 
@@ -53,9 +53,9 @@ class PartSize(NamedTuple):
 
     q_len: int  # rows
     kv_len: int  # columns
-    kv_heads: int  # for each thread
+    kv_heads: int  # kv heads for each thread
     edge: int = 0  # rows of the small triangles; 0: none is taken apart
-    # Rows of the largest triangle that is taken apart. Of a larger one the blocks waste a smaller
+    # Rows of the largest triangle that is taken apart. In a larger one the blocks waste a smaller
     # share, and adding up its parts costs more.
     largest: int = 0
     strips: bool = True  # whether bands are strips for the fused kernel; else they are left whole
@@ -66,8 +66,8 @@ class Cut(NamedTuple):
     band.
     """
 
-    rows: slice  # of the tile; those of the first block
-    columns: slice  # of the tile; those of the first block
+    rows: slice  # rows of the tile that the first block has
+    columns: slice  # columns of the tile that the first block has
     triangle: bool = False  # whether row i sees only the columns j <= i
     upper: bool = False  # whether row i sees only the columns j >= i
     band: bool = False  # whether row i sees only the columns i to i + columns - rows
@@ -100,8 +100,8 @@ def parts_of(
     """The pieces of a tile in runs of rows of bounded size, each with its cuts.
 
     pieces: none of them under the mask. together: whether a cut may have several blocks. These are
-    batch rows of its call, so that a tensor with batch rows of its own has no room for them. The
-    parts are kept, for calls that come again.
+    batch rows of its call, so a tensor that already has batch rows cannot have them. The parts are
+    kept, for calls that come again.
     """
     found = _parts(pieces, part, together, None)
     return tuple((rows, tuple(cuts)) for rows, cuts in found)
@@ -110,7 +110,7 @@ def parts_of(
 def parts_under_the_mask(
     tile: Tile, part: PartSize, together: bool
 ) -> Iterator[tuple[slice, Iterator[Cut]]]:
-    """What `parts_of` gives, for a tile that has pieces under the mask."""
+    """The cuts that `parts_of` returns, for a tile that has pieces under the mask."""
     return _parts(tile.pieces, part, together, tile.relation)
 
 
@@ -119,7 +119,7 @@ def _parts(
 ) -> Iterator[tuple[slice, Iterator[Cut]]]:
     edges = sorted({edge for piece in all_pieces for edge in (piece.q_start, piece.q_stop)})
     pieces: list[Piece] = []
-    to_come = deque(sorted(all_pieces, key=itemgetter(0)))  # by their first row
+    to_come = deque(sorted(all_pieces, key=itemgetter(0)))  # sorted by first row
     for top, bottom in pairwise(edges):
         pieces = [piece for piece in pieces if bottom <= piece.q_stop]
         while to_come and to_come[0].q_start == top:
@@ -136,7 +136,7 @@ def _parts(
 def _cuts(
     relation: _Relation | None, pieces: list[Piece], rows: slice, part: PartSize
 ) -> Iterator[Cut]:
-    """What some rows, all of which are in every piece, are to compute.
+    """The cuts for some rows that are all in every piece.
 
     Full rectangles come first, joined where they touch.
     """
@@ -152,7 +152,7 @@ def _cuts(
                 elif seen is Relation.PARTIAL:
                     rest.append(iter([Cut(rows, columns, piece=piece, first=True)]))
             continue
-        # Where a triangle crosses these rows; a triangle of so many rows and columns is left of it.
+        # The column at which the diagonal of a triangle, or of a band, enters these rows.
         left = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop)
         if piece.band:
             width = piece.kv_stop - piece.kv_start - (piece.q_stop - piece.q_start) + 1
@@ -193,7 +193,7 @@ def _stairs(rows: slice, piece: Piece) -> tuple[int, Iterator[Cut]]:
         below = (x for x in piece.levels() if rows.start < x.q_stop and x.q_start < rows.stop)
         levels = ((max(x.q_start, rows.start), min(x.q_stop, rows.stop), x.kv_stop) for x in below)
         return first, (Cut(slice(a, b), slice(first, c)) for a, b, c in levels if first < c)
-    # Whole levels: the first one has nothing left, and the others are stairs of their own.
+    # The levels are whole: the first one has nothing left, and the others are stairs again.
     above = slice(rows.start + size, rows.stop), slice(first, first + height - size)
     cut = Cut(*above, triangle=True)
     return first, _taken_apart(cut, size, height, whole=True) if size < height else iter(())
@@ -252,7 +252,7 @@ def _band(rows: slice, window: slice, part: PartSize) -> Iterator[Cut]:
 def _blocks_of(size: int, length: int, step: int) -> Iterator[tuple[int, int, int]]:
     """(start, length, number) of the blocks that begin at 0, step, ... before `size`.
 
-    The last block may be shorter, and then comes by itself.
+    The last block may be shorter, and is then separate.
     """
     many = max(0, size - length + step) // step
     if many:

@@ -1,9 +1,9 @@
 """Decode on one rank: a few queries of each sequence against the rank's keys, by torch's operators.
 
-What comes of it is a `Partial`: out and lse of the rows, heads first, and dense, so that it can be
-sent as it is. Query heads that share a kv head are rows of one matrix, so each key
-is read once. Only the keys between the first and the last that any row sees are read, and keys are
-cast in parts of bounded size.
+The result is a `Partial`: out and lse of the rows, heads first, and dense, so that it can be sent
+as it is. Query heads that share a kv head are rows of one matrix, so each key is read once. Only
+the keys between the first and the last that any row sees are read, and keys are cast in parts of
+bounded size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Partial", "Seen", "decode_plainly", "folded", "lowest", "parts_of_co
 
 _T = TypeVar("_T")
 
-# Bytes of the keys, values and scores of a part, where they are copied.
+# Maximum number of bytes of the keys, values and scores of a part, if they are copied.
 _PART_BYTES = 1 << 24
 
 
@@ -31,7 +31,8 @@ def lowest(x: torch.Tensor) -> float:
 
 
 class Partial(NamedTuple):
-    """What some keys make of the rows of a decode; float32 or, for float64 inputs, float64. Dense.
+    """The partial result of some keys for the rows of a decode; float32 or, for float64 inputs,
+    float64. Dense.
 
     A row that has seen no key has out = 0 and the lowest finite lse. Then no sum of weights is 0.
     """
@@ -55,9 +56,10 @@ class Partial(NamedTuple):
         return Partial(self.out.view(*rows, channels), self.lse.view(rows))
 
     def fold(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Folds what other keys make of the rows into this."""
+        """Folds the partial result of other keys for the rows into this one."""
         more = lse - self.lse
-        # Not exp(lse - both): a large lse is rounded, and the two would not add up to 1.
+        # The weights are not exp(lse - both): a large lse is rounded, and the two would not add up
+        # to 1.
         old, new = torch.sigmoid(-more), torch.sigmoid(more)
         self.out.mul_(old.unsqueeze(-1)).addcmul_(out, new.unsqueeze(-1))
         torch.logaddexp(self.lse, lse, out=self.lse)
@@ -69,9 +71,9 @@ def folded(q: torch.Tensor, num_kv_heads: int, dtype: torch.dtype) -> torch.Tens
 
 
 class Seen:
-    """Which of a rank's columns the rows of a decode see. One object for all layers of a step.
+    """The columns of a rank that the rows of a decode see. One object serves all layers of a step.
 
-    spans: by columns; `num_columns` there are. What kernels make of them is kept: see `once`.
+    spans: by columns, whose number is `num_columns`. Kernels' tables of them are kept: see `once`.
     """
 
     def __init__(self, spans: Spans, num_columns: int) -> None:
@@ -80,7 +82,7 @@ class Seen:
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What `make` returns; made once for each key."""
+        """The value that `make` returns; made once for each key."""
         if key not in self._made:
             self._made[key] = make()
         made: _T = self._made[key]
@@ -92,7 +94,8 @@ class Seen:
 
     @cached_property
     def hulls(self) -> list[tuple[int, int]]:
-        """For each batch row of the spans, the first and one after the last column that is seen.
+        """The first column and the end (last + 1) of the columns that each batch row of the spans
+        sees.
 
         (0, 0) where nothing is seen.
         """
@@ -105,7 +108,8 @@ class Seen:
         return [(a, b) if a < b else (0, 0) for a, b in both]
 
     def hidden(self, columns: range, device: torch.device) -> torch.Tensor | None:
-        """Which of these columns the rows do not see: bool `[batch or 1, rows, columns]`, or None.
+        """The columns among these that the rows do not see: bool `[batch or 1, rows, columns]`, or
+        None.
 
         None: every row sees all of them.
         """

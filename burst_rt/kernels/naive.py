@@ -112,8 +112,8 @@ def dense_scores(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A piece's scores `[B, H, q, kv]` in the type `work`, -inf where the mask hides a cell.
 
-    The scores are rounded to the type `rounded` first. With a softcap also t of the module's text,
-    else None.
+    The scores are rounded to the type `rounded` first. With a softcap, the second result is t of
+    the module's text, else None.
     """
     some_q, some_k = q[:, piece.rows], k[:, piece.columns]
     heads = q.shape[2]

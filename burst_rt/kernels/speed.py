@@ -2,7 +2,7 @@
 
 Each kernel is timed once for a class of work, and the answer is kept. A class is chip and versions,
 input type, head size, direction, mask (Full or Causal, whichever the tiles are like), and whether a
-tile is the only tile of its call; on a CPU also the number of threads. One standard tile stands for
+tile is the only tile of its call; on a CPU also the number of threads. One standard tile represents
 the class. The first rank of a host that asks measures. The other ranks wait for its answer and take
 the same kernel, and so do later jobs: one kernel for all and always means results with the same
 bits from run to run.
@@ -46,9 +46,9 @@ KIND = "kernel-speed"
 
 # The standard tile. A CPU is near its full speed with far fewer rows, and a job should not wait.
 _TOKENS = {"cuda": 4096, "cpu": 1024}
-_CHANNELS = 2048  # heads x head_dim, on a GPU
+_CHANNELS = 2048  # number of heads x head_dim, on a GPU
 _ROUNDS = {"cuda": 5, "cpu": 3}
-# Compiling takes seconds a kernel. A rank that waits longer than this measures for itself.
+# Seconds until a rank that waits measures for itself. Compiling takes seconds a kernel.
 _DEADLINE_S = 120.0
 
 _lock = threading.Lock()

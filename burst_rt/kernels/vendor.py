@@ -11,7 +11,7 @@ itself. With O itself it is off by more, because the terms of O are larger than 
 for head sizes 16 to 128, grouped heads, gradients of lse: 0.6 to 0.8 roundoffs in dq, dk, dv with
 O, with O' and with delta itself.)
 
-A gradient of lse may make delta so large beside dO that O' needs the range of bfloat16 (see
+A gradient of lse may make delta so large relative to dO that O' needs the range of bfloat16 (see
 `_stand_in`). float16 has no such range. Only the device knows whether the range is needed, and
 nothing here waits for the device. So float16 is taken in the forward only.
 """
@@ -47,7 +47,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.de
 _cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
-# Both kernels load 16 bytes at a time: tensors with another start or step are copied first.
+# Number of bytes that both kernels load at a time: tensors with another start or step are copied
+# first.
 _ALIGNED_BYTES = 16
 # The largest O', and the smallest dO of a replaced row: well inside the range of bfloat16.
 _LARGEST, _SMALLEST = 2.0**100, 2.0**-126
@@ -56,8 +57,8 @@ _LARGEST, _SMALLEST = 2.0**100, 2.0**-126
 class _Call(NamedTuple):
     """One call of a vendor's kernel."""
 
-    rows: slice  # of the tile
-    columns: slice  # of the tile
+    rows: slice  # rows of the tile
+    columns: slice  # columns of the tile
     causal: bool  # whether row i sees only the columns j <= i; the call is then a square
 
     def of(self, qkv: QKV) -> QKV:
@@ -69,7 +70,7 @@ class _Call(NamedTuple):
 
 
 class _VendorKernel(Kernel):
-    """What the two kernels share.
+    """The base of the two kernels.
 
     They take bfloat16, and float16 in the forward only; masks whose tiles are rectangles and
     triangles.
@@ -223,7 +224,7 @@ class _VendorKernel(Kernel):
     def _call_backward(
         self, qkv: QKV, results: Results, causal: bool, scale: float
     ) -> Iterable[torch.Tensor]:
-        """dq, dk and dv. `results` has no dlse: O' stands in for out, and carries it."""
+        """dq, dk and dv. `results` has no dlse: O' takes the place of out, and carries dlse."""
         raise NotImplementedError
 
 
@@ -332,7 +333,7 @@ def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
             yield _Call(rows, columns, causal=False)
             continue
         size = min(rows.stop - rows.start, columns.stop - columns.start)
-        # The two vendors align the diagonal of a part that is no square at different corners.
+        # The two vendors align the diagonal of a part that is not square at different corners.
         yield _Call(
             slice(rows.start, rows.start + size),
             slice(columns.start, columns.start + size),
@@ -360,7 +361,7 @@ def refuses_partials(name: str, work: Work) -> str | None:
 
 
 def remarks_on_partials(work: Work) -> tuple[str, ...]:
-    """What such a kernel remarks (`Kernel.remarks`) where it rounds partial results."""
+    """The remark of such a kernel (`Kernel.remarks`) if it rounds partial results."""
     if _whole(work):
         return ()
     return (f"partials are 16-bit: each partial result is rounded to {_bare(work.dtype)}",)

@@ -33,22 +33,25 @@ __all__ = ["Load", "deal", "load_of", "parts_of", "step_of"]
 # The most tokens of the step in which cuts move, about a kernel's block; and how many steps a shard
 # has at least, unless it has fewer tokens.
 _STEP, _STEPS = 128, 64
-# How many places of the first cut are tried.
+# Number of places that are tried for the first cut.
 _PLACES = 64
-# A rank's cells may be so much off, as a share of the even number, where this saves transfers.
+# Maximum deviation of a rank's cells from the even number, as a share of it, where this saves
+# transfers.
 _SLACK = 0.01
-# Cuts whose prices differ by less than this share are alike: of those, the most even are taken.
+# Cuts whose prices differ by less than this share count as equal; the most even one among them is
+# taken.
 _ALIKE = 0.125
-# About 100 bytes are held for each.
+# Maximum number of tokens. About 100 bytes are held for each.
 _MOST_TOKENS = 1 << 26
-# Labels are looked at once for all their tokens where so many tokens, on average, share one.
+# Mean number of tokens that share a label, from which on a label is looked at once for all its
+# tokens.
 _SHARED = 4
-# How many spans are looked at together.
+# Number of spans that are looked at together.
 _SPANS = 1 << 18
 
 
 class Load(NamedTuple):
-    """What the positions of a sequence cost under a mask; sums over the mask's batch rows.
+    """The cost of the positions of a sequence under a mask, summed over the mask's batch rows.
 
     rows: int64 `[Sq]`, the cells of each query. columns: int64 `[Skv]`, the cells of each key.
     torn: int64 `[Sq]`, how many keys come from the other side, if the sequence is cut before a
@@ -65,7 +68,7 @@ def load_of(mask: Mask, q_len: int, kv_len: int) -> Load:
     """The load of a mask for sequences of these lengths.
 
     A mask without spans costs the cells of its outline, which kernels ask it about. Takes about
-    0.1 us for a token, batch row and span. Of a mask with labels that a few tokens share, it takes
+    0.1 us for a token, batch row and span. For a mask with labels that a few tokens share, it takes
     0.6 us for a token and batch row, and 0.4 us for a span of a label. Raises InputError for more
     than 2**26 tokens.
     """
@@ -99,7 +102,8 @@ def load_of(mask: Mask, q_len: int, kv_len: int) -> Load:
 
 
 def _look(spans: Spans, position: Positions, edges: Positions) -> list[Positions]:
-    """Of each query: the keys that it sees, those before its position, and those behind it.
+    """Three numbers for each query: the keys that it sees, the ones before its position, and the
+    ones behind it.
 
     edges: int64 `[Skv + 1]`. Added to entry j: the number of queries that see key j, less the
     number that see key j - 1.
@@ -138,7 +142,7 @@ def _look_by_label(
             found, _before_and_after(first, last, here, past), strict=True
         ):
             total += (seen(high) - seen(low)).sum(1)
-        # Of one label, the number of queries that see a key is a product: whether the label shows
+        # For one label, the number of queries that see a key is a product: whether the label shows
         # the key, times how many of the label's queries look there. It changes where the second
         # factor changes, and where the first one does.
         for sign, bound in ((1, first), (-1, last)):
@@ -181,12 +185,12 @@ def step_of(seq_len: int, world_size: int) -> int:
 
 
 def deal(load: Load, world_size: int) -> tuple[tuple[range, ...], ...]:
-    """By rank: its runs of positions, ascending. Every position has one owner.
+    """The ranks' runs of positions, ascending, by rank. Every position has one owner.
 
     Tokens differ by at most one between ranks, and depend on nothing but the lengths: a rank has as
     many under every mask. A rank's cells by query are off by at most 2 percent, or the cells of one
     step (`step_of`) of queries where these are more. Cells by key are as even as is possible then;
-    they are looked at where there are as many keys as queries. What freedom is left goes to cuts
+    they are looked at where there are as many keys as queries. The remaining freedom goes to cuts
     across which the fewest keys are needed. Local; the same on every rank.
     """
     seq_len = len(load.rows)
@@ -217,12 +221,13 @@ def _cuts(
 ) -> tuple[int, int, int]:
     """Three cuts of a line: [0, x) and [y, z) hold `tokens` tokens and their share of each measure.
 
-    sums: by measure, the sums along the line, from 0 on. prices: what a cut at each place costs.
-    at_most: by measure, how much it may be off for the sake of the next measure, and of the price.
+    sums: by measure, the sums along the line, from 0 on. prices: the cost of a cut at each place.
+    at_most: by measure, the tolerated deviation from the even share, traded for balance in the
+    later measures and for a lower price.
     """
     total = len(prices) - 1
-    # Of the places for x, the cheapest of each stretch. The last come first: of cuts that are
-    # equal, those are taken that keep the most of the line's head together.
+    # The cheapest place for x in each stretch. The last ones come first: among equal cuts, the one
+    # is taken that keeps the most of the line's head together.
     stretch = max(1, -(-tokens // (_PLACES * step))) * step
     firsts = [
         low + step * int(np.argmin(prices[low : min(low + stretch, tokens + 1) : step]))
@@ -256,7 +261,7 @@ def _sums(numbers: Positions, runs: list[range]) -> Positions:
 
 
 def _prices(torn: Positions, runs: list[range], step: int) -> Positions:
-    """What a cut at each place of a line costs: the keys it tears, and a step for one more run."""
+    """The cost of a cut at each place of a line: the keys it tears, and a step for one more run."""
     line = np.concatenate([*(torn[run.start : run.stop] + step for run in runs), [0]])
     line[[0, *accumulate(map(len, runs))]] = 0  # there is a cut already
     return line

@@ -1,8 +1,9 @@
 """How even a layout is, and others would be: the largest rank's number over the mean; 1.0 is even.
 
 Tokens are what everything but attention costs by. Cells are attention's work. A rank's cells are
-those of its queries where keys travel, and those of its keys where queries travel. In all-to-all
-every rank computes all cells for its share of the heads: cells are even, whatever the layout is.
+the cells of its queries where keys travel, and the cells of its keys where queries travel. In
+all-to-all every rank computes all cells for its share of the heads: cells are even, whatever the
+layout is.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Evenness(NamedTuple):
 
 
 def evenness(program: Program, q_layout: Layout, kv_layout: Layout) -> Evenness:
-    """How even ranks would be in a program, if queries and keys were spread by these layouts.
+    """The evenness of the ranks in a program, if queries and keys were spread by these layouts.
 
-    Tokens are those of the queries. Raises InputError as `load_of` does.
+    Only the queries' tokens are counted. Raises InputError as `load_of` does.
     """
     load = load_of(program.problem.mask, q_layout.seq_len, kv_layout.seq_len)
     costs, runs = (
@@ -42,7 +43,9 @@ def evenness(program: Program, q_layout: Layout, kv_layout: Layout) -> Evenness:
 
 
 def evenness_in_words(programs: Sequence[Program]) -> str:
-    """How even the layout of some programs of one problem is, and what other layouts would be."""
+    """The evenness of the layout of some programs of one problem, and of other layouts, in
+    words.
+    """
     problem = programs[0].problem
     q_layout, kv_layout = problem.q_layout, problem.kv_layout
     about = f"layout {q_layout.kind}: largest rank over mean: "

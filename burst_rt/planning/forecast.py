@@ -41,9 +41,9 @@ CANDIDATES = ("ring-kv", "burst", "bidirectional", "two-level", "direct", "all-t
 # The largest world for which planners forecast. Up to 32 ranks a new shape takes a second or two to
 # plan; at 64 ranks it takes ten.
 FORECAST_UP_TO = 32
-# Matrices of scores that the "untiled" kernel holds of a tile at once.
+# Number of score matrices that the "untiled" kernel holds at once for a tile.
 _SCORE_MATRICES = 6
-# Forecasts that differ by less than this share count as equal; of those, the one that sends the
+# Forecasts that differ by less than this share count as equal; among those, the one that sends the
 # fewest bytes is taken.
 _SAME = 0.02
 # The largest world whose spans are kept. Without spans, idle time cannot be told apart into
@@ -58,8 +58,8 @@ class Forecast:
     strategy: str
     forward: bool
     time_s: float  # when the last rank ends
-    # Seconds for which computing stands still while a transfer that it needs is on the wire; in
-    # worlds above 16 ranks, for any reason.
+    # Seconds for which computing waits for a transfer that is on the wire; in worlds above 16
+    # ranks, seconds for which it waits for any reason.
     exposed_s: float
     sent_bytes: int
     memory_bytes: int  # inputs, outputs, sums and slots
@@ -84,12 +84,12 @@ def forecast(
 
 
 class Ranking(NamedTuple):
-    """Which strategy is forecast to end first, and what each would send and take."""
+    """The strategy that is forecast to end first, and the bytes and seconds of each candidate."""
 
     strategy: str  # as `choose` takes it
     candidates: dict[str, int]  # see `Choice.candidates`
     seconds: dict[str, float]  # see `Choice.seconds`
-    time_s: float  # of the strategy taken
+    time_s: float  # forecast for the strategy that is taken
 
 
 def fastest_strategy(
@@ -103,8 +103,8 @@ def fastest_strategy(
     """The program that is forecast to end first, among those that fit into memory.
 
     If no program fits, the choice is among all of them. Forecasts within 2 percent count as equal;
-    of those, the program that sends the fewest bytes is taken. ranking: that of `typical(problem)`;
-    None makes it.
+    among those, the program that sends the fewest bytes is taken. ranking: the ranking of
+    `typical(problem)`; None makes it.
     """
     like = typical(problem)
     ranking = ranking or rank_strategies(
@@ -116,9 +116,10 @@ def fastest_strategy(
 
 
 def typical(problem: Problem) -> Problem:
-    """The problem under a mask that costs about as much, of which there are few (`Mask.alike`).
+    """The problem under a typical mask that costs about as much; there are few such masks
+    (`Mask.alike`).
 
-    In the place of layouts that follow a mask stand those that follow the typical mask.
+    Layouts that follow the mask are replaced by layouts that follow the typical mask.
     """
     mask = problem.mask.alike
     if mask == problem.mask:

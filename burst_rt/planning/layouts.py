@@ -1,6 +1,6 @@
 """Layouts: which rank owns which positions of the sequence.
 
-There is no torch here: planning and simulating need layouts too.
+This module does not import torch: planning and simulating need layouts too.
 
 A layout gives runs to ranks. A run is a Python `range` of global positions; a rank's shard is its
 runs, one after another. A rank has at least two runs, because a shard travels as two blocks of one
@@ -25,19 +25,19 @@ from burst_rt.planning.masks import Mask
 
 __all__ = ["BALANCED", "KINDS", "Block", "Layout", "blocks_of", "fitting", "make_layout"]
 
-# What travels together: runs of positions of one shard, in order.
+# Runs of positions of one shard that travel together, in order.
 Block = tuple[range, ...]
 
 BALANCED = "balanced"
 
 RUNS_PER_RANK = 2
-# Positions, and bytes of buffers, are 64-bit integers.
+# Maximum number of tokens: positions, and bytes of buffers, are 64-bit integers.
 MOST_TOKENS = 1 << 48
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which positions every rank owns. Everything else together determines the runs."""
+    """The positions that every rank owns. Everything else together determines the runs."""
 
     # "contiguous", "zigzag", "striped", "balanced", or a name that a strategy made up.
     kind: str
@@ -45,7 +45,7 @@ class Layout:
     world_size: int
     # `runs[rank]`: the ranges of global positions that the rank owns, in local order.
     runs: tuple[tuple[range, ...], ...] = field(repr=False, compare=False)
-    # Stands for the runs, where a mask decided on them.
+    # Identifies the runs if a mask decided on them.
     digest: str = ""
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ def make_layout(kind: str, seq_len: int, world_size: int, mask: Mask | None = No
 
     kind: "contiguous", "zigzag", "striped", or "balanced" for a mask of as many queries as keys.
     Raises InputError for another kind, a length below 1 or above 2**48 (balanced: 2**26), and a
-    mask that is missing, is not for this length, or is given beside another kind.
+    mask that is missing, is not for this length, or is given with another kind.
     """
     if not isinstance(kind, str) or kind not in (BALANCED, *KINDS):
         raise InputError(
@@ -159,7 +159,7 @@ def _zigzag(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
     """
     lengths = list(map(len, _cut(range(seq_len), world_size)))
     own, front = lengths[rank], sum(length // 2 for length in lengths[:rank])
-    behind = sum(lengths[:rank]) - front  # of the ranks before, from the back
+    behind = sum(lengths[:rank]) - front  # tokens of the ranks before, from the back
     half = own // 2
     return (
         range(front, front + half),

@@ -67,7 +67,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
 def parse_hardware(text: str, where: str) -> Hardware:
     """The machine in a TOML text; `where` names the text in errors.
 
-    Raises ConfigError for a missing, unknown or wrong field, and for what is no TOML.
+    Raises ConfigError for a missing, unknown or wrong field, and for text that is not TOML.
     """
     try:
         table = tomllib.loads(text)
@@ -80,7 +80,7 @@ def parse_hardware(text: str, where: str) -> Hardware:
 
 
 _T = TypeVar("_T")
-# No figure of a machine is larger than this, or smaller than 1 over it: forecasts stay finite.
+# Maximum figure of a machine; its inverse is the minimum. So forecasts stay finite.
 _MOST = 1e30
 
 

@@ -37,22 +37,22 @@ Needed: TypeAlias = tuple[tuple[tuple[Rows, ...], ...], ...]
 _T = TypeVar("_T")
 _Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
-# Rows of a group. Kernels load blocks of rows, whose sizes divide this, and must find numbers in a
-# whole block: what is hidden is multiplied by 0, and 0 times NaN is NaN.
+# Number of rows of a group. Kernels load blocks of rows, whose sizes divide this, and must find
+# numbers in a whole block: what is hidden is multiplied by 0, and 0 times NaN is NaN.
 ROWS_TOGETHER = 256
-# Rows whose spans say how many spans rows have.
+# Number of rows that are sampled to say how many spans rows have.
 _SAMPLED_ROWS = 256
-# Arrays that need not hold everything at once hold about so many numbers.
+# Approximate number of elements of arrays that need not hold everything at once.
 _SOME = 1 << 22
-# Where fewer than one cell of a table in so many is to be marked, they are marked one by one.
+# If fewer than one in this many cells of a table is to be marked, cells are marked one by one.
 _FEW = 8
-# The most parts of queries that are looked at together. Of a striped layout these may be parts of
-# all ranks, which have the same labels.
+# Maximum number of query parts that are looked at together. In a striped layout these may be parts
+# of all ranks, which share their labels.
 _SOME_PARTS = 128
 
 
 class Needs(NamedTuple):
-    """What the two sides of a problem need of each other."""
+    """The rows that the two sides of a problem need from each other."""
 
     met: _Flags  # `[q runs, kv runs]`: whether two runs meet; runs are numbered rank by rank
     queries: Needed  # rows of queries that see a key of a rank
@@ -70,14 +70,14 @@ class _Intervals(NamedTuple):
 def find_needs(
     mask: Mask, queries: Sequence[Sequence[Block]], keys: Sequence[Sequence[Block]]
 ) -> Needs:
-    """What the ranks' blocks need of each other.
+    """The rows that the ranks' blocks need from each other.
 
     queries, keys: the blocks of each rank, in positions as the mask sees them. Each rank has a run,
     which may be empty.
 
-    A mask without spans is asked for `relation`, run by run; of each block everything is then
-    needed, or nothing. So it is with a block along which positions do not ascend, because kernels
-    take such a block in parts.
+    A mask without spans is asked for `relation`, run by run; a block is then needed as a whole or
+    not at all. The same holds for a block along which positions do not ascend, because kernels take
+    such a block in parts.
     """
     q, kv = _Side(queries), _Side(keys)
     if not mask.has_spans:
@@ -139,7 +139,7 @@ class _Side:
         self.part_start = run_start[of_run] + self.part_step * row
 
     def places(self, parts: slice | Positions) -> tuple[Positions, Positions]:
-        """Of each row of some parts: its part, counted among these, and its position."""
+        """The part, counted among `parts`, and the position of each row of some parts."""
         start, step, length = (x[parts] for x in (self.part_start, self.part_step, self.part_len))
         part = np.repeat(np.arange(len(length)), length)
         place = np.arange(len(part))
@@ -204,7 +204,7 @@ def _by_relation(mask: Mask, q: _Side, kv: _Side) -> Needs:
 
 
 def _not_later(q: _Side, kv: _Side) -> Needs:
-    """Of a causal mask: a part's last query and first key tell everything."""
+    """The needs under a causal mask: a part's last query and first key tell everything."""
     q_last, kv_first = q.part_start + q.part_step * (q.part_len - 1), kv.part_start
     far = np.iinfo(np.int64).max
     latest, earliest = np.full(q.num_ranks, -far), np.full(kv.num_ranks, far)
@@ -228,7 +228,9 @@ def _by_rank(met: _Flags, side: _Side) -> _Flags:
 
 
 def _seen(mask: Mask, q: _Side, end: int) -> Iterator[_Intervals]:
-    """What the queries of each part see together, of the keys before a position; some at a time."""
+    """The keys before a position that the queries of each part see together; some parts at a
+    time.
+    """
     if not len(q.part_len):
         return
     sampled = q.part_start[:: max(1, len(q.part_start) // _SAMPLED_ROWS)]
@@ -249,10 +251,10 @@ def _mark_by_label(
     """Marks what `labelled & others` shows; see `_Order.mark`. labelled: a mask with labels.
 
     Keys that `others` shows to all rows of a label are marked once for the label, and then for the
-    parts that have rows of it. Keys that it shows to some of these rows only are marked part by
-    part: under a causal mask, those of the blocks on the diagonal.
+    parts that have rows of it. Keys that it shows only to some of these rows are marked part by
+    part: under a causal mask, the keys of the blocks on the diagonal.
     """
-    # Parts of the same positions come together: of a striped layout, those of all ranks.
+    # Parts of the same positions come together: in a striped layout, parts of all ranks.
     by_position = np.argsort(q.part_start, kind="stable")
     todo = [by_position[some] for some in _slices(len(by_position), ROWS_TOGETHER * _SOME_PARTS)]
     while todo:
@@ -294,9 +296,10 @@ def _mark_by_label(
 
 
 def _by_set(has: _Flags, of_label: _Flags) -> tuple[_Flags, Positions]:
-    """What is marked for any label of a set of labels, `[sets, n]`; and for each part, its set.
+    """The marks of any label of a set of labels, `[sets, n]`; and for each part, its set.
 
-    has: `[parts, labels]`, which labels a part has. Of a striped layout many parts have the same.
+    has: `[parts, labels]`, which labels a part has. In a striped layout many parts have the same
+    labels.
     of_label: `[labels, n]`.
     """
     sets: dict[bytes, int] = {}
@@ -315,7 +318,7 @@ def _any(a: _Flags, b: _Flags) -> _Flags:
 
 
 def _seen_by_all(spans: Spans, label: Positions, end: int) -> tuple[Positions, Positions]:
-    """By label, keys that all rows of the label see: (start, stop), where stop may be start."""
+    """The keys that all rows of a label see, by label: (start, stop), where stop may be start."""
     in_order = np.argsort(label, kind="stable")
     firsts = np.flatnonzero(np.diff(label[in_order], prepend=-1))
     if spans.width > 1:
@@ -326,7 +329,8 @@ def _seen_by_all(spans: Spans, label: Positions, end: int) -> tuple[Positions, P
 
 
 def _meeting(spans: Spans, row: Positions, start: Positions, stop: Positions) -> _Intervals:
-    """What stretches of keys and the spans of a row have in common; `part` is the stretch's number.
+    """The intersections of stretches of keys with the spans of a row; `part` is the stretch's
+    number.
 
     row, start, stop: of each stretch. spans: `[1, rows, width]`.
     """
@@ -349,8 +353,8 @@ class _Order:
     """The parts of the keys in such an order that an interval meets consecutive ones.
 
     The parts whose positions are `step` apart are in order of their first positions. An interval of
-    so many positions or more meets all of those parts that it reaches far enough into, and only at
-    its two ends is a part looked at by itself.
+    at least `step` positions meets every part that it reaches far enough into, so only the parts at
+    its two ends are looked at one by one.
     """
 
     def __init__(self, kv: _Side) -> None:
@@ -359,7 +363,7 @@ class _Order:
         self._high = self._low + self._step * (kv.part_len[order] - 1)
         self._rank = kv.run_rank[kv.part_run[order]]
         self.of_rank = self._rank[:, None] == np.arange(kv.num_ranks)  # [parts, ranks]
-        # How many of so many first parts each rank has.
+        # Number of parts of each rank among the first n parts, at index n.
         self._count = np.zeros((kv.num_ranks, len(order) + 1), np.int32)
         np.cumsum(self.of_rank.T, axis=1, dtype=np.int32, out=self._count[:, 1:])
 
@@ -376,7 +380,7 @@ class _Order:
             # Other parts end before the interval, or begin after it.
             a = begin + np.searchsorted(np.maximum.accumulate(high), seen.start)
             b = begin + np.searchsorted(low, seen.stop)
-            if step == 1 and (high[:-1] <= high[1:]).all():  # then it meets all others
+            if step == 1 and (high[:-1] <= high[1:]).all():  # it meets all others in this case
                 first, last = a, b
             else:
                 # These have `step` positions in common with it, or lie inside it.
@@ -460,5 +464,5 @@ def united(stretches: Iterable[tuple[int, int]]) -> Rows:
 
 
 def num_rows(rows: Rows) -> int:
-    """How many rows there are in all stretches together."""
+    """Number of rows in all stretches together."""
     return sum(stop - start for start, stop in rows)

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 __all__ = ["UNNUMBERED", "Numbers", "is_tracing", "set_tracing_check"]
 
-# The number of an object that a compiler makes while it traces: the object is no input, and so
+# The number of an object that a compiler makes while it traces: the object is not an input, so it
 # needs no number of its own.
 UNNUMBERED = 0
 

@@ -1,8 +1,8 @@
 """Operations of attention's tasks, one frozen type each; a strategy's own are in its module.
 
 `name` is what telemetry shows and what machine files rate. Parts are given by their numbers in the
-graph; blocks are counted by owner. `attention/execute` performs the operations. Here are those that
-several strategies share; the others stand in the modules of their strategies.
+graph; blocks are counted by owner. `attention/execute` performs the operations. This module has the
+operations that several strategies share; the others are in their strategies' modules.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ Tensors = tuple[tuple[Role, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class TileOperation:
-    """What all operations on a tile know: a travelling block against the shard at home."""
+    """The base of all operations on a tile, which is a travelling block against the shard at
+    home.
+    """
 
-    owner: int  # whose block travels
-    block: int  # which of the owner's blocks
-    pieces: tuple[Piece, ...]  # what the mask leaves of the tile
+    owner: int  # rank whose block travels
+    block: int  # number of the block among the owner's
+    pieces: tuple[Piece, ...]  # pieces that the mask leaves of the tile
     reads: Tensors  # the tensors the tile reads
     adds: Tensors  # the sums the tile adds to
     starts_sums: bool  # whether this tile begins the sums that travel
@@ -55,7 +57,9 @@ class ForwardTile(TileOperation):
 
 
 class BackwardTile(TileOperation):
-    """Adds the gradients of a tile to their sums; those of a call's only tile may be written."""
+    """Adds the gradients of a tile to their sums; the gradients of a call's only tile may be
+    written instead.
+    """
 
     name = "backward"
     flops = (6, 4)
@@ -73,21 +77,23 @@ class Delta:
 class Add:
     """Adds sums that have arrived to the rank's own sums."""
 
-    role: Role  # of the sums
-    block: int  # which of the rank's own blocks
+    role: Role  # the role of the sums
+    block: int  # number of the block among the rank's own
     own: int  # number of the part that is added to
     arrived: int  # number of the part that has arrived
-    rows: Rows  # which rows of the part have arrived
+    rows: Rows  # rows of the part that have arrived
     name: ClassVar[str] = "add"
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Merges the running state of a block that has come home into the rank's own state of it."""
+    """Merges the running state of a block that has arrived at home into the rank's own state of
+    it.
+    """
 
-    block: int  # which of the rank's own blocks
+    block: int  # number of the block among the rank's own
     arrived: Tensors  # the parts that have arrived
-    rows: Rows  # which rows of them
+    rows: Rows  # rows of the block
     name: ClassVar[str] = "merge"
 
 

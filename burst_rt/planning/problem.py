@@ -17,7 +17,7 @@ __all__ = ["Problem", "ScoreOptions", "TileShape"]
 
 
 class ScoreOptions(NamedTuple):
-    """What a call does with its scores beside scaling them."""
+    """The options of a call that change its scores, apart from scaling."""
 
     softcap: bool = False
     alibi_slopes: bool = False
@@ -37,7 +37,7 @@ class TileShape(NamedTuple):
     batch: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # the larger one, where v has a head_dim of its own
+    head_dim: int  # the larger one, if v has another head_dim
     q_len: int
     kv_len: int
     # `Mask.num_apart`; 0 where no piece is under the mask itself.
@@ -54,13 +54,13 @@ class Problem:
     kv_layout: Layout
     mask: Mask
     batch: int
-    num_heads: int  # of the queries
+    num_heads: int  # query heads
     num_kv_heads: int
-    head_dim: int  # of q and k
-    input_bytes: int  # of one element of the inputs
-    sum_bytes: int  # of one element of the sums (gradients, lse and delta)
+    head_dim: int  # head dimension of q and k
+    input_bytes: int  # bytes of one element of the inputs
+    sum_bytes: int  # bytes of one element of the sums (gradients, lse and delta)
     needs_grad: tuple[bool, bool, bool]  # whether q, k, v need gradients
-    v_head_dim: int = 0  # of v and out; 0 takes head_dim
+    v_head_dim: int = 0  # head dimension of v and out; 0 takes head_dim
     scores: ScoreOptions = _NO_OPTIONS
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Problem:
     def q_runs(self) -> tuple[tuple[range, ...], ...]:
         """Runs of queries by rank, at the positions the mask sees.
 
-        Query i stands at i + Skv - Sq (bottom-right alignment).
+        Query i is at position i + Skv - Sq (bottom-right alignment).
         """
         shift = self.kv_layout.seq_len - self.q_layout.seq_len
 
@@ -90,7 +90,9 @@ class Problem:
         return self.kv_layout.runs
 
     def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
-        """What the mask leaves of two runs; see `Mask.pieces`. Kept, for both directions ask."""
+        """The pieces that the mask leaves of two runs; see `Mask.pieces`. Kept, for both directions
+        ask.
+        """
         known = self._pieces.get((q, kv))
         if known is None:
             known = self._pieces[q, kv] = self.mask.pieces(q, kv)
@@ -107,7 +109,9 @@ class Problem:
 
     @cached_property
     def needs(self) -> Needs:
-        """What the ranks' blocks need of each other, if every shard travels as two blocks."""
+        """The rows that the ranks' blocks need from each other, if every shard travels as two
+        blocks.
+        """
         count = 1 if self.world_size == 1 else 2
         queries, keys = (
             [blocks_of(own, count) for own in side] for side in (self.q_runs, self.kv_runs)

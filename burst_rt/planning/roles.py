@@ -18,8 +18,8 @@ class Role(StrEnum):
     OUT = "out"
     LSE = "lse"
     STATE = "state"  # the running forward state at home
-    ACC = "acc"  # of a running forward state that travels
-    ML = "ml"  # its m and l together
+    ACC = "acc"  # acc of a running forward state that travels
+    ML = "ml"  # m and l of that state, together
     SCORES = "scores"  # whole rows of scores
     DQ = "dq"
     DK = "dk"
@@ -31,7 +31,7 @@ class Role(StrEnum):
     queries: bool
     """Whether the tensor has a row for each query; else it has one for each key."""
     values: bool
-    """Whether it has the head_dim of v, which out has too; else it has that of q and k."""
+    """Whether it has the head_dim of v, which out has too; else it has the head_dim of q and k."""
     pairs: bool
     """Whether it is two numbers for each query and head, `[2, batch, heads, tokens]`."""
     sums: bool
@@ -45,5 +45,5 @@ for _role in Role:
     _role.sums = _role.pairs or _role in (Role.ACC, Role.DQ, Role.DK, Role.DV)
 
 INPUTS = (Role.Q, Role.K, Role.V)
-# Their gradients, in the same order.
+# Roles of the gradients of these, in the same order.
 GRADIENTS = (Role.DQ, Role.DK, Role.DV)

@@ -13,14 +13,15 @@ from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["LAYOUTS", "fastest_layout"]
 
-# The largest world with forecasts. Those of four layouts take about five seconds on 16 ranks,
+# The largest world with forecasts. Forecasts of four layouts take about five seconds on 16 ranks,
 # fifteen on 32, eight on 64.
 _LAYOUTS_UP_TO = 64
-# The layouts that are chosen from; of equals the first is taken.
+# The layouts that are chosen from; among equals the first is taken.
 LAYOUTS = ("zigzag", "contiguous", "striped", BALANCED)
-# Without forecasts, layouts count as even whose cells are so close to the most even one's.
+# Without forecasts, a layout counts as even if its cells exceed the most even one's by at most this
+# share.
 _EVEN = 0.05
-# Matrix products of a cell: in the forward, and in the backward.
+# Number of matrix products for a cell: in the forward, and in the backward.
 _WORK = (2, 5)
 
 
@@ -32,8 +33,8 @@ def fastest_layout(
     A forecast is the sum of forward and backward, each with the strategy that a planner takes under
     the mask itself: up to 32 ranks the best one (see `fastest_strategy`), else the one that sends
     the fewest bytes. problem: with as many keys as queries, in any layout. Where no machine is
-    known, and above 64 ranks, there are no forecasts: the one is taken that sends the fewest bytes,
-    of the layouts whose cells are within 5 percent of the most even one's.
+    known, and above 64 ranks, nothing is forecast: among the layouts whose cells are within 5
+    percent of the most even one's, the one that sends the fewest bytes is taken.
     """
     spread = {}
     for kind in LAYOUTS:
@@ -53,7 +54,7 @@ def fastest_layout(
 
 
 def _seconds(problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int) -> float:
-    """What a direction is forecast to take with the strategy that a planner takes."""
+    """Seconds forecast for a direction with the strategy that a planner takes."""
     if problem.world_size <= FORECAST_UP_TO:
         ranking = rank_strategies(problem, hardware, forward=forward, ranks_per_node=ranks_per_node)
         return ranking.time_s
@@ -63,7 +64,7 @@ def _seconds(problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_n
 
 
 def _most_even(problems: list[Problem]) -> list[Problem]:
-    """Those whose busiest rank has the fewest cells, or nearly so."""
+    """The layouts whose busiest rank has the fewest cells, or nearly so."""
     work = []
     for problem in problems:
         sides = (problem.q_layout, problem.kv_layout)

@@ -24,31 +24,31 @@ __all__ = [
 
 Integers = np.ndarray[Any, np.dtype[np.int32]]
 
-# Up to so many spans a row, kernels take one vector of starts and one of stops for each; more are
-# compressed.
+# Maximum number of spans a row for which kernels take one vector of starts and one of stops each;
+# more are compressed.
 MOST_VECTORS = 4
 # What a block may be.
 _WHOLE, _CUT = np.int8(1), np.int8(2)
-# A row that covers a block counts so many times as one that touches it: a block of 64 columns is
-# touched by far fewer spans.
+# Weight of a span that covers a block, relative to one that touches it: far fewer spans touch a
+# block of 64 columns.
 _COVERED = 1 << 24
-# So many blocks of the table are counted at once.
+# Maximum number of blocks of the table that are counted at once.
 _SOME_BLOCKS = 1 << 22
 
 
 class ColumnSpans(NamedTuple):
-    """What the rows of a tile see of its columns.
+    """The columns of a tile that its rows see.
 
     Row r of batch row b sees column c where bounds[b, 0, w, r] <= c < bounds[b, 1, w, r] for a span
-    w. Spans of a row do not overlap. Those it does not have are empty and come last.
+    w. Spans of a row do not overlap. Missing spans are empty and come last.
     """
 
     bounds: Integers  # `[batch or 1, 2, width, rows]`; 1: every batch row sees the same
-    num_columns: int  # of the tile
+    num_columns: int  # columns of the tile
 
     @property
     def width(self) -> int:
-        """Spans a row: a power of two, where they are no more than `MOST_VECTORS`."""
+        """Spans a row: a power of two, if it is not above `MOST_VECTORS`."""
         return int(self.bounds.shape[2])
 
     def for_kernels(self) -> Integers:
@@ -72,8 +72,9 @@ class WorkList(NamedTuple):
     # int32 `[batch or 1, lines, 4]`: a line's number, its first whole run, its first cut run, and
     # one after its last run.
     lines: Integers
-    # int32 `[runs + 1, 2]`: first block, one after the last block. The last one is [0, 0] and of
-    # no line: what stands at the place of a line's runs can be loaded even if it has none.
+    # int32 `[runs + 1, 2]`: first block, one after the last block. The last one is [0, 0] and
+    # belongs to no line, so that the place of a line's runs can be loaded even if the line has
+    # none.
     runs: Integers
     # Whether a line has a cut run.
     masked: bool
@@ -85,7 +86,7 @@ class WorkList(NamedTuple):
 
 
 def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]) -> ColumnSpans:
-    """What queries at the positions `rows` see of keys at the positions `columns`, by columns.
+    """The columns that queries at the positions `rows` see, among keys at the positions `columns`.
 
     By the mask's spans, or its outline where it has none. Raises InternalError where positions do
     not ascend along the columns.
@@ -153,7 +154,7 @@ def work_list(
     """The blocks of `block_rows` x `block_columns` cells that are seen.
 
     A block is whole where every row of it sees all of its columns by one span, and it has as many
-    columns as others; it is cut where it is seen otherwise. No block stands in two runs.
+    columns as others; it is cut where it is seen otherwise. No block is in two runs.
     by_columns: a line is a block of columns. Without `whole` all blocks that are seen are listed as
     cut.
     """
@@ -167,7 +168,7 @@ def work_list(
     line, bounds, kind = _runs(blocks.reshape(batch * num_lines, -1))
     work = np.bincount(line, bounds[:, 1] - bounds[:, 0], batch * num_lines)
     order = np.argsort(-work.reshape(batch, num_lines), axis=-1, kind="stable")
-    # Runs stand in the order of lines, the whole ones of a line before the cut ones.
+    # Runs are in the order of lines, the whole ones of a line before the cut ones.
     in_order = (order + num_lines * np.arange(batch)[:, None]).reshape(-1)
     rank = np.empty_like(in_order)
     rank[in_order] = np.arange(len(in_order))
@@ -216,13 +217,13 @@ def _parts(batch: int, down: int, across: int) -> Iterator[tuple[int, int, int]]
 
 
 def _steps(bounds: Integers, block_rows: int, block_columns: int, width: int) -> tuple[Any, Any]:
-    """Where a line's count of spans that touch, or cover, a block changes.
+    """The places where a line's count of spans that touch, or cover, a block changes.
 
     bounds: `[2, spans, rows]`, starts and stops. Returns places in a flat table `[lines, width]`,
     and by how much the count changes there. A span that covers a block counts _COVERED times, and
     once for touching it.
     """
-    # Twice the block that a bound stands in, and 1 more unless the block begins there.
+    # Twice the number of the block that a bound is in, and 1 more unless the block begins there.
     at = bounds // block_columns
     inside = bounds != at * block_columns
     at *= 2
@@ -249,9 +250,10 @@ def _steps(bounds: Integers, block_rows: int, block_columns: int, width: int) ->
 
 
 def _runs(blocks: np.ndarray[Any, np.dtype[np.int8]]) -> tuple[Any, Any, Any]:
-    """The runs of equal blocks of each line; 0 is no block.
+    """The runs of equal blocks of each line; 0 means a hidden block.
 
-    blocks: `[lines, blocks]`. Returns of each run its line, its bounds `[runs, 2]`, and its block.
+    blocks: `[lines, blocks]`. Returns, for each run, its line, its bounds `[runs, 2]`, and its
+    block.
     """
     lines, width = blocks.shape
     # Line after line, a 0 before the first block and one behind the last block of each.
@@ -260,7 +262,7 @@ def _runs(blocks: np.ndarray[Any, np.dtype[np.int8]]) -> tuple[Any, Any, Any]:
     places = np.flatnonzero(flat[1:] != flat[:-1])
     kind = flat[1:][places]
     there = np.flatnonzero(kind)
-    # What is not 0 has a next place: the 0 behind the line, at the latest.
+    # Every entry that is not 0 has a next place: the 0 behind the line, at the latest.
     line, first = np.divmod(places[there], width + 1)
     ends = places[there + 1] - line * (width + 1)
     return line, np.stack([first, ends], -1), kind[there]

@@ -44,7 +44,7 @@ class Contract:
 
     @cached_property
     def digest(self) -> int:
-        """62 bits that stand for the words, the same on every rank and in every process."""
+        """A digest of the words in 62 bits, the same on every rank and in every process."""
         text = repr(sorted(self.words.items())).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
 
@@ -110,7 +110,7 @@ class Agreement:
 
     @property
     def cause(self) -> BaseException | None:
-        """What caused the error that this rank brought."""
+        """The cause of the error that this rank brought."""
         return None if self._error is None else self._error.__cause__
 
     def settle(self, watch: Watch, timeout_s: float) -> BurstError:

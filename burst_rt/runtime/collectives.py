@@ -1,8 +1,9 @@
 """Collectives as tasks of a graph: all-gather, reduce-scatter, all-reduce, scans, ranges of rows.
 
 For tensor parallelism, sums of gradients, and custom pipelines. Pure: no torch, no MPI. The
-opposite of an all-gather is a reduce-scatter, that of `gather_ranges` is `reduce_ranges`, and that
-of a scan is a scan in reverse: a backward sends gradients by the opposite of its forward's way.
+opposite of an all-gather is a reduce-scatter, the opposite of `gather_ranges` is `reduce_ranges`,
+and the opposite of a scan is a scan in reverse: a backward sends gradients by the opposite of its
+forward's collective.
 
 All-gather, reduce-scatter and all-reduce go round a ring; source: P. Patarasuk and X. Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009. They work on a
@@ -14,11 +15,11 @@ buffers that must be written before anything is sent.
 The tags of messages begin at `tag`. Functions that do not return a buffer return the first free
 tag; the others use one tag.
 
-What is received is added up by compute tasks `Op("add", (part, slot))`: part += slot. In a ring
-they are on `lane`, and the slot is one of a double-buffered pair named "<buffer> slot0" and
-"<buffer> slot1". `Pipeline.run` needs neither the slots nor a function for "add". Terms are added
-in the order of the graph, so every run gives the same bits. After an all-reduce every rank has the
-same bits.
+Compute tasks `Op("add", (part, slot))` add up the received tensors: part += slot. In a ring they
+are on `lane`, and the slot is one of a double-buffered pair named "<buffer> slot0" and "<buffer>
+slot1". `Pipeline.run` needs neither the slots nor a function for "add". Terms are added in the
+order of the graph, so every run gives the same bits. After an all-reduce every rank has the same
+bits.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def _range(
     row_bytes: int,
 ) -> tuple[Buffer, list[tuple[Part, int]], list[tuple[int, int, int]]]:
     """The buffer of this rank's range; its parts that have rows of other ranks, with the rank; and
-    which of its own rows other ranks want: (rank, size, offset), in bytes.
+    its own rows that other ranks want: (rank, size, offset), in bytes.
     """
     rank, world = g.rank, g.world_size
     if len(counts) != world or len(ranges) != world:

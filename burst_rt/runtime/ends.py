@@ -69,19 +69,19 @@ class Ends(NamedTuple):
     """This rank's ends."""
 
     kind: RankKind
-    transport: Transport  # for host memory
+    transport: Transport  # moves host memory
     control: ControlGroup
     job_rank: int  # this rank's number in the whole job; the group may be a part of the job
     job_size: int
     thread: object = None  # tells ranks apart that are threads of one process
-    store: Store | None = None  # of a group of torch.distributed
+    store: Store | None = None  # store of a torch.distributed group
 
 
 def find_ends(comm: Comm | None, group: Group | None, join_s: float) -> Ends:
     """Finds the other ranks. Collective over them; blocks at most `join_s`.
 
-    comm, group: as `init` takes them. Raises InputError and ConfigError for what is no group of
-    ranks, Stalled where ranks do not come.
+    comm, group: as `init` takes them. Raises InputError and ConfigError for anything but a group of
+    ranks, Stalled if ranks do not come.
     """
     if comm is not None and group is not None:
         raise InputError(
@@ -130,7 +130,7 @@ def _of_threads(local: LocalRank) -> Ends:
 def process_group(
     group: object, caller: str
 ) -> Any:  # torch types groups as Any or as other things
-    """The process group that a user's object stands for. Raises InputError in `caller`'s name."""
+    """The process group that a user's object denotes. Raises InputError in `caller`'s name."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if isinstance(group, DeviceMesh):
@@ -262,13 +262,15 @@ def _of_mpi(comm: MPI.Comm | None, join_s: float) -> Ends:
 
 
 def _instead(comm: object) -> str:
-    """What to do instead of passing a group of torch.distributed; "" for other objects."""
+    """Advice instead of passing a group of torch.distributed; "" for other objects."""
     known = "torch" in type(comm).__module__
     return ", a group of torch.distributed; give it as group=" if known else ""
 
 
 def _launch_advice() -> str:
-    """How to start ranks that see each other, under the launcher that started this process."""
+    """Advice on starting ranks that see each other, under the launcher that started this
+    process.
+    """
     if "OMPI_COMM_WORLD_SIZE" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
         return (
             "Use `srun --mpi=pmix` with Open MPI, `--mpi=pmi2` with MPICH or Intel MPI (`srun "

@@ -13,8 +13,8 @@ import psutil
 
 __all__ = ["free_host_bytes"]
 
-# The files of a control group: its limit, its use, and what the lines of `memory.stat` begin with
-# that say how much of the use is cached files, which the kernel gives up.
+# Names of the files of a control group (its limit and its use), and the prefix of the names in
+# `memory.stat` that count cached files, which the kernel gives up.
 _V2 = ("memory.max", "memory.current", "")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
@@ -30,7 +30,9 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What each control group that this process is in still allows, as far as that can be read."""
+    """The bytes that each control group of this process still allows, as far as that can be
+    read.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -17,8 +17,9 @@ from burst_rt.runtime.sums import Ranks, RanksOrGroup, differs, ranks_of, refuse
 __all__ = ["average_gradients"]
 
 _NAME = "average_gradients"
-# How many of a parameter's first values ranks compare, and how far, of 1, their sums may be from
-# each other: what another machine rounds otherwise is nearer, what another model has is not.
+# Number of a parameter's first values that ranks compare, and maximum relative difference of their
+# sums: differences by rounding between machines are smaller, and differences between models are
+# larger.
 _COMPARED, _NEAR = 64, 1e-4
 
 

@@ -45,7 +45,7 @@ __all__ = [
 ]  # fmt: skip
 
 _JOIN_S = 60.0
-# What moves host memory between ranks of each kind, and what such ranks are.
+# Name of the transport of host memory for ranks of each kind, and words for such ranks.
 _HOST_TRANSPORT: dict[RankKind, str] = {"threads": "local", "mpi": "mpi", "group": "torch"}
 _IN_WORDS: dict[RankKind, str] = {
     "threads": "threads of one process",
@@ -56,7 +56,7 @@ _IN_WORDS: dict[RankKind, str] = {
 _TOLD: dict[str, type[BurstError]] = {
     kind.__name__: kind for kind in (ConfigError, DeviceError, InputError)
 }
-# From this version on NCCL takes several ranks on one GPU, in an experimental mode.
+# Number of the first NCCL version that takes several ranks on one GPU, in an experimental mode.
 _NCCL_MULTI_RANK = 23000
 
 
@@ -68,7 +68,7 @@ class Facts:
     gpu: str  # the GPU's UUID; "" on a CPU
     nccl: int  # NCCL's version (22907 for 2.29.7); 0 without CuPy's NCCL
     multi_rank: bool  # whether NCCL is told to take several ranks on one GPU
-    ranks: RankKind  # what the ranks are
+    ranks: RankKind  # the kind of the ranks
     torch_nccl: int = 0  # the version of torch's own NCCL
     # Whether a probe has shown that this MPI takes device memory; None: nobody has probed.
     device_mpi: bool | None = None
@@ -95,12 +95,12 @@ class Presence:
 
 
 class Joined(NamedTuple):
-    """What a rank has once it has joined a group."""
+    """The state of a rank that has joined a group."""
 
     machine: Machine
     control: ControlGroup
     presence: Presence
-    within_s: float  # how long each further step of `init` may take
+    within_s: float  # seconds that each further step of `init` may take
 
 
 def join(
@@ -156,7 +156,9 @@ def _join_seconds(asked: float | None) -> float:
 def _decide(
     ends: Ends, device: str, transport: str, within_s: float, wrong: BurstError | None
 ) -> Joined:
-    """What `join` does once the ranks can talk to each other; blocks and raises as `join` does."""
+    """Does the part of `join` after the ranks can talk to each other; blocks and raises as `join`
+    does.
+    """
     control = ends.control
     where, mine = _own_word(ends, device, transport, wrong)
     pending = control.allgather(json.dumps(mine).encode())
@@ -174,7 +176,7 @@ def _decide(
     ranks = [Facts(**word) for word in said]
     hosts = [rank.host for rank in ranks]
     taken, per_node = choose_transport(transport, ranks), ranks_per_node(hosts)
-    # No machine file says what staging costs. Where messages are staged the planner goes by bytes.
+    # No machine file says what staging costs. If messages are staged, the planner decides by bytes.
     if hardware is not None:
         staged = taken.name == "staged"
         hardware = None if staged else fitted(hardware, per_node, control.size)
@@ -250,12 +252,12 @@ def _raise_told(said: list[dict[str, Any]], rank: int) -> None:
 def _communicator(
     name: str, ends: Ends, device: torch.device, within_s: float
 ) -> Callable[[], Communicator]:
-    """What makes the communicator; the ranks agree here on what they call it. Collective."""
+    """The function that makes the communicator; the ranks agree here on its name. Collective."""
     control = ends.control
     nccl: Any = _cupy_nccl() if name == "nccl" else None
 
     def known_to_all(mine: Callable[[], bytes]) -> bytes:
-        """What the first rank has made."""
+        """The object that the first rank has made."""
         pending = control.allgather(mine() if control.rank == 0 else b"")
         Watch(control).wait_for(pending, within_s, "burst_rt.init")
         return pending.result()[0]
@@ -292,7 +294,7 @@ def _pci_address(device: torch.device) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that a name stands for on this rank. Raises ConfigError for a missing device."""
+    """The device that a name denotes on this rank. Raises ConfigError for a missing device."""
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(f"init: device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
@@ -365,13 +367,13 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
 
 
 def ranks_per_node(hosts: Sequence[str]) -> int:
-    """How many ranks each host has; 1 if counts differ or a host's ranks are not consecutive."""
+    """Number of ranks on each host; 1 if counts differ or a host's ranks are not consecutive."""
     sizes = {len(list(ranks)) for _, ranks in groupby(hosts)}
     return sizes.pop() if len(sizes) == 1 and len(list(groupby(hosts))) == len(set(hosts)) else 1
 
 
 def describe_choice(kind: RankKind = "mpi") -> str:
-    """In words, what "auto" takes on this host with a rank for each GPU, or two ranks on CPUs.
+    """The choice of "auto" on this host with a rank for each GPU, or two ranks on CPUs, in words.
 
     kind: "mpi" or "group", as in `Facts.ranks`.
     """

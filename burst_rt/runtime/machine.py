@@ -3,7 +3,8 @@
 | device | transport | network lane | a message is |
 |---|---|---|---|
 | cpu | local, mpi, torch | of the host | host memory |
-| cpu | staged | of the host, copies beside it | a chunk of host memory (staging without a GPU) |
+| cpu | staged | of the host, with copies in parallel | a chunk of host memory (staging without a
+GPU) |
 | cuda | nccl, torch (its NCCL) | a stream | device memory |
 | cuda | mpi, local | of the host | device memory (an MPI that takes it: `burst-rt doctor` tells) |
 | cuda | staged | of the host, copies on two streams | a pinned chunk of host memory |
@@ -41,7 +42,7 @@ from burst_rt.transport.staged import staged
 
 __all__ = ["Machine", "SlotPool", "Slots"]
 
-# A set of slots that is larger is not kept between calls on the host.
+# Maximum size of a set of slots that is kept between calls on the host.
 _SMALL_BYTES = 1 << 20
 
 

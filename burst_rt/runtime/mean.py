@@ -32,10 +32,10 @@ def mean_over_ranks(
     weights: numbers or booleans of values' shape, such as `labels != -100`; None: all count alike.
     group: all ranks over which gradients are averaged. A process group, a DeviceMesh of one axis,
         or a Context. None: all ranks of torch.distributed.
-    count: what to divide by in place of sum(weights), a number or a scalar tensor, the same on
-        every rank. Where gradients of several micro-batches add up before a step: the sum of the
-        weights of the whole step, over all of its micro-batches and all ranks. The results of the
-        micro-batches then add up to the mean of the step.
+    count: the divisor instead of sum(weights), a number or a scalar tensor, the same on every rank.
+        Where gradients of several micro-batches add up before a step: the sum of the weights of the
+        whole step, over all of its micro-batches and all ranks. The results of the micro-batches
+        then add up to the mean of the step.
 
     Returns a scalar, float64 for float64 values and float32 otherwise, summed in float64; NaN where
     the weights sum to 0. Differentiable: every rank's backward differentiates the sum of all ranks'

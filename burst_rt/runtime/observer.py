@@ -11,7 +11,7 @@ __all__ = ["Observer"]
 
 
 class Observer(Protocol):
-    """Hears of one runtime's calls, in the thread that makes the calls.
+    """Is told about one runtime's calls, in the thread that makes the calls.
 
     No method may block or raise.
     """

@@ -54,7 +54,7 @@ class Pipeline:
     def __init__(self, runtime: Runtime, schedule: Schedule, fingerprint: str) -> None:
         self.runtime = runtime
         self.schedule = schedule
-        self.fingerprint = fingerprint  # of all ranks' graphs; the ranks compare it in every run
+        self.fingerprint = fingerprint  # digest of all ranks' graphs; compared in every run
         self.progress = Progress()
         # The call in which the pipeline ran first: it tells pipelines of equal graphs apart.
         self._first = 0
@@ -84,10 +84,10 @@ class Pipeline:
         contiguous and of the part's size. The tensor of a buffer that is not `initialised` may be
         left out: the run then makes one, of bytes (uint8). Each run may be given other tensors.
 
-        ops: the function for each `Op.name`, called with `Op.args`. In place of a part, or of a
-        buffer made with one part, the function gets a tensor; in place of a buffer with more parts
-        a tuple of tensors. "add" need not be given: `Op("add", (total, term))` adds the term to the
-        total, and `Op("add", (total, term, offset))` adds it from that byte of the total on.
+        ops: the function for each `Op.name`, called with `Op.args`. For a part, or a buffer made
+        with one part, the function gets a tensor; for a buffer with more parts, a tuple of tensors.
+        "add" need not be given: `Op("add", (total, term))` adds the term to the total, and
+        `Op("add", (total, term, offset))` adds it from that byte of the total on.
 
         Raises InputError and ConfigError (a wrong argument) and ContractMismatch (different graphs,
         or another pipeline than the one that ran together with this one first) on every rank alike,
@@ -134,7 +134,7 @@ class Pipeline:
         return driver.trace
 
     def _refuses_names(self, buffers: object, ops: object) -> BurstError | None:
-        """Why the arguments are no buffers and functions of this graph, or None."""
+        """The error of arguments that are not buffers and functions of this graph, or None."""
         for name, given, of in (
             ("buffers", buffers, "tensors, by the names of buffers"),
             ("ops", ops, "functions, by the names of operations"),
@@ -242,7 +242,7 @@ class Pipeline:
 
 
 def _bound(buffers: Mapping[str, Any], part: Part) -> Any:
-    """What the user gave for a part: one value for the buffer, or one for each part.
+    """The user's value for a part: one value for the buffer, or one for each part.
 
     A tensor if the user made no mistake; None where nothing was given.
     """
@@ -253,7 +253,7 @@ def _bound(buffers: Mapping[str, Any], part: Part) -> Any:
 
 
 def _cut(tensor: Any, parts: Sequence[Part]) -> tuple[Any, BurstError | None]:
-    """One tensor for a buffer of several parts, as its rows for each part; else what was given.
+    """The rows for each part, of one tensor for a buffer of several parts; else the given value.
 
     And why it cannot be cut, or None.
     """

@@ -1,7 +1,7 @@
 """The runtimes of this process: which are open, which a thread has made, and how they end.
 
-A rank that leaves must say so, or the other ranks wait for it until their deadlines. So the exit
-hooks close every open runtime. The hooks end the job (by MPI_Abort, or by an exit code that
+A rank that leaves must say so, or the other ranks wait for it until their deadlines. Therefore the
+exit hooks close every open runtime. The hooks end the job (by MPI_Abort, or by an exit code that
 torchrun sees) if a runtime is broken or the program failed: messages that are under way cannot be
 recalled, and MPI_Finalize would wait for messages that never come. A job that is ended so runs no
 exit hooks that were registered before these. `burst_rt.init` installs the hooks; importing the
@@ -29,7 +29,7 @@ from burst_rt.job.telling import FIRST_WORD_S, in_full, in_one_line, is_of_anoth
 __all__ = ["Member", "Process", "process"]
 
 _log = logging.getLogger("burst_rt")
-# After this time the other ranks have heard that this rank failed by itself, and have reported it.
+# Seconds until the other ranks have heard that this rank failed by itself, and have reported it.
 _HEARD_AFTER_S = 1.3
 
 

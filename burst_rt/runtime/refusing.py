@@ -1,8 +1,8 @@
 """How a rank that cannot make its next call says so to the ranks that wait for it.
 
-A rank may be in several groups (data parallel beside context parallel). The wrong argument may be
-the one that names the group. The error must reach the
-ranks that wait, in the group where they wait, and no other call may take the error.
+A rank may be in several groups (data parallel and context parallel). The wrong argument may be the
+one that names the group. The error must reach the ranks that wait, in the group where they wait,
+and no other call may take the error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["refuse"]
 def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoReturn:
     """Raises the error on every rank that waits for this rank's next call. Never returns.
 
-    Blocks until the other ranks have come to that call, at most `timeout_s`. Raises at once where
-    no other rank can be waiting. The other ranks may wait in another group than this rank meant.
+    Blocks until the other ranks reach that call, at most `timeout_s`. Raises at once where no other
+    rank can be waiting. The other ranks may wait in another group than this rank's call names.
     runtime: where this rank was about to make the call; None where the runtime is not known, which
     means the runtime of several ranks that this thread made last.
     """
@@ -73,9 +73,9 @@ def _nobody_waits(meant: Runtime) -> bool:
 def _where_awaited(meant: Runtime, shared: Sequence[Runtime]) -> Runtime | None:
     """The group whose ranks are to hear that this rank cannot make its call; None: not yet known.
 
-    It is the group that was meant, once some rank waits there, or once no rank can make the call
-    there. It is another group only where all ranks of the group that was meant wait in that other
-    group. If only some wait there, they may have gone on to a later call.
+    It is the group that the call names, once some rank waits there, or once no rank can make the
+    call there. It is another group only if all other ranks of the named group that have not left
+    wait there. If only some wait there, they may have gone on to a later call.
     """
     # A rank that could not make its call either, and waits now, waits in a later call.
     waiting = {each: each.waiting_here().difference(each.watch.refusing or ()) for each in shared}

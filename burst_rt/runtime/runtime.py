@@ -48,8 +48,8 @@ from burst_rt.transport import ControlGroup, LocalTransport, Memory, Pending
 
 __all__ = ["Runtime", "Stats"]
 
-# How many calls may wait for their times to be read. Reading the times costs time, so it is put off
-# until somebody asks for statistics.
+# Maximum number of calls that wait for their times to be read. Reading the times costs time, so it
+# is put off until somebody asks for statistics.
 _UNREAD_UP_TO = 64
 
 _P = TypeVar("_P", bound=Pending)
@@ -119,8 +119,8 @@ class _BackwardOf:
 class Runtime:
     """One rank's part of a group of ranks; see the module.
 
-    timeout_s: how long a peer may take to enter a call. stall_s: how long nothing may move inside a
-    call. observer: hears of every call; None where there is no telemetry.
+    timeout_s: seconds that a peer may take to enter a call. stall_s: seconds for which nothing may
+    move inside a call. observer: hears of every call; None without telemetry.
     """
 
     def __init__(
@@ -474,8 +474,8 @@ class Runtime:
     def _settle(self, agreement: Agreement) -> NoReturn:
         with self._unbroken():
             error = agreement.settle(self.watch, self.timeout_s)
-        # The error replaces the one that is being handled, if any. What caused that one is kept: an
-        # exception of a user's mask, say.
+        # The error replaces the one that is being handled, if any. Its cause is kept: an exception
+        # of a user's mask, say.
         raise error from agreement.cause
 
     @contextmanager
@@ -490,8 +490,8 @@ class Runtime:
     def _break(self, error: BaseException) -> None:
         """Marks the runtime as broken: no later call may be made. Does not block.
 
-        The other ranks are told of an error that began on this rank, or they would wait for this
-        rank until their deadlines.
+        The other ranks hear of an error that began on this rank; otherwise they would wait for it
+        until their deadlines.
         """
         self.broken = error
         if not isinstance(error, (PeerLost, Stalled)):

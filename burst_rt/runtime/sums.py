@@ -1,8 +1,8 @@
 """Sums over ranks that autograd differentiates, over a context or a group of torch.distributed.
 
 Ranks compare which sum a backward belongs to, because the sums themselves are paired up by their
-order alone. A context's ranks do so in the agreement that opens the sum; those of a process group
-by a reduction of two numbers.
+order alone. A context's ranks do so in the agreement that opens the sum; a process group's ranks by
+a reduction of two numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ __all__ = [
     "Ranks", "RanksOrGroup", "differs", "ranks_of", "refuse_in", "sum_in_place", "sum_over_ranks",
 ]  # fmt: skip
 
-# How many sums each process group has made: the same on all of its ranks.
+# Number of sums that each process group has made: the same on all of its ranks.
 _num_sums: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+# Number of digests that a compared number may have.
 _DIGESTS = 1 << 20
 
 
@@ -38,7 +39,7 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many they are."""
+        """Number of ranks."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Context.all_reduce`."""
@@ -66,7 +67,7 @@ def sum_over_ranks(
 
 
 def ranks_of(group: RanksOrGroup | None, name: str) -> dist.ProcessGroup | Ranks:
-    """The ranks that a user's object stands for.
+    """The ranks that a user's object denotes.
 
     Raises InputError in the name of the function that was called, and then blocks as `refuse`
     does; on this rank alone, and at once, where there is a torch.distributed.

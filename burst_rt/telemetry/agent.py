@@ -44,24 +44,25 @@ __all__ = ["Agent"]
 
 _HEARTBEAT_S = 0.5
 _CONNECT_DEADLINE_S = 5.0
-# Clocks are compared by a few pings in a row, of which the one with the shortest way tells most.
-# Clocks drift: only the answers of this row and of the row before count.
+# Seconds between two comparisons of clocks, and number of pings in each. The ping with the shortest
+# round trip tells most. Clocks drift, so only the answers of the last two comparisons count.
 _CLOCK_PERIOD_S = 10.0
 _PINGS = 5
 _PING_DEADLINE_S = 0.2
-# How many messages of other threads may wait for the agent's thread.
+# Maximum number of messages of other threads that wait for the agent's thread.
 _MAX_WAITING = 1000
-# How much may wait for the socket: above the first of these no more spans are sent, above the
-# second nothing is.
+# Maximum number of bytes that wait for the socket: above the first limit spans are dropped, above
+# the second everything is.
 _SPANS_UP_TO_BYTES = 2 << 20
 _UP_TO_BYTES = 8 << 20
-# A thread that computes for long in Python keeps the interpreter from the rank's own thread.
+# Maximum number of calls that are handled at a time: a thread that computes for long in Python
+# keeps the interpreter from the rank's own thread.
 _MAX_CALLS_A_TICK = 64
 _RESEND_S = 0.02
-# Hosts and processes are sampled less often: their processor time is counted in hundredths of a
-# second, so samples closer together would say little.
+# Minimum number of seconds between two samples of hosts and processes: their processor time is
+# counted in hundredths of a second, so samples closer together would say little.
 _HOST_PERIOD_S = 0.5
-# How long a rank that ends waits for its last words to be sent.
+# Seconds for which a rank that ends waits until its last words are sent.
 _BYE_DEADLINE_S = 0.5
 
 _log = logging.getLogger("burst_rt.telemetry")
@@ -95,7 +96,8 @@ class Agent:
         self._encoder = msgspec.msgpack.Encoder()
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
-        # Of each answer the time there and back, the offset, and when the ping was sent.
+        # The round-trip time of each answer, the clock's offset, and the time at which the ping was
+        # sent.
         self._pings: deque[tuple[float, float, float]] = deque(maxlen=2 * _PINGS)
         self._thread_s = 0.0
         self._nvml: NvmlThread | None = None
@@ -125,11 +127,11 @@ class Agent:
         return log
 
     def report(self, step: int, values: dict[str, float]) -> None:
-        """Something the job says of itself."""
+        """A figure that the job reports about itself."""
         self.put(JobReport(time.perf_counter(), step, values))
 
     def put(self, message: FromRank) -> None:
-        """Queues a message; drops it where there is no room."""
+        """Queues a message, or drops it if the queue is full."""
         if self.alive and len(self._waiting) < _MAX_WAITING:
             self._waiting.append(message)
         else:
@@ -146,8 +148,8 @@ class Agent:
         self.alive = False
 
     def forked(self) -> None:
-        """For a child of the rank's process, which has none of its threads: lets go of the
-        connection.
+        """Lets go of the connection in a child of the rank's process, which has none of its
+        threads.
         """
         self.alive = False
         if self._connection is not None:
@@ -233,8 +235,8 @@ class Agent:
         return [own, shared]
 
     def _measure_clock(self) -> None:
-        """Sends a few pings in a row. Waits at most `_PING_DEADLINE_S` for each answer; once one
-        has not come, sends no more.
+        """Sends a few pings in a row. Waits at most `_PING_DEADLINE_S` for each answer; stops at
+        the first answer that does not come.
         """
         answer = select.poll()
         answer.register(self._socket, select.POLLIN)

@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 __all__ = ["NOTHING", "CallLog", "Described", "Doing", "Totals"]
 
-# How many calls' spans may wait for the agent.
+# Maximum number of calls whose spans wait for the agent.
 _MAX_WAITING = 256
-# How many schedules a log knows before it forgets those that are no more.
+# Number of schedules that a log knows before it forgets the deleted ones.
 _MAX_KNOWN = 256
 _PACK = struct.Struct("<Ifff").pack  # timeline.SPAN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """What a `PlanSummary` says beside its tasks; see there."""
+    """The fields of a `PlanSummary` besides its tasks; see there."""
 
     kind: str
     explain: str
@@ -57,7 +57,7 @@ class Described:
 
 
 class Doing(NamedTuple):
-    """What a context is doing: the fields of a `Heartbeat` that say so."""
+    """The activity of a context: the fields of a `Heartbeat` that tell it."""
 
     call: int
     doing: str
@@ -65,7 +65,7 @@ class Doing(NamedTuple):
     hop: int
 
 
-# Outside any call.
+# The activity outside any call.
 NOTHING = Doing(-1, "", 0.0, -1)
 
 
@@ -114,13 +114,13 @@ class _Ended:
 
 
 class Totals:
-    """What a rank counts over all its contexts."""
+    """The counts of a rank over all its contexts."""
 
     def __init__(self) -> None:
-        self.counts = Counters()  # but for time, lanes and dropped messages: `message` adds them
+        self.counts = Counters()  # except for time, lanes and dropped messages: `message` adds them
         self.num_known = 0
         self._known: list[_Known] = []
-        self._gone: dict[str, LaneCounters] = {}  # of plans that are no more
+        self._gone: dict[str, LaneCounters] = {}  # counters of deleted plans
 
     def add(self, schedule: Schedule) -> _Known:
         """A schedule that runs for the first time."""
@@ -232,7 +232,7 @@ class CallLog:
         self._waiting.clear()
 
     def doing(self) -> Doing:
-        """What the context is doing now."""
+        """The present activity of the context."""
         current = self.current
         if current is None:
             return NOTHING
@@ -244,8 +244,8 @@ class CallLog:
         return Doing(number, task.name, since_s, _hop_number(task))
 
     def take(self) -> list[PlanSummary | EndedCall | Agreed]:
-        """One call that has ended, after its plan if the plan is new. Nothing where no call has
-        ended, or where a device has yet to end it.
+        """Takes one ended call, after its plan if the plan is new. Nothing where no call has ended,
+        or where a device has yet to end it.
         """
         if not self._waiting:
             return []

@@ -24,10 +24,10 @@ from burst_rt.telemetry.timeline import spans_of
 __all__ = ["write_trace"]
 
 _TraceEvent: TypeAlias = dict[str, object]
-# Threads of a rank's process, in the order in which they are shown.
+# Names of the threads of a rank's process, in the order in which they are shown.
 _LANES = ("control", "compute", "waits", "network", "d2h", "h2d")
-_ROWS = 16  # at most so many threads a lane
-# Numbers of the processes that stand for sources: after those of all ranks.
+_ROWS = 16  # maximum number of threads of a lane
+# First number of the processes that represent sources: higher than the numbers of all ranks.
 _FIRST_SOURCE = 1_000_000
 _COUNTERS = (
     "power_w",

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "machine_like"]
 
-# A simulation runs in Python: it is worth its time for worlds that take milliseconds, and on one
-# rank.
+# Maximum world size that is simulated, on one rank alone: a simulation runs in Python, and is worth
+# its time only if it takes milliseconds.
 _PREDICT_UP_TO = 16
-# The machines of `planning/machines`, and the words that a device's name must hold to be one.
+# Names of the machines of `planning/machines`, and the words in the name of such a device.
 _MACHINES = {
     "h200-sxm": ("H200",),
     "h100-sxm": ("H100", "HBM3"),
@@ -42,8 +42,8 @@ def machine_like(device_name: str) -> str | None:
 
 
 def describe(plan: Plan | DecodePlan | None, machine: Machine, rank: int) -> Described:
-    """What telemetry says of a plan; None stands for a custom pipeline. Takes milliseconds, so it
-    is called by the agent's thread.
+    """The description of a plan for telemetry; None means a custom pipeline. Takes milliseconds, so
+    it is called by the agent's thread.
     """
     from burst_rt.serving.decode_plan import DecodePlan
     from burst_rt.telemetry.calls import Described

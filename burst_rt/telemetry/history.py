@@ -4,7 +4,7 @@ The last ten minutes are kept as they came, an hour and a half as means of 5 s, 
 minute.
 
 One `History` holds all metrics of one source: rows of float32, and one float64 time a row. A metric
-that a row lacks is NaN there. What is older than the coarsest level is gone; a record keeps
+that a row lacks is NaN there. Older samples than the coarsest level holds are gone; a record keeps
 everything.
 """
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 __all__ = ["FULL_S", "History"]
 
 FULL_S = 600.0
-# The coarser levels: seconds that a row stands for, number of rows.
+# The coarser levels: seconds that a row covers, and number of rows.
 _COARSER = ((5.0, 1080), (60.0, 1440))
 _FIRST_ROWS = 64
 
@@ -91,7 +91,7 @@ class History:
                 ring.widen(len(self.metrics))
         self._thin(at_s)
         row = np.full(len(self.metrics), np.nan, np.float32)
-        with np.errstate(over="ignore"):  # what float32 cannot hold is infinite
+        with np.errstate(over="ignore"):  # values beyond float32 are infinite
             for name, value in values.items():
                 row[self._column[name]] = value
         self._full.add(at_s, row)

@@ -13,7 +13,7 @@ from burst_rt.telemetry.messages import Sample, Source
 
 __all__ = ["HostSampler", "ProcessSampler"]
 
-# Threads are not read at every sample: each one is a file to read.
+# Seconds between two readings of threads: each thread is a file to read.
 _THREADS_EVERY_S = 1.0
 
 
@@ -40,7 +40,7 @@ class HostSampler:
         return Source(name=self._name, kind="host", host=self._host, metrics=metrics, about=about)
 
     def sample(self) -> Sample:
-        """What the host did since the last sample. Does not block."""
+        """A sample of the host's activity since the last sample. Does not block."""
         cores = psutil.cpu_percent(percpu=True)
         memory = psutil.virtual_memory()
         now_s, sent, received = time.perf_counter(), *_network()
@@ -68,8 +68,8 @@ class ProcessSampler:
         self._threads: dict[int, float] = {}
 
     def sample(self, telemetry_percent: float) -> Sample:
-        """What the process did since the last sample. telemetry_percent: part of a core that
-        telemetry's own threads took. Does not block.
+        """A sample of the process's activity since the last sample. telemetry_percent: part of a
+        core that telemetry's own threads took. Does not block.
         """
         now_s, busy_s = time.perf_counter(), time.process_time()
         values = {

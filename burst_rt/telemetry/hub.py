@@ -44,25 +44,26 @@ from burst_rt.telemetry.wire import MAX_FRAME_BYTES, Frames, frame, until_beat_s
 
 __all__ = ["Hub", "Shown", "serve"]
 
-# A multiple of the ranks' period, and like theirs on the beat of the host's clock: one waking
-# serves both.
+# Seconds between two ticks: a multiple of the ranks' period, and on the same beat of the host's
+# clock, so that one waking serves both.
 _TICK_S = 0.4
-# A hub that was held up for so long could not hear its ranks: their silence is not their fault.
+# Maximum delay of a tick in seconds. A hub that was held up for longer could not hear its ranks:
+# their silence is not their fault.
 _STOOD_S = 1.0
-# How long a hub without ranks stays: before the first has come, and after the last has gone. Ranks
-# start at different times. A hub that is held needs neither time: its starter knows when the job is
+# Seconds for which a hub without ranks stays: before the first has come, and after the last has
+# gone. Ranks start at different times. A held hub uses neither: its starter knows when the job is
 # over.
 _EMPTY_S = 60.0
 _LINGER_S = 1.0
-# A stranger is a connection that has not said the secret. It has so long to say it, and may send so
-# much before.
+# Limits of strangers, which are connections that have not sent the secret: seconds until they must
+# send it, bytes that they may send before, and their number.
 _SECRET_DEADLINE_S = 5.0
 _STRANGER_BYTES = 64 << 10
 _MAX_STRANGERS = 1024
-# Answers that a viewer has not read.
+# Maximum size of the answers that a viewer has not read.
 _MAX_UNREAD_BYTES = 64 << 20
 _MAX_CONNECTIONS = 8192
-# The dashboard's viewers have so long to hear that the job has ended.
+# Seconds until the dashboard closes, for its viewers to hear that the job has ended.
 _CLOSING_S = 1.5
 
 _log = logging.getLogger("burst_rt.telemetry")
@@ -120,7 +121,9 @@ class Hub:
         self._log_events()
 
     def answer(self, ask: Ask) -> Snapshot | Lost | TimelineView | list[SeriesView] | None:
-        """What a viewer asked for. Raises ProtocolError for a question that there is not."""
+        """The answer to a viewer's question. Raises ProtocolError for a question that there is
+        not.
+        """
         model = self.model
         self._advance()
         match ask.what:
@@ -169,7 +172,7 @@ class Hub:
 
 
 class Shown(Protocol):
-    """What a hub serves to people while it runs: a dashboard."""
+    """A service of the hub for people while it runs: a dashboard."""
 
     told: list[str]  # lines for the person who started the job
 
@@ -292,9 +295,9 @@ async def serve(
 ) -> None:
     """Serves until the job has ended; the address goes out as one line on standard output.
 
-    listen: "unix" (a socket in `folder`), or the address to listen on with TCP. held: whoever
-    started the hub holds its standard input open, and the hub stays while that is so. shown: what
-    the hub serves beside its viewers.
+    listen: "unix" (a socket in `folder`), or the address to listen on with TCP. held: the starter
+    of the hub holds the hub's standard input open, and the hub stays while it is open. shown:
+    what the hub serves in addition to its viewers.
     """
     loop = asyncio.get_running_loop()
     if listen == "unix":

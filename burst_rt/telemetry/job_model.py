@@ -69,33 +69,33 @@ from burst_rt.telemetry.views import (
 
 __all__ = ["SILENT_S", "JobModel"]
 
-# A rank is silent when four heartbeats have not come.
+# Seconds until a rank is silent: four heartbeats are missing.
 SILENT_S = 2.0
-# Room for the spans of all ranks.
+# Maximum size of the spans of all ranks.
 _SPAN_BYTES = 16 << 20
 _MAX_EVENTS = 1000
 _SHOWN_EVENTS = 100
-_MAX_PLANS = 256  # of a rank
-_MAX_METRICS = 64  # of a source: a job may report what it likes
-# Rates are means of the last two seconds: a call counts when it ends, and a call may take longer
-# than the time between two counts. A rate over less than _LEAST_S would say nothing.
+_MAX_PLANS = 256  # maximum number of a rank's plans
+_MAX_METRICS = 64  # maximum number of a source's metrics: a job may report anything
+# Seconds over which rates are means: a call counts when it ends, and a call may take longer than
+# the time between two counts. A rate over less than _LEAST_S would mean nothing.
 _RATE_OVER_S = 2.0
 _LEAST_S = 0.05
 _MAX_COUNTS = 64
-# Plans that stay unpacked: two of each rank, forward and backward, and so many more.
+# Number of plans that stay unpacked, in addition to two of each rank, forward and backward.
 _DECODED_PLANS = 32
-# A figure that has not come again for so long says nothing of the present.
+# Seconds after which a figure that has not come again says nothing about the present.
 _STALE_S = 5.0
-# How many sets of plans, one plan a rank, stay matched.
+# Number of sets of plans, one plan a rank, that stay matched.
 _MATCHED = 4
-# The waits and messages of a call are worked out when somebody looks, for at most so many spans at
-# a time. The results are kept, up to so many entries.
+# Maximum number of spans for which the waits and messages of calls are worked out at a time, when
+# somebody looks, and maximum number of entries of the results that are kept.
 _JOINT_SPANS = 20_000
 _JOINT_ENTRIES = 50_000
 JOB = "job"
 
 _WORTH_SAYING_S = 0.05
-# How the last words of a rank begin that failed because another one had: "PeerLost: ...".
+# Prefixes of the last words of a rank that failed because of another rank: "PeerLost: ...".
 _SECONDARY = ("PeerLost:", "Stalled:")
 # The heartbeat of a rank that is in no call.
 _NOWHERE = Heartbeat(sent_s=0.0, offset_s=0.0, rtt_s=-1.0, group="", call=-1, doing="", since_s=0.0)
@@ -103,7 +103,7 @@ _NOWHERE = Heartbeat(sent_s=0.0, offset_s=0.0, rtt_s=-1.0, group="", call=-1, do
 
 @dataclass(kw_only=True)
 class _Rank:
-    """What is known of one rank."""
+    """The model's knowledge of one rank."""
 
     hello: Hello
     recent: Recent
@@ -137,7 +137,7 @@ class _Rank:
 
 @dataclass(kw_only=True)
 class _Source:
-    """What is known of something sampled."""
+    """The model's knowledge of one sampled source."""
 
     info: Source
     history: History
@@ -148,7 +148,7 @@ class _Source:
 
 
 class _Joint(NamedTuple):
-    """What the spans of all ranks tell of a call."""
+    """The waits and messages of a call, from the spans of all ranks."""
 
     waits: list[WaitView]
     flows: list[FlowView]
@@ -213,8 +213,8 @@ class JobModel:
         self.now_s = end_s
 
     def excuse(self, seconds: float) -> None:
-        """The hub was held up and could not listen for so many seconds: these do not count as
-        silence of any rank.
+        """Says that the hub was held up and could not listen for this number of seconds: these do
+        not count as silence of any rank.
         """
         for rank in self.ranks.values():
             rank.heard_s += seconds
@@ -226,7 +226,7 @@ class JobModel:
             list(islice(self.events, max(0, len(self.events) - newer), None)) if newer > 0 else []
         )
 
-    # What viewers ask.
+    # Questions of viewers.
 
     def snapshot(self) -> Snapshot:
         """The present."""
@@ -344,8 +344,8 @@ class JobModel:
         return plan
 
     def _joint_call(self, group: str, number: int) -> _Joint | None:
-        """What the spans of all ranks tell of a call. None where spans of some rank are missing, or
-        where enough has been worked out for one view.
+        """The waits and messages of a call, from the spans of all ranks. None where spans of some
+        rank are missing, or where enough has been worked out for one view.
         """
         key = (group, number)
         if key in self._joint:
@@ -380,7 +380,7 @@ class JobModel:
                 self._matched.popitem(last=False)
         return self._matched[key]
 
-    # What messages do.
+    # Effects of messages.
 
     def _hello(self, at_s: float, hello: Hello) -> None:
         if self.first_lost is not None and self.first_lost.rank == hello.rank:
@@ -650,9 +650,7 @@ class JobModel:
         return beat.call, beat.doing, beat.hop, rank.at(beat.sent_s)
 
     def _known(self, rank: _Rank) -> str:
-        """What a rank was doing when that was last known, and how long ago that is. "" where
-        nothing is known.
-        """
+        """The last known activity of a rank, and how long ago that is. "" if nothing is known."""
         if rank.beat is _NOWHERE:
             return ""
         call, task, _, at_s = self._last_seen(rank)
@@ -746,7 +744,7 @@ def _sent(counters: Counters) -> int:
 
 
 def _without_nan(values: list[float]) -> list[float | None]:
-    """The values, with None in place of NaN, which JSON does not have."""
+    """The values, with None instead of NaN, which JSON does not have."""
     return [None if math.isnan(value) else value for value in values]
 
 

@@ -2,9 +2,8 @@
 
 Each hub has one file, which only this user can read.
 
-The files lie in $XDG_RUNTIME_DIR/burst-rt. Where there is no such folder, they lie in burst-rt-UID
-in the folder for temporary files. A hub that was killed leaves its file, and the next look removes
-it.
+The files lie in $XDG_RUNTIME_DIR/burst-rt. Without such a folder, they lie in burst-rt-UID in the
+folder for temporary files. A hub that was killed leaves its file, and the next look removes it.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ __all__ = ["RunningJob", "announce", "find_job", "readable", "running_jobs"]
 class RunningJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job, as its hub's file tells it."""
 
-    pid: int  # of the hub, by which people name the job
+    pid: int  # process id of the hub, by which people name the job
     started_s: float  # when the hub's process started, since the epoch
     address: str
     secret: str
-    command: str  # of the process that started the hub
+    command: str  # command of the process that started the hub
 
 
 def announce(address: str, secret: str) -> Path:
@@ -68,13 +67,13 @@ def running_jobs() -> list[RunningJob]:
 
 
 def readable(text: str) -> str:
-    """The text as it can be sent: question marks stand for what is no UTF-8."""
+    """The text as it can be sent: question marks replace characters that UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()
 
 
 def find_job(pid: int | None) -> RunningJob:
-    """The job whose hub has this number; without one, the only job that runs. Raises ConfigError
-    where there is no such job, or more than one to choose from.
+    """The job whose hub has this number; without one, the only job that runs. Raises ConfigError if
+    there are none, or several to choose from.
     """
     jobs = running_jobs()
     chosen = [job for job in jobs if pid is None or job.pid == pid]

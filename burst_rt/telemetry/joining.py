@@ -3,8 +3,8 @@
 One rank that asks for it is enough.
 
 A caller hands in all that is known of its ranks; nothing here knows contexts. The rest of telemetry
-is imported only once a rank has asked for it. Nothing here can fail a run: without a hub there are
-no figures.
+is imported only once a rank has asked for it. Nothing here can fail a run: without a hub, figures
+are missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Wish", "farewell", "follow", "report", "wish"]
 
 _SAMPLE_HZ = 5.0
-# What one report may hold. Viewers show 64 of a job's values.
+# Maximum number of values of one report. Viewers show 64 of a job's values.
 _MAX_VALUES = 256
 _MAX_NAME_BYTES = 256
 
@@ -41,12 +41,12 @@ _current = threading.local()
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What a rank brings to the question whether there is telemetry."""
+    """The contribution of a rank to the decision whether telemetry is on."""
 
     asked: bool
-    address: str  # of a hub that the rank knows, else ""
-    rank: int  # in the job
-    world_size: int  # of the job
+    address: str  # address of a hub that the rank knows, else ""
+    rank: int  # number of the rank in the job
+    world_size: int  # number of ranks of the job
     host: str
     device: str  # "cpu" or "cuda:N"
     gpu: str  # UUID, "" on a CPU
@@ -81,10 +81,10 @@ def follow(
 ) -> CallLog | None:
     """The log of a new context, where any of its ranks asked for telemetry; else None.
 
-    key: names a rank that is a thread; None stands for this process. place: this rank's, among
-    `wishes`. transport, reason: what the context sends with, and why. gather: gives every rank's
-    bytes to every rank; called on all ranks or on none. Blocks as long as `gather` does, and on the
-    rank that starts a hub up to 15 s more.
+    key: names a rank that is a thread; None means this process. place: this rank's, among `wishes`.
+    transport, reason: what the context sends with, and why. gather: gives every rank's bytes to
+    every rank; called on all ranks or on none. Blocks as long as `gather` does, and on the rank
+    that starts a hub up to 15 s more.
     """
     if not any(wished.asked for wished in wishes):
         return None
@@ -129,8 +129,8 @@ def farewell(code: int, error: BaseException | None = None) -> None:
 
 
 def _forked() -> None:
-    """For a child of this process (a data loader's worker): the child lets go of the parent's
-    connection, which must end with the parent.
+    """Lets go of the parent's connection in a child of this process (a data loader's worker): the
+    connection must end with the parent.
     """
     for agent in _agents.values():
         agent.forked()
@@ -142,8 +142,8 @@ def report(step: int = 0, **values: float) -> None:
     number by its name. It is enough that one rank reports.
 
     Returns at once. Does nothing without telemetry, or before `init`, with which telemetry begins.
-    Raises InputError for a value that is no number or too large for a float, a step that needs more
-    than 64 bits, a name that is not UTF-8 or longer than 256 bytes, and more than 256 values.
+    Raises InputError for a value that is not a number or too large for a float, a step that needs
+    more than 64 bits, a name that is not UTF-8 or longer than 256 bytes, and more than 256 values.
     """
     agent: Agent | None = getattr(_current, "agent", None) or _agents.get(None)
     if agent is None:

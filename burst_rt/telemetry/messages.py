@@ -8,7 +8,7 @@ fed in one way, live or replayed. A message is an array, not a map: a newer vers
 fields with defaults, and nothing else, so that old records stay readable.
 
 Times named `*_s` in messages of a rank are seconds of that rank's `time.perf_counter`; the rank's
-heartbeats say how far the hub's clock is ahead of it. What viewers get is in `views`, where all
+heartbeats say how far the hub's clock is ahead of it. `views` has the types for viewers, where all
 times are seconds since the hub began.
 """
 
@@ -60,7 +60,7 @@ MessageInfo: TypeAlias = tuple[int, int, int]
 
 
 class Severity(StrEnum):
-    """How much an event matters to the person who looks on."""
+    """The importance of an event for the person who watches."""
 
     INFO = "info"
     WARNING = "warning"
@@ -76,14 +76,14 @@ class Hello(_Message, tag="hello", kw_only=True):
 
     version: int
     secret: str
-    rank: int  # in the job
+    rank: int  # number of the rank in the job
     world_size: int
     local_rank: int
     host: str
     pid: int
     device: str  # "cpu" or "cuda:N"
     gpu: str  # name of its source, "" without a GPU
-    command: str  # of the program
+    command: str  # command of the program
     package: str  # version of burst_rt
     sample_hz: float
 
@@ -100,7 +100,7 @@ class Heartbeat(_Message, tag="beat", kw_only=True):
     call: int  # number of the call under way in `group`
     doing: str  # the task of the call that is under way, or what the call waits for
     since_s: float  # when `doing` began
-    hop: int = -1  # of that task; -1 where it has none
+    hop: int = -1  # hop of that task; -1 if it has none
 
 
 class Group(_Message, tag="group"):
@@ -118,7 +118,7 @@ class TaskInfo(_Message, kw_only=True):
     name: str
     lane: str
     op: str  # operation of the graph, "exchange" for a transfer
-    hop: int  # of the ring, -1 where the task belongs to none
+    hop: int  # hop of the ring, -1 if the task belongs to none
     size_bytes: int
     flops: int
     ordered: bool  # the task runs on a stream
@@ -130,8 +130,8 @@ class Candidate(_Message):
     """A strategy that a plan was chosen from."""
 
     strategy: str
-    size_bytes: int  # what all ranks together send in one run
-    predicted_s: float | None  # None where there is no forecast
+    size_bytes: int  # bytes that all ranks together send in one run
+    predicted_s: float | None  # None without a forecast
 
 
 class PlanSummary(_Message, tag="plan", kw_only=True):
@@ -154,7 +154,7 @@ class EndedCall(_Message, tag="call", kw_only=True):
     """A call that has ended."""
 
     group: str
-    number: int  # of the call, the same on all ranks of the group
+    number: int  # number of the call, the same on all ranks of the group
     plan: int  # number of the plan
     started_s: float
     ended_s: float
@@ -167,13 +167,13 @@ class Agreed(_Message, tag="agreed"):
     """A call that ran no plan, in which the ranks agreed: on a cache's step, on a reduction."""
 
     group: str
-    number: int  # of the call, the same on all ranks of the group
+    number: int  # number of the call, the same on all ranks of the group
     started_s: float  # when this rank entered it
     ended_s: float  # when the ranks had agreed
 
 
 class LaneCounters(_Message):
-    """What one lane has done since the start."""
+    """The work of one lane since the start."""
 
     tasks: int
     size_bytes: int  # sent, on the network's lane; moved, on the others
@@ -181,14 +181,14 @@ class LaneCounters(_Message):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """What a rank has counted since its start, exact even where spans were dropped.
+    """The counts of a rank since its start, exact even if spans were dropped.
 
     A new count is a field here, with a default, at the end; `calls` counts it, and viewers have it.
     """
 
     at_s: float = 0.0  # when the counts were as they are here
     calls: int = 0
-    # Calls whose spans were looked at; transfer_s and overlap_s stand for these only.
+    # Number of calls whose spans were looked at; only these count in transfer_s and overlap_s.
     traced_calls: int = 0
     compute_s: float = 0.0  # time in tiles
     wait_s: float = 0.0  # the compute lane idled while a transfer was under way
@@ -209,21 +209,23 @@ class Source(_Message, tag="source", kw_only=True):
     name: str  # "gpu:UUID", "host:NAME", or "rank:N" for the process of a rank
     kind: str
     host: str
-    metrics: list[str]  # those of `metrics.METRICS` that this source has
+    metrics: list[str]  # names in `metrics.METRICS` that this source has
     about: dict[str, str]  # words for people: name, driver, memory, cores
 
 
 class Sample(_Message, tag="sample"):
-    """What a source has measured."""
+    """The measurements of a source."""
 
     source: str
     at_s: float
-    values: dict[str, float]  # by metric
-    details: dict[str, list[float]] = {}  # of cores, processes, threads; only the last are kept
+    values: dict[str, float]  # keyed by metric
+    details: dict[str, list[float]] = {}  # for cores, processes, threads; only the last are kept
 
 
 class JobReport(_Message, tag="report"):
-    """What a job says of itself at a step (`telemetry.report`): loss, tokens/s and other values."""
+    """The figures that a job reports at a step (`telemetry.report`): loss, tokens/s and other
+    values.
+    """
 
     at_s: float
     step: int
@@ -268,7 +270,7 @@ FromRank: TypeAlias = (
 class Ping(_Message, tag="ping"):
     """Asks for the hub's clock; the hub answers at once with `Pong`."""
 
-    sent_s: float  # by the rank's clock
+    sent_s: float  # time on the rank's clock
 
 
 class Pong(_Message, tag="pong"):
@@ -295,12 +297,12 @@ class Ask(_Message, tag="ask", kw_only=True):
 
     secret: str
     what: str  # "snapshot", "first_lost", "series" or "timeline"; the rest is for the last two
-    since_s: float = -10.0  # since the hub began; negative: before now
+    since_s: float = -10.0  # seconds since the hub began; negative: before now
     until_s: float | None = None
     sources: list[str] = []  # none: all
     metrics: list[str] = []
     ranks: list[int] = []
-    limit: int = 2000  # of rows or spans
+    limit: int = 2000  # maximum number of rows or spans
 
 
 class Stopping(_Message, tag="stopping"):
@@ -321,10 +323,10 @@ class RecordHeader(_Message, tag="header"):
 
 
 class Presence(_Message, tag="presence"):
-    """What the hub itself sees."""
+    """An observation of the hub itself."""
 
-    rank: int  # -1 for the whole job
-    status: str  # of a rank "lost": its connection ended without a `Bye`; of the job "stopping"
+    rank: int  # -1 means the whole job
+    status: str  # a rank's: "lost" (its connection ended without a `Bye`); the job's: "stopping"
     text: str  # how the connection ended; the signal that stops the job
 
 
@@ -336,5 +338,5 @@ class Recorded(_Message):
     message: FromRank | Presence
 
 
-# What a JobModel takes.
+# A message that a JobModel takes.
 Item: TypeAlias = FromRank | Presence

@@ -3,9 +3,8 @@
 Samplers, viewers and exporters all read this one table.
 
 A source (a GPU, a host, a rank's process, the job) has some of the metrics. A metric that a chip or
-driver does not have is left out, never made up. A value outside its range is no measurement, and is
-dropped.
-NVML's fields: docs.nvidia.com/deploy/nvml-api; GPM: its group "GPM Functions".
+driver does not have is left out, never made up. A value outside its range is not a measurement, and
+is dropped. NVML's fields: docs.nvidia.com/deploy/nvml-api; GPM: its group "GPM Functions".
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["METRICS", "THROTTLE_REASONS", "Metric", "plausible", "throttle_reaso
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """What is measured, in which unit, and the range that a value can be in."""
+    """A metric's meaning, its unit, and the range of its values."""
 
     unit: str  # "%", "B", "B/s", "W", "J", "C", "Hz", "s", "1" and so on
     label: str
@@ -105,8 +104,8 @@ METRICS: dict[str, Metric] = {
     "cache_capacity_tokens": Metric(unit="1", label="tokens that the cache has room for"),
 }
 
-# nvmlClocksEventReasons of nvml.h. Some of these reasons a healthy chip shows at any time: they are
-# worth no event.
+# nvmlClocksEventReasons of nvml.h. A healthy chip shows some of these reasons at any time: they do
+# not make an event.
 THROTTLE_REASONS: dict[int, str] = {
     0x1: "idle",
     0x2: "clocks set by the user",
@@ -129,5 +128,5 @@ def plausible(name: str, value: float) -> bool:
 
 
 def throttle_reasons(bits: float) -> list[str]:
-    """The reasons that a `throttle_bits` stands for, in words."""
+    """The reasons encoded in a `throttle_bits`, in words."""
     return [text for bit, text in THROTTLE_REASONS.items() if int(bits) & bit]

@@ -2,9 +2,9 @@
 
 NVML's package is nvidia-ml-py, its module pynvml; see docs.nvidia.com/deploy/nvml-api.
 
-Which readings a chip and its driver have is found out once; the others are left out. NVML may be
-missing, fail at any call, hang, or give a value that cannot be: then there are no figures, an event
-says why, and nothing else changes. GPUs are found by UUID or by PCI address, never by CUDA's
+The readings that a chip and its driver have are found out once; the others are left out. NVML may
+be missing, fail at any call, hang, or give a value that cannot be: then figures are missing, an
+event says why, and nothing else changes. GPUs are found by UUID or by PCI address, never by CUDA's
 numbers, which need not be NVML's.
 """
 
@@ -22,26 +22,26 @@ from burst_rt.telemetry.metrics import plausible, throttle_reasons
 
 __all__ = ["GpuId", "NvmlSampler", "NvmlThread", "gpu_source"]
 
-# A call that takes longer is said to hang. Its own thread goes on waiting for it; no other thread
-# does.
+# Seconds until a call is said to hang. Its own thread goes on waiting for it; no other thread does.
 _SLOW_S = 5.0
-# A reading that has failed so often in a row is given up.
+# Number of failures in a row after which a reading is given up.
 _MAX_FAILURES = 10
 _PROCESSES_EVERY_S = 1.0
-# The least time that a rate is taken over: NVML does not update its counters by the microsecond.
+# Minimum number of seconds that a rate is taken over: NVML does not update its counters by the
+# microsecond.
 _RATE_OVER_S = 0.005
 # A scope of nvmlFieldValue_t: all links taken together.
 _ALL_LINKS = 0xFFFFFFFF
-# Reasons by which healthy clocks are held back.
+# Bits of the reasons for which healthy clocks are held back.
 _HEALTHY_REASONS = 0x1 | 0x2 | 0x10 | 0x100
 
 _log = logging.getLogger("burst_rt.telemetry")
 
 
 class GpuId(NamedTuple):
-    """A GPU as a rank knows it; "" stands for what is unknown."""
+    """A GPU as a rank knows it; "" means unknown."""
 
-    uuid: str  # with or without "GPU-"
+    uuid: str  # may begin with "GPU-"
     pci: str  # address "domain:bus:device.0" in hexadecimal
 
 
@@ -115,7 +115,7 @@ class _Gpu:
         return values
 
     def sensible(self, values: dict[str, float]) -> dict[str, float]:
-        """Those of the values that can be true."""
+        """The values that can be true."""
         good = {name: value for name, value in values.items() if plausible(name, value)}
         if good.get("memory_used_bytes", 0.0) > self.total_bytes:
             del good["memory_used_bytes"]
@@ -213,7 +213,7 @@ class _Gpu:
         return self._rate("pcie_tx_bytes_per_s", sent) | self._rate("pcie_rx_bytes_per_s", received)
 
     def _pcie_throughput(self) -> dict[str, float]:
-        # In KB/s. NVML watches the link for 20 ms at each of these calls.
+        # NVML returns KB/s. It watches the link for 20 ms at each of these calls.
         sent, received = (
             self.nvml.nvmlDeviceGetPcieThroughput(self.handle, way)
             for way in (self.nvml.NVML_PCIE_UTIL_TX_BYTES, self.nvml.NVML_PCIE_UTIL_RX_BYTES)
@@ -221,7 +221,7 @@ class _Gpu:
         return {"pcie_tx_bytes_per_s": 1e3 * sent, "pcie_rx_bytes_per_s": 1e3 * received}
 
     def _nvlink(self) -> dict[str, float]:
-        # In KiB.
+        # NVML counts KiB.
         sent = 1024 * self._field(self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS)
         received = 1024 * self._field(self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS)
         return self._rate("nvlink_tx_bytes_per_s", sent) | self._rate(
@@ -316,7 +316,7 @@ class _Gpu:
 
 class NvmlSampler:
     """Samples the GPUs of this host that `wanted` names; none named means all. Raises
-    pynvml.NVMLError where there is no NVML.
+    pynvml.NVMLError without NVML.
     """
 
     def __init__(self, wanted: Sequence[GpuId], host: str) -> None:
@@ -340,7 +340,7 @@ class NvmlSampler:
             # The source has the name that the GPU's rank gives it.
             name = gpu_source(rank_gpu.uuid if rank_gpu and rank_gpu.uuid else uuid)
             gpu = _Gpu(pynvml, handle, name)
-            time.sleep(_RATE_OVER_S)  # what has a rate has been read once
+            time.sleep(_RATE_OVER_S)  # readings with a rate have been read once
             about = {
                 "name": _words(pynvml, pynvml.nvmlDeviceGetName, handle),
                 "driver": self.driver,
@@ -386,7 +386,7 @@ class NvmlThread:
     def __init__(
         self, put: Callable[[FromRank], None], wanted: Sequence[GpuId], host: str, rate_hz: float
     ) -> None:
-        self.percent = 0.0  # of a core
+        self.percent = 0.0  # percent of a core
         self._put = put
         self._wanted = wanted
         self._host = host
@@ -451,7 +451,7 @@ class NvmlThread:
 
 
 def _words(nvml: Any, read: Callable[..., object], *handle: object) -> str:
-    """A name that NVML has for something; "" where it has none or it is no text."""
+    """A name that NVML has for something; "" if it has none or the name is not text."""
     try:
         return str(read(*handle))
     except (nvml.NVMLError, UnicodeDecodeError):

@@ -20,13 +20,14 @@ __all__ = ["CallOfAll", "calls_of"]
 _AGREEMENT = PlanSummary(
     number=-1, group="", kind="agreement", tasks=[], explain="", predicted_s=None
 )
-# How many calls may wait for the rest of their ranks; beyond that the oldest is given as it is.
+# Maximum number of calls that wait for the rest of their ranks; beyond that the oldest is given as
+# it is.
 _MAX_OPEN = 2000
 
 
 @dataclass(kw_only=True)
 class CallOfAll:
-    """A call with what each rank has told of it."""
+    """A call with the messages of each rank about it."""
 
     group: str
     number: int
@@ -49,7 +50,7 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
     fitted: dict[tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None] = {}
     offsets: dict[int, float] = {}
     waiting: OrderedDict[tuple[str, int], CallOfAll] = OrderedDict()
-    ended_s: dict[int, float] = {}  # of each rank's last call, by the rank's own clock
+    ended_s: dict[int, float] = {}  # end of each rank's last call, on the rank's own clock
 
     def finished(call: CallOfAll) -> CallOfAll:
         if len(call.ranks) == len(call.members):

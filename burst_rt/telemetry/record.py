@@ -27,7 +27,7 @@ __all__ = ["Record", "Recorder", "replay"]
 _MAGIC = b"burst_rt record\n"
 _CHUNK_BYTES = 1 << 20
 _LENGTH_BYTES = len(frame(b""))
-# What frames and messages raise that are not what was written.
+# Errors that damaged frames and messages raise.
 _DAMAGE = (ProtocolError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _log = logging.getLogger("burst_rt.telemetry.record")
@@ -94,8 +94,8 @@ class Recorder:
 
 
 def _keep(path: Path) -> Path | None:
-    """Gives the file that is there a name of its own: with the next number. None where there is
-    none, or an empty one. A job that is started again must not lose what the attempt before it did.
+    """Renames an existing file: its new name has the next number. None if it is missing or empty. A
+    job that is started again must not lose what the attempt before it did.
     """
     if not path.is_file() or not path.stat().st_size:
         return None
@@ -107,7 +107,7 @@ def _keep(path: Path) -> Path | None:
 
 class Record:
     """Reads a record: `header`, and, by iterating as often as one likes, its entries in order.
-    Raises InputError where the file is no record, or is damaged before its first entry. Damage
+    Raises InputError if the file is not a record, or is damaged before its first entry. Damage
     further on ends the entries, and is logged once.
     """
 

@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 __all__ = ["HUB_MODULE", "RunningHub", "is_port", "scrubbed", "start_hub"]
 
-# The program of the hub's process. It stands above telemetry, where the dashboard is known, and is
+# The program of the hub's process. It is above telemetry, where the dashboard is known, and is
 # started by its name.
 HUB_MODULE = "burst_rt.dashboard.hub_process"
 _READY_DEADLINE_S = 15.0
 _END_DEADLINE_S = 3.0
-# The launcher asks while a person waits for the job to end. It waits so long to connect, and as
-# long again for the answer.
+# Seconds that the launcher waits to connect, and again for the answer: it asks while a person waits
+# for the job to end.
 _ASK_DEADLINE_S = 0.4
 _POLL_S = 0.05
-# Variables of Open MPI, PMIx, MPICH and Intel MPI, and those of batch systems that make a process
-# look like a rank.
+# Prefixes of variables of Open MPI, PMIx, MPICH and Intel MPI, and of variables of batch systems
+# that make a process look like a rank.
 _MPI_PREFIXES = (
     "OMPI_",
     "OPAL_",
@@ -79,7 +79,7 @@ class RunningHub:
     def stopping(self, signal_name: str) -> None:
         """Tells the hub that the job is about to be ended by this signal ("SIGINT"): ranks that end
         from now on are shown as stopped, and none as lost. Call it before the ranks are signalled.
-        Waits at most 0.8 s until the hub knows. A hub that is gone is no failure.
+        Waits at most 0.8 s until the hub knows. A hub that is gone is not a failure.
         """
         with suppress(ConfigError, Stalled), self._viewer() as viewer:
             viewer.stopping(signal_name)
@@ -109,7 +109,7 @@ class RunningHub:
 
     def release(self) -> None:
         """Lets a held hub end with its last rank. Waits at most 3 s for that, so that the record is
-        whole; a hub that has not ended by then is killed.
+        complete; a hub that has not ended by then is killed.
         """
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -172,8 +172,8 @@ def start_hub(
     dashboard: str = "",
     metrics_port: str = "",
 ) -> RunningHub:
-    """Starts a hub and waits until it listens, at most 15 s. Raises ConfigError where it does not,
-    and at once where `metrics_port` is no port.
+    """Starts a hub and waits until it listens, at most 15 s. Raises ConfigError if it does not, and
+    at once if `metrics_port` is not a port.
 
     one_host: all ranks are on this host, and the hub listens on a Unix socket; else it listens with
     TCP on all interfaces, behind the job's secret. record: a file to record to, "" for none. held:
@@ -207,8 +207,8 @@ def start_hub(
         stderr=None if held else subprocess.DEVNULL,
         start_new_session=True,
     )
-    # `stopping` is called by a signal's handler, which is no place to import in. So the import is
-    # done here, while the hub starts.
+    # `stopping` is called by a signal's handler, which must not import. So the import is done here,
+    # while the hub starts.
     import burst_rt.telemetry.viewer  # noqa: F401
 
     address, *told = _read_line(process).split("\t")
@@ -223,7 +223,7 @@ def start_hub(
 
 
 def is_port(text: str) -> bool:
-    """Whether a text is a port's number; 0 stands for any port."""
+    """Whether a text is a port's number; 0 means any port."""
     return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535
 
 

@@ -4,9 +4,9 @@ It says which ranks compute more than others, too.
 A rank that waits for another rank, and not for the wire, does so for one of two reasons. The other
 rank had more to compute in calls: skew. Or it spent more time outside of calls: late entry. A rank
 that comes late need not be waited for at once. The others have tiles of their own to compute first,
-and stand still in the midst of the call, or in a later one. So lateness is an account: what a rank
-spent outside of calls beyond another one is due, until the other has waited for it or it has caught
-up.
+and wait in the middle of the call, or in a later one. Lateness is therefore kept as an account: the
+time that a rank spent outside of calls beyond another rank is due, until the other has waited for
+it or the rank has caught up.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from burst_rt.telemetry.record import Record
 __all__ = ["IdleSpan", "RankSummary", "RecordSummary", "summarise"]
 
 _NUM_STALLS = 3
-# A latecomer is named where the others wait for it in so much of their time in calls.
+# Minimum share of the others' time in calls for which they wait for a latecomer that is named.
 _WORTH_SAYING = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class IdleSpan:
-    """A rank's compute lane stood still."""
+    """An interval in which a rank's compute lane was idle."""
 
     duration_s: float
     rank: int
@@ -62,15 +62,15 @@ class Latecomer:
     """The rank that costs the others most by coming late to the calls."""
 
     rank: int
-    beyond_s: float  # what it spends outside of calls beyond the mean of the others, a call
+    beyond_s: float  # seconds a call outside of calls, beyond the others' mean
     most_s: float  # the most of that before one call
-    waited_s: float  # what the others waited for it, all together
-    waited_share: float  # of the others' time in calls
+    waited_s: float  # seconds that the others waited for it, all together
+    waited_share: float  # share of the others' time in calls
 
 
 @dataclass
 class RecordSummary:
-    """What a record says of the run's communication."""
+    """A summary of the run's communication, from a record."""
 
     ranks: list[RankSummary] = field(default_factory=list)  # in the order of their numbers
     stalls: list[IdleSpan] = field(default_factory=list)  # the longest ones, longest first
@@ -83,9 +83,9 @@ class _Lateness:
 
     def __init__(self, num_ranks: int) -> None:
         # due_s[r, p]: how much later p comes than r because of that, which r has not waited for
-        # yet. What was before the group's first call is not known, and counts as time outside.
+        # yet. The time before the group's first call is unknown, and counts as time outside.
         self.due_s: npt.NDArray[np.float64] = np.full((num_ranks, num_ranks), np.inf)
-        self.waited_s = np.zeros(num_ranks)  # what the others have waited for each rank
+        self.waited_s = np.zeros(num_ranks)  # seconds that the others have waited for each rank
         self.beyond_s = np.zeros(num_ranks)
         self.most_s = np.zeros(num_ranks)
         self.num_calls = 0
@@ -105,7 +105,7 @@ class _Lateness:
         self.due_s = np.clip(self.due_s, 0.0, np.maximum(0.0, entered[None, :] - entered[:, None]))
 
     def wait(self, place: int, waited_s: float) -> float:
-        """How much of a rank's waits for other ranks in the call is late entry."""
+        """The part of a rank's waits for other ranks in the call that is due to late entry."""
         latest = int(self.due_s[place].argmax())
         late_s = min(waited_s, float(self.due_s[place, latest]))
         self.waited_s[latest] += late_s
@@ -217,7 +217,7 @@ def _add(into: RankSummary, call: CallOfAll, place: int) -> tuple[list[IdleSpan]
 
 
 def _computed_s(trace: Iterable[Span], until_s: float) -> float:
-    """How long a rank computed up to a time."""
+    """Seconds that a rank computed up to a time."""
     own = (s for s in trace if s.lane == "compute")
     return sum(max(0.0, min(s.ended_s, until_s) - s.started_s) for s in own)
 
@@ -251,6 +251,6 @@ def _late(call: CallOfAll, place: int, wait: Wait) -> str:
     doing = f"was still in {busy.name!r} and " if busy is not None and shared_s(busy) > 0 else ""
     here, there = (call.ranks[call.members[p]][1].started_s for p in (place, wait.peer))
     entered = f", having entered the call {(there - here) * 1e3:.1f} ms later"
-    # Not worth saying where it explains less than half of the wait.
+    # A cause that explains less than half of the wait is not reported.
     after = entered if 2 * (there - here) > wait.ended_s - wait.started_s else ""
     return f"rank {call.members[wait.peer]} {doing}had not reached {name!r}{after}"

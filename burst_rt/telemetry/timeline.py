@@ -48,7 +48,7 @@ KEPT_S = 60.0
 # Times are seconds after the call's start. A float32 is exact to 0.1 us in a call of a second, and
 # to 10 us in a call of a minute and a half.
 SPAN = np.dtype([("task", "<u4"), ("issued", "<f4"), ("started", "<f4"), ("ended", "<f4")])
-# The memory that a kept call takes beside its spans.
+# Number of bytes that a kept call takes in addition to its spans.
 _CALL_BYTES = 400
 
 
@@ -109,7 +109,7 @@ class WholeCall(NamedTuple):
     """One call on all ranks of its group."""
 
     matched: Mapping[Endpoint, Endpoint]  # each receive's send
-    # By rank of the group.
+    # Indexed by rank of the group.
     plans: Sequence[PlanSummary]
     traces: Sequence[Sequence[Span]]
     waits: Sequence[Sequence[Wait]]

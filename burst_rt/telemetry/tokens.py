@@ -1,8 +1,8 @@
 """`TokenMeter`: time to first token, time per token, and the fill of a cache, told to viewers.
 
-The program says when tokens are there, in the calls that transformers makes of a streamer. So a
-time is what its reader waits for (the model, the choice of the token, the other ranks), and the
-time between two texts belongs to neither.
+The program says when tokens are ready, by the calls that transformers makes to a streamer. A time
+is thus the time that its reader waits for (the model, the choice of the token, the other ranks),
+and the time between two texts belongs to neither.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from burst_rt.telemetry.joining import report
 
 __all__ = ["TokenMeter"]
 
-# A token may take less than a millisecond: viewers are told this often, of first and last tokens
-# always.
+# Seconds between two reports to viewers, because a token may take less than a millisecond. First
+# and last tokens are always reported.
 _PERIOD_S = 0.2
 
 
 class _Streamer(Protocol):
-    """What transformers calls a streamer."""
+    """The protocol that transformers calls a streamer."""
 
     def put(self, value: Any) -> None: ...
 
@@ -34,8 +34,8 @@ class TokenMeter:
         meter = burst_rt.telemetry.TokenMeter(cache)
         model.generate(**inputs, cache=cache, streamer=meter)
 
-    A loop of one's own calls `put(prompt)`, `put(token)` for each token (or a few at once), and
-    `end()`, also where a text breaks off by an error. Every rank of the cache's context may have
+    Your own loop calls `put(prompt)`, `put(token)` for each token (or a few at once), and `end()`,
+    also where a text breaks off by an error. Every rank of the cache's context may have
     one: rank 0 alone reports.
 
     cache: a `KVCache` or a `burst_rt.hf.Cache`; None: no figures of a cache, and every rank that
@@ -53,7 +53,7 @@ class TokenMeter:
         self._first = False  # the next tokens are the first of their text
         self._rows = 1
         self._num_tokens = 0  # output tokens of a sequence
-        # Of those, the ones that came after another; of all sequences; how long they took.
+        # Number of those that came after another token; the same over all sequences; their seconds.
         self._num_timed, self._num_timed_all, self._timed_s = 0, 0, 0.0
         self.time_to_first_token_s: float | None = None
         self.last_token_s: float | None = None
@@ -65,7 +65,7 @@ class TokenMeter:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Output tokens a second, of all sequences, but for the first of each."""
+        """Output tokens a second over all sequences, without the first token of each."""
         return self._num_timed_all / self._timed_s if self._timed_s else None
 
     def put(self, value: Any) -> None:

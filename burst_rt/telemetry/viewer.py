@@ -60,7 +60,7 @@ class Viewer:
 
     def first_lost(self) -> Lost | None:
         """See `JobModel.first_lost`."""
-        return self._ask("first_lost", Lost | None)  # type: ignore[arg-type]  # a union is no type to mypy
+        return self._ask("first_lost", Lost | None)  # type: ignore[arg-type]  # a union is not a type to mypy
 
     def stopping(self, signal_name: str) -> None:
         """Tells the hub that the job is being ended; returns once the hub knows."""
@@ -113,7 +113,7 @@ class Viewer:
                 ) from error
         return self._socket
 
-    def _ask(self, what: str, kind: type[_View], **options: Any) -> _View:  # those of Ask
+    def _ask(self, what: str, kind: type[_View], **options: Any) -> _View:  # fields of Ask
         return self._exchange(Ask(secret=self._secret, what=what, **options), kind)
 
     def _exchange(self, question: Ask | Stopping, kind: type[_View]) -> _View:

@@ -24,7 +24,7 @@ class JobView(msgspec.Struct, kw_only=True):
 
     began_at_s: float  # when the hub began, in seconds since the epoch
     now_s: float  # when the snapshot was made
-    world_size: int  # 0 before a rank has come
+    world_size: int  # 0 before the first rank joins
     command: str
     package: str  # version of burst_rt
     record: str  # the file that the job is recorded to, "" for none
@@ -42,17 +42,17 @@ class RankView(Counts, kw_only=True):
     host: str
     pid: int
     device: str
-    source: str  # of the rank's process
+    source: str  # source of the rank's process
     gpu: str  # source of the rank's GPU, "" without one
     # "live"; "silent": no heartbeat for 2 s; "lost": the connection closed unexpectedly; "left":
     # the rank ended by itself; "ended": lost, or failed, after another rank had been; "stopped":
     # lost, or failed, after the job was told to stop.
     status: str
     status_since_s: float
-    exit_code: int | None  # of a rank that left
+    exit_code: int | None  # exit code of a rank that left
     # As it was when the rank last told.
     group: str
-    call: int  # number of the call under way, -1 outside any
+    call: int  # number of the call in progress, -1 outside any
     hop: int
     doing: str  # the call's task, or what the call waits for
     doing_since_s: float
@@ -61,7 +61,7 @@ class RankView(Counts, kw_only=True):
     rtt_s: float
     overlap: float | None  # part of the time of transfers that compute hid
     last_call: int = -1  # the last call that the rank is known to have ended, -1: none
-    ending: str = ""  # how the rank ended, in words; "" while it has not
+    ending: str = ""  # the rank's end in words; "" while it runs
 
 
 class Lost(msgspec.Struct, kw_only=True):
@@ -69,15 +69,15 @@ class Lost(msgspec.Struct, kw_only=True):
 
     rank: int
     at_s: float  # when it was lost, in seconds since the epoch
-    # What the rank was doing when that was last known, age_s before it was lost: -1, "" and -1
-    # where it was in no call, or where nothing is known.
+    # Last known activity of the rank, age_s before it was lost: -1, "" and -1 if it was in no call,
+    # or if nothing is known.
     call: int
     task: str
     hop: int
     age_s: float
     last_call: int  # the last call that the rank is known to have ended, -1: none
-    known: str  # what the rank was doing, and how long before, in words; "" where nothing is known
-    exit_code: int | None = None  # of a rank that said how it ended
+    known: str  # last known activity of the rank, and how long before, in words; "" if unknown
+    exit_code: int | None = None  # exit code of a rank that said how it ended
     said: str = ""  # why it ended, as the rank said
 
 
@@ -123,7 +123,7 @@ class EventView(msgspec.Struct, kw_only=True):
 
     number: int  # counts up from 1
     at_s: float
-    rank: int  # -1 for the whole job
+    rank: int  # -1 means the whole job
     severity: Severity
     # "joined", "lost", "silent", "back", "left", "ended", "stopped", "stopping", "plan", "not
     # finite", "xid", "ecc", "throttle" or "nvml".
@@ -132,7 +132,7 @@ class EventView(msgspec.Struct, kw_only=True):
 
     @property
     def line(self) -> str:
-        """One line for a log: time and rank first."""
+        """The event as a line of a log: time and rank first."""
         who = f"rank {self.rank}" if self.rank >= 0 else "job"
         return f"{self.at_s:.3f} s {who} {self.kind}: {self.text}"
 
@@ -182,7 +182,7 @@ class SpanView(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class WaitView(msgspec.Struct, array_like=True, kw_only=True):
-    """A rank's compute lane stood still. In JSON an array in this order."""
+    """An interval in which a rank's compute lane was idle. In JSON an array in this order."""
 
     rank: int
     call: int

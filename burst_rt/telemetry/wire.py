@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 # "1" asks for telemetry, an address for telemetry with a hub that runs already. "0" or a word of
-# `_OFF` asks for none, and so does nothing.
+# `_OFF` turns it off, whatever the other variables say; without a value, they decide.
 TELEMETRY_VARIABLE = "BURST_RT_TELEMETRY"
 SECRET_VARIABLE = "BURST_RT_TELEMETRY_SECRET"
 # A file to record to. Asks for telemetry too.
@@ -48,24 +48,25 @@ METRICS_VARIABLE = "BURST_RT_METRICS_PORT"  # a port for `/metrics` alone
 _OFF, _ON = ("off", "no", "false"), ("on", "yes", "true")
 
 _LENGTH = 4
-# The largest message is a plan; one of thousands of tasks takes half a megabyte.
+# Maximum size of a message. The largest one is a plan; a plan of thousands of tasks takes half a
+# megabyte.
 MAX_FRAME_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the environment asks for; "" stands for nothing."""
+    """The wishes of the environment; "" means nothing."""
 
     asked: bool  # telemetry is wanted
-    address: str = ""  # of a hub that runs already
-    secret: str = ""  # of that hub
+    address: str = ""  # address of a hub that runs already
+    secret: str = ""  # secret of that hub
     record: str = ""  # a file
     dashboard: str = ""
     metrics_port: str = ""
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
-    """What the environment asks for."""
+    """Reads what the environment asks for."""
     word, record = environment.get(TELEMETRY_VARIABLE, ""), environment.get(RECORD_VARIABLE, "")
     shown, port = environment.get(DASHBOARD_VARIABLE, ""), environment.get(METRICS_VARIABLE, "")
     if shown.lower() in (*_OFF, *_ON):
@@ -115,8 +116,8 @@ class Frames:
 
 
 def connect(address: str, timeout_s: float) -> socket.socket:
-    """A connected socket. Blocks at most `timeout_s`. Raises OSError where nobody answers, and
-    InputError for a text that is no address.
+    """A connected socket. Blocks at most `timeout_s`. Raises OSError if nobody answers, and
+    InputError for a text that is not an address.
     """
     kind, _, rest = address.partition(":")
     if kind == "unix" and rest:
@@ -139,7 +140,7 @@ def connect(address: str, timeout_s: float) -> socket.socket:
 
 
 def until_beat_s(period_s: float) -> float:
-    """Seconds until the host's clock next stands at a multiple of the period. All who wait for that
+    """Seconds until the host's clock next reaches a multiple of the period. All who wait for that
     moment wake at once.
     """
     left_s = period_s - time.time() % period_s

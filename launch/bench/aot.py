@@ -37,7 +37,7 @@ def main(
 ) -> None:
     """Compiles every kernel of the table, and prints what each takes.
 
-    loads: of this kind in place of the table's own.
+    loads: the kind of loads instead of the table's own.
     v_head_dim, scores, width, single: as in `Request`; where lines of work have several runs,
     kernels that have no lines are left out. Takes about 1.5 s a kernel the first time.
     """

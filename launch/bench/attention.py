@@ -177,8 +177,9 @@ class Bench:
         """Forward + backward under masks, and causal with a softcap, which torch's fused attention
         does not have: time for each cell that is seen, relative to causal's.
 
-        Layouts are those that "auto" takes. Then once more, in turn with torch's fused attention in
-        one process under the mask as a dense matrix: 4 GiB of float32 at 32,768 tokens.
+        Layouts are those that "auto" takes. Then it measures again, in turn with torch's fused
+        attention in one process under the mask as a dense matrix: 4 GiB of float32 at 32,768
+        tokens.
         """
         rows: Rows = []
         for tokens in (16384, 32768):
@@ -210,7 +211,8 @@ class Bench:
         for _ in range(self.repeats):
             for name in masks:
                 took[name].append(slowest_s(self.ctx, ours[name]))
-        # By themselves: after a dense mask our memory is no longer in the processor's caches.
+        # Torch's runs have a loop of their own: a dense mask evicts our memory from the processor's
+        # caches.
         for _ in range(self.repeats):
             for name in theirs:
                 torch_s = self.alone_s(theirs[name])
@@ -342,7 +344,7 @@ class Bench:
     def error(self) -> Rows:
         """Relative error (Frobenius) of out, dq, dk, dv against float64.
 
-        The table has the errors of torch's own attention on the same input beside ours.
+        The table also has the errors of torch's own attention on the same input.
         """
         rows: Rows = []
         tokens, heads, head_dim = 2048, 4, 64
@@ -417,7 +419,7 @@ class Bench:
         return rows
 
     def _start_gloo(self) -> None:
-        """Starts torch.distributed beside MPI; blocks until all ranks have joined.
+        """Starts torch.distributed in addition to MPI; blocks until all ranks have joined.
 
         Rank 0 opens a store on a free port and tells the other ranks the port.
         """
@@ -517,7 +519,7 @@ def _memory(ctx: burst_rt.Context, tokens: int, dtype: torch.dtype) -> Rows:
 
 
 def _peak_bytes(fn: Callable[[], None]) -> int:
-    """How many bytes the resident set rises above its size at the start, while `fn` runs.
+    """Number of bytes by which the resident set exceeds its size at the start, while `fn` runs.
 
     Needs Linux, whose high-water mark is reset and read.
     """

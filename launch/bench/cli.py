@@ -301,7 +301,7 @@ def serve(
 ) -> None:
     """Serving over MPI ranks: time to first token against torch in one process, prompts in chunks,
     time of a token by what is cached, a question after a document; and, from simulation, first
-    tokens of large models beside published figures.
+    tokens of large models next to published figures.
 
     Default: 2 ranks.
     """
@@ -440,7 +440,7 @@ def scaling(
 @command.command()
 @_OUT
 def paper(out: Path | None) -> None:
-    """The BurstAttention paper's figures (arXiv 2403.09347) beside the simulator's forecasts.
+    """The BurstAttention paper's figures (arXiv 2403.09347) next to the simulator's forecasts.
     Measures nothing.
     """
     from burst_rt.launch.plan.paper import main
@@ -518,7 +518,7 @@ def every(ctx: click.Context, out: Path | None) -> None:
     "--scores",
     type=click.Choice(["softcap", "alibi_slopes", "sinks"]),
     multiple=True,
-    help="What happens to scores beside scaling; may be given several times.",
+    help="Options of the scores apart from scaling; may be given several times.",
 )
 @click.option(
     "--spans",

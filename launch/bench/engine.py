@@ -34,7 +34,7 @@ __all__ = ["main"]
 
 _NUM_TASKS = 10_000
 _REPEATS = 7
-_TOKENS = 4096  # of a rank
+_TOKENS = 4096  # number of tokens of a rank
 
 
 class _NoOpDriver:
@@ -105,7 +105,7 @@ def main(out: Path | None) -> None:
 
 
 def _way_row(world: int) -> dict[str, Cell]:
-    """How long a rank plans a call of a way never seen before, by strategy."""
+    """Seconds that a rank takes to plan a call of a way never seen before, by strategy."""
     row: dict[str, Cell] = {"ranks": world}
     lengths = count(world * _TOKENS, 2 * world)  # each is a way of its own
     for strategy in ("burst", "direct", "all-to-all"):

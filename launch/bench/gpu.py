@@ -37,12 +37,12 @@ __all__ = ["PARTS", "main"]
 
 Row = dict[str, Cell]
 
-_BLOCK = 128  # of the mask of blocks, rows and columns
-# A run that takes less is timed several times in a row.
+_BLOCK = 128  # rows and columns of a block of the block mask
+# Seconds below which runs are timed several in a row, and their number.
 _SHORT_S, _IN_A_ROW = 5e-3, 8
 
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-# Query heads by head_dim: both have as many channels.
+# Number of query heads by head_dim: both have the same number of channels.
 _HEADS = {64: 32, 128: 16}
 
 
@@ -106,7 +106,7 @@ class _Whole:
         m, l, lse = (torch.empty_like(rows[0]) for _ in range(3))  # noqa: E741
         state = State(torch.empty(self.q.shape, device="cuda"), m, l, torch.empty_like(self.q), lse)
         qkv = QKV(self.q, self.k, self.v)
-        grads = Gradients(*map(torch.empty_like, qkv))  # of the only tile: it writes them
+        grads = Gradients(*map(torch.empty_like, qkv))  # the only tile writes its gradients
 
         def forward() -> None:
             kernel.forward(qkv, tile, state)

@@ -100,7 +100,7 @@ def measure(
 
 
 def allowed(shape: LayerShape, world_size: int) -> tuple[list[str], list[str]]:
-    """The strategies by which so many ranks can share the layer, and why the others cannot.
+    """The strategies by which this number of ranks can share the layer, and why the others cannot.
 
     Both lists are the same on every rank.
     """

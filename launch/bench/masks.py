@@ -1,8 +1,9 @@
 """`burst-rt bench masks`, simulated: packed documents of a pretraining mix on H100s.
 
 What the ranks compute follows the mask in all rows of the table. The rows differ in the layout, in
-what is sent, and in the way it goes. Beside this project's strategies stand two that others use: a
-zigzag ring that sends every row to every rank, and an all-gather of keys and values with a
+the rows that are sent, and in their route. This project's strategies are compared with two that
+others
+use: a zigzag ring that sends every row to every rank, and an all-gather of keys and values with a
 reduce-scatter of their gradients (TransformerEngine's and torch's context parallelism have such a
 mode).
 """
@@ -109,7 +110,7 @@ def _graphs(problem: Problem, strategy: str, *, unsparing: bool = False) -> list
     for forward in (True, False):
         program = choose(problem, strategy, forward=forward).program
         if unsparing and isinstance(program, Ring):
-            # The needs of the full mask, in place of the cached property.
+            # The needs of the full mask replace the cached property.
             other = replace(problem)
             vars(other)["needs"] = replace(problem, mask=Full()).needs
             program = replace(program, problem=other)

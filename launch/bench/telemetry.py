@@ -98,7 +98,7 @@ def _compare(
 
 
 def _error_of_median(values: list[float]) -> float:
-    """Standard error of the median of values that are spread normally, but for some far off.
+    """Standard error of the median of normally distributed values with a few outliers.
 
     The spread is taken from the quartiles.
     """

@@ -28,7 +28,7 @@ __all__ = [
     "worst_idle",
 ]
 
-# Whole matrices of scores need so many times the memory that is planned for them: temporaries are
+# Factor of the memory that whole matrices of scores need over the planned memory: temporaries are
 # as large as the matrices.
 TIMES_OVER = 4
 # Options of mallopt, in glibc's malloc.h.
@@ -39,9 +39,9 @@ _M_MMAP_MAX = -4
 def keep_freed_memory() -> None:
     """Makes this process keep the memory that it frees, as a GPU's caching allocator does.
 
-    Otherwise whole matrices of scores come from the system anew in every tile, and page faults take
-    two thirds of the tile's time, more or less from one minute to the next. Where the C library is
-    not glibc, nothing changes.
+    Otherwise whole matrices of scores come from the system again in every tile, and page faults
+    take two thirds of the tile's time, more or less from one minute to the next. Where the C
+    library is not glibc, nothing changes.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -79,7 +79,7 @@ def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:
 
 
 class WorstIdle(NamedTuple):
-    """Of one run, on the worst rank each: idle shares of its time, and its time."""
+    """The idle shares of one run's time and the time itself, each on the worst rank."""
 
     exposed: float
     skew: float
@@ -87,7 +87,7 @@ class WorstIdle(NamedTuple):
 
 
 def worst_idle(ctx: burst_rt.Context) -> WorstIdle:
-    """How long compute stood still in the last run. Blocks for the other ranks."""
+    """Idle time of compute in the last run. Blocks for the other ranks."""
     ranks = ctx.gather_last_run()
     graphs, traces = zip(*ranks, strict=True)
     idle = exposed(graphs, traces)

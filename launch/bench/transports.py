@@ -26,7 +26,7 @@ from burst_rt.launch.bench.timing import progress, slowest_s
 __all__ = ["main"]
 
 _HEADS, _HEAD_DIM = 4, 64
-_MESSAGES = 20  # a figure of the transport alone is of so many in a row
+_MESSAGES = 20  # number in a row, for a figure of the transport alone
 _AGREEMENTS = 200
 
 

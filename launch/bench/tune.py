@@ -38,24 +38,25 @@ from burst_rt.remembered import forget
 
 __all__ = ["Trial", "Wanted", "best_of", "compile_beside", "main", "paste"]
 
-# A smaller gain is noise, and the table's own configuration stays.
+# Minimum gain: a smaller one is noise, and the table's own configuration stays.
 _WORTH = 0.02
-# How far apart two configurations may be: they add up in different orders and round different
-# probabilities to 16 bits. A wrong configuration is off by far more.
+# Maximum difference of two configurations: they add up in different orders and round different
+# probabilities to 16 bits. A wrong configuration differs by far more.
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.004}
-# What compiles at a time, each with a CUDA context of its own (some 0.5 GB of the device).
+# Maximum number of processes that compile at a time, each with a CUDA context of its own (some 0.5
+# GB of the device).
 _MOST_PROCESSES = 12
-# A tile takes milliseconds; a device that is busy for this long is stuck.
+# Seconds until a busy device counts as stuck: a tile takes milliseconds.
 _STUCK_S = 10.0
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NEEDS = {"forward": (True, True, True), "dq": (True, False, False), "dkdv": (False, True, True)}
 
 
 class Trial(NamedTuple):
-    """How a configuration did."""
+    """The result of a configuration."""
 
     config: Config
-    seconds: float | None  # for a full and a causal tile together; None where it did not run
+    seconds: float | None  # sum of a full and a causal tile; None if it did not run
     why: str = ""  # why the configuration has no seconds
     stuck: bool = False  # whether the device has not come back from it
 
@@ -111,7 +112,7 @@ def main(
 ) -> None:
     """Measures, prints the tables, and keeps the fastest configurations for later jobs.
 
-    Blocks for about `limit_s`: after that time no trial is begun, but for the first of each search
+    Blocks for about `limit_s`: after that time no trial is begun, except the first of each search
     and the check of its fastest. Raises ConfigError without a GPU.
     """
     if not torch.cuda.is_available():
@@ -193,8 +194,8 @@ def main(
 def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> list[int]:
     """Compiles configurations in several processes, into Triton's cache. Blocks `limit_s` at most.
 
-    What fails here, or is not reached, is compiled by its trial; the trial also says why it fails.
-    Returns the processes' exit codes, -SIGKILL of those that were ended.
+    A configuration that fails here, or is not reached, is compiled by its trial, which also says
+    why it fails. Returns the processes' exit codes, -SIGKILL of those that were ended.
     """
     num_processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1)
     if num_processes < 2:
@@ -227,7 +228,9 @@ def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> list[int]:
 
 
 def _compile_share() -> None:
-    """A child of `compile_beside`: runs once what is asked for, as JSON, on standard input."""
+    """A child of `compile_beside`: runs once the configurations that standard input asks for, as
+    JSON.
+    """
     problems: dict[tuple[str, int], list[TileProblem]] = {}
     for kind, device, dtype, head_dim, config in json.load(sys.stdin):
         if (kind, head_dim) not in problems:
@@ -266,8 +269,8 @@ def confirmed(
 ) -> Trial | None:
     """The fastest trial that is also right on a tile of a ring, of a length that no block divides.
 
-    It is checked against the first trial that ran. A trial that is wrong there gets the reason in
-    place of its seconds. None where no trial is left, or one got stuck.
+    It is checked against the first trial that ran. A trial that is wrong there gets the reason
+    instead of its seconds. None where no trial is left, or one got stuck.
     """
     odd = [TileProblem(work, tokens=tokens, alone=False)]
     while (best := best_of(trials)) is not None:

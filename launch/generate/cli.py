@@ -62,7 +62,7 @@ class _Finite(click.FloatRange):
     type=click.Path(path_type=Path, resolve_path=True),
     help="Folder of a model of transformers (config.json, safetensors, tokenizer).",
 )
-@click.option("--prompt", metavar="TEXT", help="What the text begins with.")
+@click.option("--prompt", metavar="TEXT", help="Beginning of the text.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="The same, from a file.")
 @num_ranks_option
 @click.option(
@@ -83,8 +83,10 @@ class _Finite(click.FloatRange):
     default=0.95,
     help="Draw among the most likely tokens that together have this probability.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of what is drawn.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="Of weights and cache.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Seed of the draws.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), default="float32", help="Type of weights and cache."
+)
 @machine_options
 @telemetry_options
 @click.pass_context

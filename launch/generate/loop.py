@@ -53,7 +53,7 @@ def choose(
     scores_V: Tensor, *, temperature: float, top_p: float, generator: torch.Generator
 ) -> int:
     """The next token: drawn among the most likely ones that together have the probability `top_p`,
-    or the most likely one where the temperature is 0. -1 where the scores are no numbers.
+    or the most likely one where the temperature is 0. -1 if the scores are not numbers.
 
     Nucleus sampling, arXiv 1904.09751.
     """

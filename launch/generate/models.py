@@ -53,7 +53,7 @@ class Source:
 
     encode: Callable[[bytes], list[int]]
     ends: frozenset[int]  # tokens that end the text
-    unit: str  # what a token is called
+    unit: str  # the word for a token
     longest: int | None  # tokens of a sequence that the model was made for
     streamer: Callable[[], _Streamer]  # prints tokens as text as they come
     cached: Callable[[int], Cached]  # for that many tokens; collective
@@ -81,7 +81,7 @@ class _ByteModel:
 
 
 class ByteStreamer:
-    """Prints bytes as text: each character when it is whole, U+FFFD for what is none."""
+    """Prints bytes as text: each character when it is complete, and U+FFFD for invalid bytes."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -26,9 +26,9 @@ class Options:
     dtype: str
 
     def source(self, begun: TrainConfig | None) -> TrainConfig:
-        """The run's configuration (None: there is no run), with the folder that is to be read.
+        """The run's configuration (None: without a run), with the folder that is to be read.
 
-        Raises ConfigError for a folder beside a run that needs none.
+        Raises ConfigError if a folder is given with a run that needs none.
         """
         if self.model is None:
             return begun or TrainConfig()

@@ -51,19 +51,20 @@ _STRATEGIES = {
     "burst-untiled": _WHOLE,
     "ring-naive": _WHOLE,
 }
-# From this length on, calls have a quarter of the heads and run twice at most: they take seconds.
+# Number of tokens from which on calls have a quarter of the heads and run at most twice: they take
+# seconds.
 _LONG = 4096
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _LINEAR = ((256, 512), (512, 1024), (1024, 1024), (2048, 1024))  # rows, width
-# How many ranks the machine file allows on a host for each rank that was measured. They share the
-# measured ranks' cores.
+# Number of ranks that the machine file allows on a host for each rank that was measured. They share
+# the measured ranks' cores.
 _RANKS_A_CORE = 8
 
 
 class Calibration:
     """One rank of the measuring job.
 
-    Every public method is collective, and blocks until the other ranks have come to it.
+    Every public method is collective, and blocks until the other ranks call it.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Calibration:
         )
 
     def doubts(self, hardware: Hardware) -> list[str]:
-        """Why the figures are not to be trusted, a sentence each; see `plan.doubts`."""
+        """The reasons not to trust the figures, a sentence each; see `plan.doubts`."""
         busy, own = self._busy.so_far()
         cores = torch.zeros(self.ctx.world_size, dtype=torch.float64)
         cores[self.ctx.rank] = own

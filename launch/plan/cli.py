@@ -46,9 +46,10 @@ from burst_rt.scheduler.simulator import Hardware
 __all__ = ["calibrate", "plan", "simulate"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-# Every rank has a graph of its own: for more ranks, planning would take hours.
+# Maximum number of ranks. Every rank has a graph of its own: for more ranks, planning would take
+# hours.
 _MOST_RANKS = 1024
-# Columns of a table that is not printed on a terminal.
+# Number of columns of a table that is not printed on a terminal.
 _WIDTH = 120
 
 
@@ -435,7 +436,7 @@ def _print_machine(found: Hardware) -> None:
 
 
 def _activations(word: str, phase: Phase) -> Activations | None:
-    """What --activations chooses; None for auto."""
+    """The choice of --activations; None for auto."""
     if word != "auto" and phase != "train":
         raise InputError(
             f"--activations {word}: only training keeps any; leave it out, or use --phase train"
@@ -466,7 +467,7 @@ def _described(
 
 
 def _about_model(model: Model, seq_text: str, phase: str, mask: str, layout: str) -> str:
-    """The start of a title. Where each strategy has a layout of its own, a column has them."""
+    """The start of a title. If each strategy has its own layout, the layouts are in a column."""
     of = "" if layout == "auto" else f", {layout} layout"
     return f"{model.name}, {phase}, {parse_tokens(seq_text):,} tokens, {mask}{of}"
 

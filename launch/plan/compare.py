@@ -29,14 +29,14 @@ __all__ = ["COMPARED", "Answer", "Question", "best_worlds", "compare"]
 # The strategies that are compared; the last two are for comparing only.
 COMPARED = (*CANDIDATES, *TENSOR_PARALLEL)
 _UP_TO = 512
-# Two times count as equal whose quotient rounds to this.
+# Rounded quotient of two times that count as equal.
 _EQUAL = "1.00"
 _NOT_OURS = "burst_attention has no {}: it is Megatron-LM's."
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be computed on any number of ranks."""
+    """A question: which strategy computes this best, on any number of ranks."""
 
     model: Model
     seq_len: int
@@ -121,7 +121,7 @@ class Answer:
 
     @cached_property
     def why(self) -> tuple[str, ...]:
-        """What to take and why, in sentences."""
+        """Sentences that say what to take and why."""
         return tuple(self._sentences())
 
     def _sentences(self) -> Iterator[str]:
@@ -169,7 +169,9 @@ class Answer:
             yield f"The largest call of a kernel has {queries:,} queries x {keys:,} keys."
 
     def _of_own(self, taken: str, time_s: float) -> Iterator[str]:
-        """What stands in the place of tensor parallelism, which is here for comparing."""
+        """The sentences for tensor parallelism, which is here only for comparing: they name a
+        strategy to use instead.
+        """
         yield _NOT_OURS.format(taken)
         own = next((f for f in self.found if f.strategy not in TENSOR_PARALLEL), None)
         if own is None or own.time_s is None:
@@ -195,7 +197,9 @@ class Answer:
 def compare(
     question: Question, hardware: Hardware, world_size: int, strategies: Iterable[str] = COMPARED
 ) -> Answer:
-    """Forecasts the strategies. Those that go on no such ranks are named with the reason."""
+    """Forecasts the strategies. The answer names the strategies that cannot use these ranks, with
+    the reason.
+    """
     found: list[ModelForecast] = []
     refused: dict[str, str] = {}
     for strategy in strategies:
@@ -203,14 +207,14 @@ def compare(
             found.append(question.forecast(strategy, world_size, hardware))
         except InputError as error:
             refused[strategy] = error.message.removeprefix(f"{strategy}: ")
-    # Of those that do not fit, the one that lacks least memory comes first.
+    # Among the strategies that do not fit, the one that lacks least memory comes first.
     found.sort(key=lambda f: (f.out_of_memory, f.time_s or f.memory_bytes, f.sent_bytes))
     best = found[0] if found and not found[0].out_of_memory else None
     return Answer(question, hardware, world_size, found, refused, best)
 
 
 def best_worlds(answers: Sequence[Answer]) -> Iterator[str]:
-    """Which of several numbers of ranks is fastest, and which costs the least time of devices."""
+    """The fastest of several numbers of ranks, and the one that costs the least time of devices."""
     able = [each for each in answers if each.best is not None]
     if not able:
         yield f"Take none of these: {answers[-1].why[-1]}"

@@ -18,21 +18,25 @@ from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["BusyCores", "doubts"]
 
-# How many times as long the slower quarter of equal tasks may take as the faster quarter, in the
+# Maximum quotient of the slower quarter's time and the faster quarter's, among equal tasks, in the
 # median over the kinds of task that are long enough to tell.
 _SPREAD = 1.5
 _LEAST_S = 2e-4
 _LEAST_SAMPLES = 4
-# Starting a task, or a message of no bytes, takes a thousandth to a tenth of this. For whole
-# matrices a fit may find more, but at most so many times the shortest task that was measured.
+# Maximum number of seconds to start a task or an empty message, which normally takes a thousandth
+# to a tenth of this. For whole matrices a fit may find more, but at most _TIMES_SHORTEST times the
+# shortest measured task.
 _MOST_LAUNCH_S = 1e-2
 _TIMES_SHORTEST = 2.0
-# Other processes may use the cores that the ranks leave, and this share of each rank's own core.
+# Share of each rank's own core that other processes may use, in addition to the cores that the
+# ranks leave.
 _SHARE_OF_A_RANK = 0.1
 
 
 class BusyCores:
-    """How many cores of this host were busy since it was made: in all, and with this process."""
+    """Numbers of cores of this host that were busy since the object was made: in all, and with this
+    process.
+    """
 
     def __init__(self) -> None:
         self._began = self._now()
@@ -63,7 +67,7 @@ def doubts(
     free_cores: float,
     num_ranks: int,
 ) -> Iterator[str]:
-    """Why the figures are not to be trusted, in words; nothing where they may be trusted.
+    """The reasons not to trust the figures, in words; nothing if they can be trusted.
 
     others_cores: cores that processes other than the ranks kept busy. free_cores: cores that the
     ranks leave to other processes. num_ranks: ranks on that host.

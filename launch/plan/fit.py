@@ -18,14 +18,14 @@ from burst_rt.scheduler.simulator import Link, Rate
 
 __all__ = ["Sample", "fit_link", "fit_rate", "fit_rates"]
 
-# Fits whose relative errors differ by less than this are equally good.
+# Maximum difference of the relative errors of equally good fits.
 _ROUNDING = 1e-9
 
 
 class Sample(NamedTuple):
     """A task that ran."""
 
-    name: str  # of the task's rate, such as "forward" or "forward-untiled"
+    name: str  # name of the task's rate, such as "forward" or "forward-untiled"
     cost: Cost
     seconds: float
 
@@ -63,8 +63,8 @@ def fit_rate(samples: Iterable[Sample]) -> Rate:
             ]
         )
         launch, flop, masked, edge, byte = _fit(columns, took)
-        # A rate's speed is the speed without a mask. Where every task had a mask, the speed under
-        # the mask stands in for it.
+        # A rate's speed is the speed without a mask. If every task had a mask, the speed under the
+        # mask replaces it.
         flop, masked = (flop, masked) if flop else (masked, 0.0)
         memory = 1 / byte if byte else None
         if not flop:
@@ -85,7 +85,7 @@ def fit_link(seconds_by_size: Mapping[int, float]) -> Link:
 
     Where large messages took no longer than small ones, other work on the machine has hidden what a
     byte costs. Then the largest message alone gives the speed, which is too low by what a call
-    costs, and there is no latency.
+    costs, and the latency is 0.
     """
     latency_s, byte = _fit(
         np.array([(1.0, size) for size in seconds_by_size]),
@@ -104,12 +104,12 @@ def _fit(
     """The coefficients, none negative, with the least sum of squares of relative errors.
 
     All choices of columns are tried. Among equally good choices, the choice with the fewest columns
-    is taken. An error in a task that takes sixteen times as long counts twice: forecasts are of
-    long runs, which are made of long tasks.
+    is taken. An error in a task that takes sixteen times as long counts twice: forecasts are for
+    long runs, which consist of long tasks.
     """
     weight = (took / took.max()) ** 0.25
     relative = columns * (weight / took)[:, None]
-    # Scale all columns to one size: the tiny coefficient of bytes would be lost beside the others.
+    # Scale all columns to one size: the tiny coefficient of bytes would be lost among the others.
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
     # A smaller difference is rounding, which varies from CPU to CPU. The fit with fewer columns
     # comes first, and then stays.

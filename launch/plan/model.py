@@ -2,7 +2,7 @@
 
 It is pure Python.
 
-The layer is that of `burst_rt.baselines.layers`. Times leave out the embedding and the head (one
+The layer comes from `burst_rt.baselines.layers`. Times leave out the embedding and the head (one
 row of logits a sequence; their weights are counted), the sampler, and the optimizer's step.
 
 Memory counts the weights of all layers and 16-bit activations. Training also holds gradients, and
@@ -35,13 +35,15 @@ __all__ = [
 ]  # fmt: skip
 
 Phase: TypeAlias = Literal["first-token", "train"]
-# What becomes of activations in training: the fastest first, the smallest last. "attention kept":
-# of a layer its input, and attention's output and lse, are kept. "computed again": only its input.
+# Names of the treatments of activations in training: the fastest first, the smallest last.
+# "attention kept": a layer's input, and attention's output and lse, are kept. "computed again":
+# only a layer's input is kept.
 Activations: TypeAlias = Literal["kept", "attention kept", "computed again"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
-# Attention strategies of `simulate`: what planners choose from, and what is there for comparing.
+# Names of the attention strategies of `simulate`: the planners' candidates, and others for
+# comparing.
 ATTENTION = (*CANDIDATES, "ring-q", "ring-naive", "burst-untiled")
-# The world up to which `fewest_ranks` tries every number of ranks.
+# Maximum world size up to which `fewest_ranks` tries every number of ranks.
 EVERY_UP_TO = 64
 _INPUT_BYTES = 2
 _ADAMW_BYTES = 12
@@ -68,7 +70,7 @@ MODELS = {
     "llama-7b": Model("llama-7b", 32, LayerShape(4096, 32, 32, 128, 11008), 32000),
     "llama-13b": Model("llama-13b", 40, LayerShape(5120, 40, 40, 128, 13824), 32000),
 }
-# The sizes that a model may be given by, and those that may be left out.
+# Names of the sizes by which a model may be given, and of the sizes that may be left out.
 _SIZES = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab")
 _OPTIONAL = ("kv_heads", "head_dim", "vocab")
 
@@ -121,14 +123,14 @@ def parse_model(text: str) -> Model:
 
 @dataclass(frozen=True)
 class ModelForecast:
-    """One phase of a model under one strategy. Each number is that of the worst rank."""
+    """One phase of a model under one strategy. Each number is the worst rank's."""
 
     strategy: str  # with the ranks of a group: "hybrid:8"
     layout: str
     mask: str
     phase: Phase
     time_s: float | None  # None where the model does not fit into memory
-    idle_s: float  # how long the rank's device stands still
+    idle_s: float  # seconds for which the rank's device is idle
     sent_bytes: int
     memory_bytes: int
     out_of_memory: bool
@@ -256,7 +258,7 @@ def fewest_ranks(
             ):
                 return world_size
         except InputError:
-            pass  # the strategy cannot use so many ranks
+            pass  # the strategy cannot use this number of ranks
     return None
 
 
@@ -342,7 +344,7 @@ def _memory_bytes(
     held: LayerMemory,
     activations: Activations | None,
 ) -> int:
-    """Bytes of a rank; held: those of one layer. activations: None for the first token."""
+    """Bytes of a rank. held: the bytes of one layer. activations: None for the first token."""
     num_weights = (
         model.num_layers * held.weights // _INPUT_BYTES
         + 2 * model.vocab_size * model.layer.dim // layer.share

@@ -26,10 +26,10 @@ FIRST_TOKEN_S = {
     262144: (71.52, 75.52, 49.32),
 }
 FITTED = (32768, 65536, 131072)
-# From how many tokens on two strategies run out of memory: the paper's RingAttention, and
+# Number of tokens from which on two strategies run out of memory: the paper's RingAttention, and
 # BurstAttention without its local optimisation.
 OUT_OF_MEMORY = {"ring-naive": 65536, "burst-untiled": 131072}
-# Columns of tables are narrow.
+# Short names, because columns of tables are narrow.
 _SHORT = {
     "tensor-parallel": "V1",
     "tensor-parallel+sequence": "V3",

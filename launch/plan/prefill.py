@@ -3,10 +3,10 @@
 A prompt is dealt out to the ranks in blocks, as `KVCache` does, and a layer is simulated in two
 parts that follow each other: everything but attention, and attention. The GPUs of a node may share
 each layer (tensor parallelism: each has some heads, all tokens of its node, and two all-reduces a
-layer). Then the GPUs that have the same heads in all nodes share the prompt; such rings are alike,
+layer). Then the GPUs that have the same heads in all nodes share the prompt; such rings are equal,
 and each has its own network card.
 
-The figures are those of BurstAttention (arXiv 2403.09347: LLaMA-7B on 8 A100) and of "Context
+The figures come from BurstAttention (arXiv 2403.09347: LLaMA-7B on 8 A100) and from "Context
 Parallelism for Scalable Million-Token Inference" (arXiv 2411.01783, abstract: Llama 3 405B on 128
 H100).
 """
@@ -37,21 +37,23 @@ __all__ = ["LLAMA_405B", "PUBLISHED_S", "Prefill", "main", "prefill"]
 LLAMA_405B = "layers=126,dim=16384,heads=128,kv_heads=8,ffn=53248,vocab=128256"
 # Seconds to the first token on 16 nodes of 8, by how the abstract writes the number of tokens.
 PUBLISHED_S = {"128K": 3.8, "1M": 77.0}
-# The abstract does not say which of the two it means.
+# Numbers of tokens; the abstract does not say which of the two it means.
 _TOKENS = {"128K": (128_000, 131_072), "1M": (1_000_000, 1_048_576)}
 _NUM_GPUS, _GPUS_A_NODE = 128, 8
-# Of 1M tokens, in the abstract: "FLOPS utilization". So the peak that is meant follows.
+# "FLOPS utilization" for 1M tokens, in the abstract. The peak that it refers to follows.
 _UTILIZATION = 0.63
-# What attention reached of the peak at that time, at best: J. Shah et al., "FlashAttention-3",
-# arXiv 2407.08608, abstract. The machine file has the speed of this project's own kernels.
+# Share of the peak that attention reached at that time, at best: J. Shah et al.,
+# "FlashAttention-3", arXiv 2407.08608, abstract. The machine file has the speed of this project's
+# own kernels.
 _ATTENTION = 0.75
 _FEED_FORWARD = ("gate_up", "down")
 # H100 data sheet: 3,958 TFLOP/s in FP8, 1,979 in BF16, both with sparsity.
 _FP8_SPEED = 2
 _BF16_BYTES = 2
-_BLOCK = 128  # of `KVCache`
+_BLOCK = 128  # block of `KVCache`
 _CAUSAL = Causal()
-# The paper's world, and the chunks of a prompt that stand beside whole prompts.
+# Number of GPUs of the paper, and size of the chunks of a prompt that are compared with whole
+# prompts.
 _PAPER_GPUS, _CHUNK = 8, 16384
 
 
@@ -62,7 +64,7 @@ class Prefill:
     linear_s: float  # matrix products, element-wise work and all-reduces
     attention_s: float
     exposed_s: float  # in attention_s, waiting for messages
-    weight_bytes: int  # of one GPU
+    weight_bytes: int  # weights on one GPU
 
     @property
     def time_s(self) -> float:
@@ -131,7 +133,7 @@ def prefill(
 def _linear_s(
     model: Model, tokens: int, hardware: Hardware, tensor_parallel: int, fp8: bool
 ) -> float:
-    """Seconds of a layer but for attention, of so many tokens on so many GPUs."""
+    """Seconds of a layer except attention, for a number of tokens on a number of GPUs."""
     layer = SpreadLayer(
         model.layer, tokens, tensor_parallel, "tensor-parallel", input_bytes=_BF16_BYTES
     )

@@ -68,13 +68,13 @@ _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 _LOCK = ".lock"
 _CANNOT_LOCK = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK})
-# What is read of the holder's name, in bytes.
+# Maximum number of bytes that are read of the holder's name.
 _LONGEST_NAME = 300
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """A checkpoint's description of itself."""
 
     # Steps done.
     step: Annotated[int, msgspec.Meta(ge=1)]
@@ -86,8 +86,8 @@ class Manifest:
     source: str = ""
 
     def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
-        """The run's configuration with the options that were chosen anew. Raises ConfigError for
-        another model, or with no step left.
+        """The run's configuration with the newly chosen options. Raises ConfigError for another
+        model, or with no step left.
         """
         config = self.config.resumed(chosen)
         if self.step >= config.steps:
@@ -100,7 +100,7 @@ class Manifest:
     @classmethod
     def from_json(cls, document: object) -> Manifest:
         """The manifest whose `asdict` is `document`. Raises msgspec.ValidationError for a wrong
-        type, or fields that are not those of this version.
+        type, or fields that this version does not have.
         """
         manifest = msgspec.convert(document, cls)
         if asdict(manifest) != document:
@@ -113,9 +113,9 @@ class Checkpoint:
     """A checkpoint in memory."""
 
     manifest: Manifest
-    # By parameter name.
+    # Keyed by parameter name.
     weights: dict[str, Tensor]
-    # By moment, a dot, parameter name.
+    # Keyed by moment, a dot, and parameter name.
     optimizer: dict[str, Tensor]
 
 
@@ -156,7 +156,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
 
 def save_folder(final: Path, save: Callable[[Path], object]) -> None:
-    """Let `save` write a folder, which is whole where it is there; one of that name is replaced.
+    """Let `save` write a folder, which is complete if it exists; one of that name is replaced.
     Raises OSError.
     """
     temporary = final.parent / f".writing-{final.name}"
@@ -207,8 +207,8 @@ def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> 
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
-    """The checkpoint meant by `path`, and its folder: `path` itself, or the newest whole checkpoint
-    of the run. Warns of newer ones that are damaged.
+    """The checkpoint that `path` denotes, and its folder: `path` itself, or the newest whole
+    checkpoint of the run. Warns of newer ones that are damaged.
 
     Raises ConfigError when there is none, OSError when the disk does not answer.
     """
@@ -243,8 +243,8 @@ def _newest(path: Path, read: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    """Read and verify. Every way in which a checkpoint can be broken ends in one ConfigError; a
-    disk that does not answer is no such way, and raises OSError.
+    """Read and verify. Every kind of corruption ends in one ConfigError. I/O errors are not
+    corruption, and propagate as OSError.
     """
     try:
         said, found = _text(folder / _SUMS).splitlines(keepends=True), _sums(folder)

@@ -81,7 +81,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # The module that is one rank; its __main__.py says which words it takes.
 _RANK = "burst_rt.launch.train"
 _SHOW_CURSOR = "\x1b[?25h"
-# How commands that start ranks show their help.
+# Settings of the help of commands that start ranks.
 SHOWN = {"show_default": True, "max_content_width": 120}
 _PATH = click.Path(path_type=str, resolve_path=True)
 checkpoint_option = click.option(
@@ -276,7 +276,7 @@ def _check_before_ranks(config: TrainConfig, num_ranks: int) -> None:
 
 
 def _chosen_options(context: click.Context) -> dict[str, object]:
-    """The options that stand on the command line, by parameter name, without the defaults."""
+    """The options that the command line gives, by parameter name, without the defaults."""
     return {
         name: value
         for name, value in context.params.items()

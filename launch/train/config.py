@@ -37,7 +37,7 @@ ProgressMode = Literal["auto", "bar", "lines", "none"]
 # Options of the byte-level model: a folder of transformers says its shape itself, and its strategy
 # is auto.
 _BYTE_LEVEL = ("layers", "dim", "heads", "kv_heads", "strategy")
-# What a folder of transformers holds, as which files, and what to do where they are missing.
+# Contents of a transformers folder, the names of their files, and what to do if they are missing.
 _FILES = (
     ("a configuration", ("config.json",), "model.save_pretrained writes it"),
     (
@@ -51,10 +51,10 @@ _FILES = (
         "tokenizer.save_pretrained writes it",
     ),
 )
-# A model that is trained already moves in smaller steps.
+# Learning rate of a model that is trained already, which moves in smaller steps.
 _FINE_TUNING_LR = 2e-5
 
-# What the value of an option must, and how that is checked. NaN passes neither check.
+# Requirements on the values of options, and their checks. NaN fails both checks.
 _LIMITS: dict[str, Callable[[float], bool]] = {
     "be positive": lambda value: value > 0,
     "not be negative": lambda value: value >= 0,
@@ -203,7 +203,7 @@ class TrainConfig:
 
     @property
     def architecture(self) -> ModelConfig | None:
-        """Of the byte-level model; None where a folder of transformers says it."""
+        """The architecture of the byte-level model; None if a transformers folder gives it."""
         if self.model is not None:
             return None
         return ModelConfig(
@@ -271,8 +271,8 @@ class TrainConfig:
             raise ConfigError(f"--strategy: {error.message}") from error
 
     def begun(self, chosen: Mapping[str, object]) -> TrainConfig:
-        """This configuration for a new run, of which the user has `chosen` some options. Raises
-        ConfigError for those that do not go with --model.
+        """This configuration for a new run. chosen: the options that the user gave. Raises
+        ConfigError for options that do not go with --model.
         """
         if self.model is None:
             return self
@@ -286,8 +286,8 @@ class TrainConfig:
         return self if "lr" in chosen else replace(self, lr=_FINE_TUNING_LR)
 
     def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
-        """This run with the options that were chosen anew. Raises ConfigError when the model would
-        be another one.
+        """This run with the newly chosen options. Raises ConfigError when the model would be
+        another one.
         """
         after = replace(self, **chosen)  # type: ignore[arg-type]  # typed by the command line
         if after.architecture != self.architecture:
@@ -304,10 +304,10 @@ class TrainConfig:
         return str(self.architecture) if self.model is None else f"the one of {self.model}"
 
     def evaluated(self, chosen: Mapping[str, object], world_size: int) -> TrainConfig:
-        """What a checkpoint of this run is measured with on `world_size` ranks. Raises ConfigError
-        for what cannot be.
+        """The configuration with which a checkpoint of this run is measured on `world_size` ranks.
+        Raises ConfigError for what cannot be.
         """
-        # What suited the ranks of the training need not suit these ranks.
+        # A choice that suited the ranks of the training need not suit these ranks.
         config = replace(self, context_parallel=None, strategy="auto").resumed(chosen)
         # Training's batch has no meaning here: every group takes whole sequences one by one.
         config = replace(config, batch=world_size)

@@ -32,12 +32,13 @@ __all__ = [
 
 SEPARATOR = b"\0"
 HELDOUT_PERCENT = 5
-# With fewer documents than this, holding out whole ones could take most of the text or none of it.
+# Minimum number of documents to hold out whole ones: with fewer, that could take most of the text
+# or none of it.
 _FEW_DOCUMENTS = 20
 # Chance decides which documents are held out, unless their share of the bytes is outside these.
 _LEAST_HELDOUT, _MOST_HELDOUT = 0.02, 0.2
 # Folders of the standard library that are left out: tests, which not every machine has, and tables
-# of code points, which are no text.
+# of code points, which are not text.
 _NOT_SOURCES = frozenset(
     {"encodings", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -47,9 +48,9 @@ Stream = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """How documents become tokens."""
+    """The conversion of documents into tokens."""
 
-    # What a token is called.
+    # The word for a token.
     unit: str
     # The token between two documents.
     separator: int
@@ -79,10 +80,10 @@ class Corpus:
     num_documents: int
     train: Stream
     heldout: Stream
-    # Of the text of both streams, with a byte between documents.
+    # Bytes of the text of both streams, with a byte between documents.
     train_bytes: int
     heldout_bytes: int
-    # What a token is called.
+    # The word for a token.
     unit: str
     # Tells two different corpora apart.
     fingerprint: str
@@ -111,10 +112,10 @@ def load_corpus(path: Path | None, encoding: Encoding = BYTES) -> Corpus:
     """Read a text file, a folder of them, or (None) the Python standard library's own source files.
 
     In a folder every regular file counts, in sorted order, except hidden ones and those that are
-    not UTF-8 text. Of 20 documents or more, those whose path hashes below 5 % are held out. Of
-    fewer documents, and where those held out are less than 2 % or more than 20 % of the bytes, the
-    last 5 % of each document are held out, from the beginning of a character on. Raises
-    ConfigError when there is nothing to read, OSError as the file system says it.
+    not UTF-8 text. From 20 documents on, documents whose path hashes below 5 % are held out. With
+    fewer documents, or if the held-out ones are less than 2 % or more than 20 % of the bytes, the
+    last 5 % of each document are held out, from the beginning of a character on. Raises ConfigError
+    when there is nothing to read, OSError as the file system says it.
     """
     require_text(path)
     if path is None:
@@ -153,7 +154,7 @@ def load_corpus(path: Path | None, encoding: Encoding = BYTES) -> Corpus:
 def training_starts(
     stream: Stream, seq_len: int, *, seed: int, step: int, indices: Sequence[int]
 ) -> list[int]:
-    """Where the sequences numbered `indices` of a step's global batch start: the same whichever
+    """The starts of the sequences numbered `indices` of a step's global batch: the same whichever
     rank asks, whatever the world size.
     """
     return [_number(f"{seed}:{step}:{index}") % (len(stream) - seq_len) for index in indices]
@@ -205,7 +206,7 @@ def _walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:
 
 
 def _cut(text: bytes) -> int:
-    """Where the held-out end of a document begins."""
+    """The place at which the held-out end of a document begins."""
     place = len(text) - len(text) * HELDOUT_PERCENT // 100
     while place and place < len(text) and text[place] & 0xC0 == 0x80:
         place -= 1

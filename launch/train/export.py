@@ -44,8 +44,8 @@ _NAMES = (
 def export(run: Path, folder: Path) -> None:
     """Write the model of the checkpoint that `run` means as `folder`.
 
-    Raises ConfigError where something has that name already, or there is no checkpoint; OSError as
-    the disk says it.
+    Raises ConfigError if something has that name already, or without a checkpoint; OSError as the
+    disk says it.
     """
     if folder.exists():
         raise ConfigError(f"{folder} is there already; choose another FOLDER, or remove it first.")
@@ -67,8 +67,8 @@ def export(run: Path, folder: Path) -> None:
 
 def byte_tokenizer() -> Any:
     """A tokenizer whose tokens are the bytes of UTF-8; EOS is byte 0, which separates documents."""
-    # Bytes go by printable characters in a tokenizer. Not so byte 0: its character may stand in a
-    # text, where it would be taken for EOS, and byte 0 itself stands in none.
+    # A tokenizer writes bytes as printable characters, except byte 0: its printable character may
+    # occur in a text, where it would be taken for EOS, and byte 0 itself never occurs.
     characters = bytes_to_unicode() | {SEPARATOR[0]: SEPARATOR.decode()}
     vocabulary = {character: byte for byte, character in characters.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -181,7 +181,7 @@ class Trainer:
     def run_step(self, step: int, votes: Sequence[float]) -> tuple[StepRecord, list[float]]:
         """Take step `step` (from 1); return its record, and the sum of all ranks' `votes`.
 
-        Collective; raises ConfigError on every rank when the loss is no longer finite.
+        Collective; raises ConfigError on every rank when the loss is not finite.
         """
         config, mesh, text = self.config, self.mesh, self.corpus.train
         started_s = time.monotonic()
@@ -229,7 +229,7 @@ class Trainer:
 
     def measure_heldout(self, step: int) -> HeldoutLoss:
         """Loss on the held-out text after a step. Collective; raises ConfigError on every rank when
-        the loss is no number to show.
+        the loss cannot be shown as a number.
         """
         found = _measure_heldout(self._model, self.mesh, self.corpus, self.config)
         if not math.isfinite(found.perplexity):
@@ -239,8 +239,8 @@ class Trainer:
         return found
 
     def check_finite(self, step: int) -> None:
-        """Raise ConfigError, on every rank, when the weights after a step are no longer finite. The
-        loss would tell only a step later.
+        """Raise ConfigError, on every rank, when the weights after a step are not finite. The loss
+        would tell only a step later.
         """
         if not all(bool(torch.isfinite(weight).all()) for weight in self.module.parameters()):
             raise _diverged(step, "weights that are not finite")

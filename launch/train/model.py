@@ -4,8 +4,8 @@ The model has the shape of Llama: RMSNorm, rotary positions, SwiGLU, grouped key
 `Decoder` is a plain torch module that knows nothing of ranks. It takes attention as a function and
 positions as global positions, so the same module runs on a whole sequence or on any rank's part of
 one. `ShardedModel` is any model over ranks, `ShardedDecoder` this one, by burst_rt's public parts,
-as a program of one's own would do it. Every rank holds all weights and updates them alike; there is
-no sharded optimizer state, and no cache of keys and values.
+as your own program would do it. Every rank holds all weights and makes the same updates; optimizer
+state is not sharded, and keys and values are not cached.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # The tensors of AdamW's state: one of each for every parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# The learning rate ends at this part of its peak.
+# Final learning rate as a part of its peak.
 _FLOOR = 0.1
 
 

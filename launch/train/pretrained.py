@@ -40,7 +40,7 @@ __all__ = ["ModelFolder", "ShardedPretrained", "open_folder", "save_pretrained"]
 _log = logging.getLogger("burst_rt.train")
 _R = TypeVar("_R")
 
-# What transformers raises for a folder that it cannot read.
+# Errors that transformers raises for a folder that it cannot read.
 _UNREADABLE = (
     OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError,
     RuntimeError, ImportError, SafetensorError, StrictDataclassError,
@@ -58,7 +58,7 @@ class ModelFolder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the configuration, by which a resumed run knows its model."""
+        """The fingerprint of the configuration, by which a resumed run knows its model."""
         return hashlib.sha256((self.path / "config.json").read_bytes()).hexdigest()
 
     @cached_property
@@ -71,7 +71,9 @@ class ModelFolder:
 
     @property
     def encoding(self) -> Encoding:
-        """The tokenizer's, without what it would add to a text; EOS stands between documents."""
+        """The tokenizer's encoding, without the tokens that it would add to a text; EOS separates
+        documents.
+        """
         return Encoding(unit="token", separator=self.tokenizer.eos_token_id, encode=self._encode)
 
     def load(self) -> torch.nn.Module:
@@ -117,13 +119,13 @@ class ModelFolder:
     def _check_stored(
         self, stored: dict[str, Sequence[str]], model: Any, unused: Sequence[str]
     ) -> None:
-        """Raise ConfigError for weights that are no numbers as they are stored; tell what was cast
-        otherwise.
+        """Raise ConfigError for stored weights that are not plain numbers; otherwise tell what was
+        cast.
         """
         odd = {kind: names for kind, names in stored.items() if kind not in LOSSLESS}
         # False where a quantization_config was followed, and missing where none was, or is known.
         if not hasattr(model, "is_quantized"):
-            # Masks and positions are stored as integers, too, and are no weights.
+            # Masks and positions are stored as integers, too, and are not weights.
             others = [*unused, *(name for name, _ in model.named_buffers())]
             ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["$."]))
             for kind in sorted(odd.keys() - {*PLAIN}):
@@ -191,10 +193,10 @@ def open_folder(path: Path, seq_len: int) -> ModelFolder:
     tokenizer: Any = _read(path, transformers.AutoTokenizer.from_pretrained)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"--model: the tokenizer in {path} has no EOS token, which stands between documents; "
+            f"--model: the tokenizer in {path} has no EOS token, which separates documents; "
             "set eos_token in its tokenizer_config.json."
         )
-    # XLNet's -1 means that there is no limit.
+    # XLNet's -1 means unlimited.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
     if 0 < longest < seq_len:
         raise ConfigError(
@@ -216,7 +218,7 @@ def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _hush() -> None:
-    """What goes wrong is told by an error, once."""
+    """Silences warnings and progress bars: an error tells once what goes wrong."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 

@@ -34,7 +34,7 @@ __all__ = [
     "show_evaluation", "table",
 ]  # fmt: skip
 
-# The training loss of a run is the mean over this many steps at its end.
+# Number of steps at the end of a run over which its training loss is averaged.
 LAST_STEPS = 10
 _LINE_EVERY = 10
 _LOG_WIDTH = 100
@@ -48,18 +48,18 @@ _log = logging.getLogger("burst_rt.train")
 class StepRecord:
     """One step of a run; a line of metrics.jsonl."""
 
-    # From 1.
+    # Number of the step, from 1.
     step: int
     # Nats a token (of the byte-level model: a byte), over the global batch.
     loss: float
     lr: float
     grad_norm: float
     step_s: float
-    # Of the whole world.
+    # Speed of the whole world.
     tokens_per_s: float
-    # The part of the step that compute stood idle for a transfer of attention, averaged over ranks.
+    # Part of the step for which compute waited for a transfer of attention, averaged over ranks.
     wait_fraction: float
-    # Sent by attention, all ranks together.
+    # Bytes that attention sends, all ranks together.
     bytes_sent: int
     # None where held-out text was not measured at this step.
     heldout_loss: float | None = None
@@ -98,8 +98,8 @@ class MetricsFile:
 
     def append(self, record: StepRecord) -> None:
         self.history.append(record)
-        # Opened anew for each line: a step takes far longer, and a killed run leaves at most its
-        # last line short.
+        # The file is opened for each line: a step takes far longer, and a killed run leaves at most
+        # its last line short.
         with self._path.open("a") as file:
             file.write(_line(record))
 
@@ -204,13 +204,13 @@ class Summary:
     data_parallel: int
     context_parallel: int
     num_parameters: int
-    # What a token is called.
+    # The word for a token.
     unit: str
     steps: int
     # The step after which the run was continued, 0 where it was not. Speed, communication and time
     # are counted since then.
     resumed_after: int
-    # Of the first step.
+    # Loss of the first step.
     loss_first: float
     # The mean of the last ten steps.
     loss_last: float
@@ -227,7 +227,7 @@ class Summary:
 class Evaluation:
     """A model measured on held-out text, as the table and `--json` tell it."""
 
-    # None where a model was measured that is no checkpoint of a run.
+    # None if the measured model is not a checkpoint of a run.
     checkpoint: str | None
     step: int | None
     # The folder of transformers; None for the byte-level model.
@@ -237,7 +237,7 @@ class Evaluation:
     # Whether training held out the very same text; None without a checkpoint.
     same_text: bool | None
     seq_len: int
-    # What a token is called.
+    # The word for a token.
     unit: str
     num_tokens: int
     # Nats a token.
@@ -274,7 +274,7 @@ def show_evaluation(evaluation: Evaluation) -> None:
 
 
 def table(title: str, rows: Mapping[str, str]) -> Table:
-    """A table of names and what is said of them."""
+    """A table of names and texts about them."""
     made = Table(title=title, title_justify="left", show_header=False)
     for name, text in rows.items():
         made.add_row(name, escape(text))

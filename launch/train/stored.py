@@ -1,7 +1,7 @@
 """The types in which a folder of transformers stores its weights, read without the weights.
 
-transformers casts whatever it finds to the type of the model. Integers and 8-bit floats are written
-by quantisers, beside scales: cast without those, they are other weights.
+transformers casts whatever it finds to the type of the model. Quantisers write integers and 8-bit
+floats together with scales: cast without the scales, they are different weights.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from safetensors import safe_open
 
 __all__ = ["LOSSLESS", "PLAIN", "stored_types"]
 
-# As safetensors names them: those that are cast to float32 without loss, and those that mean what
-# they are without anything beside them.
+# Names of types in safetensors: types that are cast to float32 without loss, and types whose values
+# have a meaning without scales.
 LOSSLESS = ("BF16", "F16", "F32")
 PLAIN = (*LOSSLESS, "F64")
 _WHOLE = "model.safetensors"
@@ -37,6 +37,6 @@ def stored_types(folder: Path) -> dict[str, Sequence[str]]:
     found = defaultdict(list)
     for file in files:
         with safe_open(folder / file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # it is no mapping
+            for name in tensors.keys():  # noqa: SIM118  # it is not a mapping
                 found[tensors.get_slice(name).get_dtype()].append(name)
     return dict(found)

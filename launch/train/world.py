@@ -51,10 +51,10 @@ __all__ = [
 
 T = TypeVar("T")
 
-# What an action may fail with; index + 1 travels. Anything else is a defect and ends the job as a
-# defect.
+# Errors with which an action may fail; index + 1 is sent. Any other error is a defect and ends the
+# job as one.
 _CLASSES: tuple[type[BurstError], ...] = (ConfigError, InputError)
-# How long other ranks wait for rank 0 to speak where there is no world to meet in.
+# Seconds that other ranks wait before they exit if `init` failed: rank 0 prints the error first.
 _SPEAKING_S = 1.0
 
 
@@ -139,7 +139,7 @@ class Mesh:
     data_size: int
 
     def share_of(self, count: int) -> range:
-        """Which of `count` sequences this rank's group takes: every `data_size`-th."""
+        """The sequences, among `count`, that this rank's group takes: every `data_size`-th."""
         return range(self.data_index, count, self.data_size)
 
 
@@ -310,17 +310,17 @@ class Stopped(Exception):
 def job_world() -> Iterator[Context]:
     """The context of all ranks.
 
-    The block's Stopped, ConfigError or InputError, which all ranks raise alike, is said once and
-    ends the job. So does a ConfigError of `init`.
+    The block's Stopped, ConfigError or InputError, which all ranks raise, is printed once and ends
+    the job. A ConfigError of `init` does the same.
     """
-    # What torch has loaded is never garbage. A collection would walk over all of it, on one rank
-    # while the others wait for it, and again and again at the end of the process.
+    # The objects that torch has loaded are never garbage. A collection would walk over all of it,
+    # on one rank while the others wait for it, and again and again at the end of the process.
     gc.freeze()
     try:
         world = burst_rt.init()
     except ConfigError as error:
-        # No world to meet in. Ranks raise alike; one that knows that it is not the first lets the
-        # first speak.
+        # Without a world the ranks cannot agree on who prints. All of them raise the same error; a
+        # rank that knows that it is not rank 0 leaves the printing to rank 0.
         if error.rank in (None, 0):
             sys.exit(_say(_complaint(error)))
         time.sleep(_SPEAKING_S)
@@ -350,8 +350,8 @@ def _say(word: LastWord) -> int:
     """Tell the launcher, or else whoever reads stderr; return the exit code that is left for the
     rank to give.
     """
-    # To mpirun a rank's exit code means that the rank failed, which mpirun says at length. So the
-    # launcher gives the code instead.
+    # To mpirun a rank's exit code means that the rank failed, which mpirun says at length.
+    # Therefore the launcher gives the code instead.
     if leave_word(word):
         return 0
     print(word.text, file=sys.stderr, flush=True)

@@ -2,8 +2,9 @@
 
 `rehearse` runs real engines on integer payloads (`payload.py`). Every task, message and piece of
 news takes as long as the seed says, spread over powers of ten, so that any order that hardware
-could show has its chance and tasks that outlast all others are common. Beside that a rank may stand
-still for a time or for ever, or be lost. The rules of who hears of it are those of the drivers:
+could show has its chance and tasks that outlast all others are common. In addition, a rank may
+stall for a time or for ever, or be lost. The rules by which other ranks learn of it are the
+drivers' rules:
 
 * a rank that is lost, or gives up, is gone; the others learn it a while later, and take it for
   `PeerLost` once they wait for that rank (or for the agreement that opens a call);
@@ -12,7 +13,7 @@ still for a time or for ever, or be lost. The rules of who hears of it are those
 
 However it goes, every run ends, and each rank that is still there has its right result or one of
 these two errors: `verdict` says so. A rank that needs nothing more of a lost one may well finish.
-What one seed gave it gives again, bit for bit.
+A seed always gives the same run, bit for bit.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ _NEVER_S = float("inf")
 # Delays lie between 10 ** _SHORTEST and 10 ** (_SHORTEST + _DECADES) seconds.
 _SHORTEST = -5.0
 _DECADES = 6.0
-# How much quicker than others one kind of thing is in some runs.
+# Factor by which one kind of event is quicker than the others in some runs.
 _QUICKER = 1e-3
-# Far above all delays of a run together: who waits this long waits for something that never comes.
+# Far above the sum of a run's delays: a rank that waits this long waits for something that never
+# comes.
 _STALL_S = 1e6
 _TIMEOUT_S = 1e7
 
@@ -62,7 +64,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class Loss:
-    """At at_s the rank is no more."""
+    """The loss of a rank at time `at_s`."""
 
     rank: int
     at_s: float
@@ -70,8 +72,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong in a run. seed: what all delays are drawn from. Without deadlines (infinite
-    ones) a run may end in Deadlock.
+    """The faults of a run. seed: all delays are drawn from it. Without deadlines (infinite ones) a
+    run may end in Deadlock.
     """
 
     seed: int
@@ -82,13 +84,13 @@ class Faults:
 
     @classmethod
     def draw(cls, seed: int, world_size: int) -> Faults:
-        """Faults for a world: delays always; in half of the cases one or two ranks stand still or
-        are lost as well.
+        """Faults for a world: always delays; in half of the cases one or two ranks also stall or
+        are lost.
         """
         rng = random.Random(seed)
         stalls, losses = [], []
         for _ in range(rng.choice((0, 0, 1, 2))):
-            # At the very start, or somewhere in the run.
+            # The fault happens at the very start, or somewhere in the run.
             rank, at_s = (
                 rng.randrange(world_size),
                 rng.choice((_delay_s(rng), rng.uniform(0.0, 10.0))),
@@ -114,8 +116,8 @@ class Faults:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """How a run went: what all parts hold, which ranks finished, what the others raised (None:
-    nothing), the tasks that ended.
+    """The outcome of a run: the contents of all parts, the ranks that finished, the errors of the
+    others (None: none), the tasks that ended.
     """
 
     values: Values
@@ -143,7 +145,7 @@ def rehearse(
 
 
 def verdict(rehearsal: Rehearsal, faults: Faults, expected: Values) -> str:
-    """What is wrong with the way a run ended; empty where nothing is. `expected` is the graphs'
+    """The faults in the way a run ended; empty if there are none. `expected` is the graphs'
     `reference`.
     """
     gone = faults.gone()
@@ -164,9 +166,9 @@ def verdict(rehearsal: Rehearsal, faults: Faults, expected: Values) -> str:
     return ""
 
 
-# What happens beside the ends of tasks stands in the queue under these numbers in place of a
-# task's: a rank enters the run, hears what has ended, looks whether it has waited too long, is
-# lost, and learns that another one is gone.
+# The queue holds other events than ends of tasks, too. They have these numbers instead of a task's:
+# a rank enters the run, hears what has ended, checks whether it has waited too long, is lost, and
+# learns that another one is gone.
 _ENTER, _HEAR, _LOOK, _LOSE, _LEARN = -1, -2, -3, -4, -5
 
 
@@ -203,7 +205,7 @@ class _Run(Simulation):
             self._at(loss.at_s, (loss.rank, _LOSE, 0, 0, None))
 
     def rehearsal(self) -> Rehearsal:
-        """How it went."""
+        """The outcome of the run."""
         values = [memory.values for memory in self._memory]
         return Rehearsal(
             values,
@@ -225,7 +227,7 @@ class _Run(Simulation):
         if kind is Kind.EXCHANGE or kind is Kind.AGREE:
             if kind is Kind.AGREE:
                 self._agreeing[number] = task
-            # What it knew already it takes for PeerLost only now that it waits.
+            # A rank takes the losses that it already knows for PeerLost only once it waits.
             for other in sorted(self._knows_gone[number]):
                 self._at(self.now_s, (number, _LEARN, other, 0, None))
             return 0.0
@@ -277,7 +279,9 @@ class _Run(Simulation):
             self._learn(self._ranks[number], third)
 
     def _held(self, happening: Happening) -> bool:
-        """Whether a rank that it takes is gone or stands still; then it happens later, or never."""
+        """Whether a rank that takes part in it is gone or stalled; if so, it happens later or
+        never.
+        """
         *_, version, flow = happening
         ranks = (
             (flow.send[1].number, flow.recv[1].number)

@@ -1,10 +1,10 @@
 """A machine as the simulator sees it: rates of its devices, links, and what messages share.
 
-Machine files are read and written elsewhere (`burst_rt.planning.machines`). Beside every nominal
-rate stands its `efficiency`, the fraction of it that real work reaches: measuring a machine changes
-that number, the nominal one stays what the data sheet says.
+Machine files are read and written elsewhere (`burst_rt.planning.machines`). Every nominal rate has
+an `efficiency`, the fraction of it that real work reaches. Measuring a machine changes the
+efficiency; the nominal rate stays what the data sheet says.
 
-What a rank's transfers pass, each a resource that all transfers on it share in equal parts:
+Resources that a rank's transfers pass; all transfers on a resource share it in equal parts:
 
     to a rank of its node     its link out, the switch (both, if they differ), the other's link in
     to another node           its way to the host out, its switch, its NIC out;
@@ -29,12 +29,12 @@ Duplex: TypeAlias = Literal["full", "half"]
 
 @dataclass(frozen=True)
 class Rate:
-    """How long an operation takes: launch_s + (flops / flops_per_s + bytes / bytes_per_s) /
-    efficiency seconds.
+    """The speed of an operation, which takes launch_s + (flops / flops_per_s + bytes / bytes_per_s)
+    / efficiency seconds.
 
-    None: its flops, or its bytes, take no time of their own. masked: operations under a mask go at
-    this fraction of the rate of others (None: as fast). edge: each operation along a mask's edge
-    takes as long as this many more (None: no more).
+    None: its flops, or its bytes, take no time. masked: operations under a mask go at this fraction
+    of the rate of others (None: as fast). edge: each operation along a mask's edge takes as long as
+    this many more (None: no more).
     """
 
     launch_s: float
@@ -58,11 +58,11 @@ class Rate:
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on.
+    """The processor on which a rank computes.
 
     rates: by the operation's name ("forward" and "backward" are tiles of attention, "linear" matrix
-    products). Others with arithmetic to do go at "linear" too, where there is such a rate; all else
-    goes at "default". Where a program has a kernel of its own, "forward-untiled" goes before
+    products). Other operations with arithmetic also take the rate "linear", if it is given; the
+    rest take "default". If a program has its own kernel, "forward-untiled" takes precedence over
     "forward".
     """
 
@@ -92,8 +92,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Switch:
-    """What groups of `ranks` neighbouring ranks share (a PCIe root or switch): bytes_per_s *
-    efficiency for all transfers through it.
+    """A switch that groups of `ranks` neighbouring ranks share (a PCIe root or switch): bytes_per_s
+    * efficiency for all transfers through it.
     """
 
     ranks: int

@@ -1,10 +1,11 @@
 """What transfers share: resources, the flows on them, and the resources between two ranks.
 
 A resource divides its bandwidth equally among the flows on it; a flow goes at the least of its
-shares. What it leaves of a share because another resource holds it back is not given to the others:
-so a flow's rate depends on its own resources only, and a world of a thousand ranks needs no global
-solution each time a transfer ends. Where all flows on a resource are alike, as in a ring, it is the
-same. Cores are a resource too: of seconds of work, of which a task takes at most one a second.
+shares. A share that a flow cannot use because another resource limits it is not given to the other
+flows. Thus a flow's rate depends only on its own resources, and a world of a thousand ranks needs
+no global solution each time a transfer ends. If all flows on a resource are equal, as in a ring,
+both rules give the same rates. Cores are a resource too. Their capacity is seconds of work per
+second, and a task uses at most one.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class Network:
         )
 
     def cores(self, rank: int) -> Resource | None:
-        """What the rank's compute tasks share with others of its node; None: nothing."""
+        """The cores that the rank's compute tasks share with others of its node, or None."""
         return self._cores[rank // self._hardware.node.ranks]
 
     def _find(self, source: int, destination: int, staged: bool) -> Path:

@@ -18,7 +18,7 @@ from burst_rt.scheduler.graph import Graph, Task
 
 __all__ = ["BusyPart", "EmptyPart", "Memory", "Values", "reference"]
 
-# What each part of each rank holds; None: nothing that may be used.
+# The contents of each part of each rank; None: nothing that may be used.
 Values: TypeAlias = "list[list[int | None]]"
 
 _MASK = (1 << 61) - 1
@@ -88,7 +88,7 @@ class Memory:
             self.values[part] = _mix(self.value(part), result)
 
     def value(self, part: int) -> int:
-        """What a part holds. Raises EmptyPart."""
+        """The number that a part holds. Raises EmptyPart."""
         value = self.values[part]
         if value is None:
             raise EmptyPart(
@@ -108,8 +108,8 @@ class Memory:
 
 
 def reference(graphs: Sequence[Graph]) -> Values:
-    """What all parts hold once every rank has performed its tasks one by one in program order.
-    Raises InternalError if they cannot.
+    """The contents of all parts once every rank has performed its tasks one by one in program
+    order. Raises InternalError if they cannot.
     """
     memories = [Memory(graph) for graph in graphs]
     mail: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)

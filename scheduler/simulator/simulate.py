@@ -1,7 +1,7 @@
 """The simulator: the real engines of all ranks under one virtual clock.
 
-Nothing of a run is left out but the work: the same graphs, policies and engines, and instead of
-devices and wires the times that a `Hardware` (or a function of one's own) says. Rules:
+A simulation is a run without the work: it has the same graphs, policies and engines, and instead of
+devices and wires the times that a `Hardware` (or your own function) gives. Rules:
 
 * a task of a free lane starts when it is issued; on an ordered lane one runs at a time, in the
   order they were issued, each once the tasks in `after` have ended;
@@ -9,8 +9,8 @@ devices and wires the times that a `Hardware` (or a function of one's own) says.
   path's resources (`network.py`);
   an exchange has ended when all its messages have. On an ordered lane messages match by order
   alone;
-* a control task (operation "agree") ends on all ranks at once: when all have come to it, and the
-  latency of an allreduce later;
+* a control task (operation "agree") ends on all ranks at once: when all have reached it, plus the
+  latency of an allreduce;
 * a copy between device and host ("to host", "to device") flows like a message; anything else
   computes.
 
@@ -75,7 +75,7 @@ class Simulated:
 
     @property
     def end_s(self) -> float:
-        """When the last rank ended."""
+        """Seconds until the last rank ended."""
         return max(rank.end_s for rank in self.ranks)
 
 
@@ -99,7 +99,7 @@ def simulate(
 
 
 class Kind(IntEnum):
-    """What a task takes time for."""
+    """The kind of activity that a task spends its time on."""
 
     WORK = 0
     EXCHANGE = 1
@@ -108,12 +108,12 @@ class Kind(IntEnum):
 
 
 _COPIES = ("to host", "to device")
-# Where there is no hardware.
+# The path of a message if no hardware is given.
 _NO_PATH: Path = (0.0, ())
 
 
 class Plan:
-    """What the simulation looks up of each task of a schedule; ranks with one schedule share it.
+    """The simulation's tables of a schedule's tasks; ranks with one schedule share them.
 
     ordered: its ordered lane, or -1. messages: (outgoing, peer, tag, part, size_bytes), receives
     first, as drivers post them.
@@ -181,10 +181,10 @@ class SimulatedRank:
         self.num_computing = 0
         self.num_agreed = 0
         self.sent_bytes = 0
-        # Of each exchange under way the messages that have not moved.
+        # Number of messages that have not moved, by exchange in progress.
         self.num_open: dict[int, int] = {}
-        # Of each ordered lane the tasks issued and not ended; the first one runs once the tasks it
-        # waits for have ended.
+        # The tasks that are issued and have not ended, by ordered lane. The first one runs once the
+        # tasks it waits for have ended.
         self.queues: list[deque[Issue]] = [deque() for _ in range(plan.num_ordered)]
         self.running = [False] * plan.num_ordered
         self.ended = bytearray(len(plan.tasks)) if plan.num_ordered else bytearray()
@@ -234,8 +234,8 @@ Happening: TypeAlias = "tuple[int, int, int, int, Flow | None]"
 
 
 class Simulation:
-    """All ranks and the queue of what happens next. A class of its own so that `faults` can put its
-    hands in: see the methods `_on_...`.
+    """All ranks and the queue of what happens next. It is a class so that `faults` can override the
+    methods `_on_...`.
     """
 
     def __init__(
@@ -273,10 +273,10 @@ class Simulation:
         self._traffic = Traffic()
         self._spans: list[list[Span]] | None = [[] for _ in schedules] if spans else None
         self.now_s = 0.0
-        # What happens at each instant to come; the heap holds each instant once.
+        # Happenings at each future instant; the heap holds each instant once.
         self._times: list[float] = []
         self._agenda: dict[float, list[Happening]] = {}
-        # Ranks that hear of something at this instant.
+        # Ranks that receive news at this instant.
         self._hearing: list[SimulatedRank] = []
         self._num_flows = 0
         # Sides of messages that wait for the other one, by source, destination and tag.
@@ -305,7 +305,7 @@ class Simulation:
             raise Deadlock("; ".join(self._stuck(rank) for rank in stuck[:4]), rank=stuck[0].number)
 
     def result(self) -> Simulated:
-        """What `simulate` returns."""
+        """The return value of `simulate`."""
         times = tuple(
             RankTime(rank.end_s, rank.busy_s, rank.end_s - rank.busy_s, rank.sent_bytes)
             for rank in self._ranks
@@ -319,7 +319,7 @@ class Simulation:
             f"{[tasks[t].name for t in rank.engine.unfinished()][:4]}"
         )
 
-    # What `faults` changes.
+    # Methods that `faults` overrides.
 
     def _on_begin(self, rank: SimulatedRank) -> None:
         """The run begins: all ranks enter it at once."""
@@ -351,7 +351,7 @@ class Simulation:
         """Whether it is a defect that the rank has not finished."""
         return True
 
-    # What happens.
+    # Happenings.
 
     def _at(self, time_s: float, happening: Happening) -> None:
         batch = self._agenda.get(time_s)

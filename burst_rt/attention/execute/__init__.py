@@ -1,7 +1,7 @@
 """Running a plan on tensors: two classes for each kind of program, one for each direction.
 
 The module that runs a program has the name of the module in `planning/strategies` that makes it,
-and exports `RUNS`. What the runs of all programs share (`SlotRun`, `Binding`) stands in `ring.py`.
+and exports `RUNS`. `ring.py` has the base of all runs (`SlotRun`, `Binding`).
 """
 
 from functools import cache

@@ -29,7 +29,8 @@ _HEAD_DIM = {Role.LSE: 1}
 
 
 class _Spread(Run):
-    """What both directions share: local and gathered tensors, and the pieces that members exchange.
+    """The base of both directions: local and gathered tensors, and the pieces that members
+    exchange.
 
     `local`: this rank's own tensors. `whole`: the gathered tensors, cut into blocks where the ring
     takes blocks.
@@ -50,12 +51,12 @@ class _Spread(Run):
         return program.ring, group
 
     def own_terms(self, terms: ScoreTerms) -> ScoreTerms:
-        """See `Run.own_terms`: of this member's heads."""
+        """See `Run.own_terms`; these are the terms of this member's heads."""
         share = self.ring.problem.num_heads
         return terms.of_heads(slice(self.number * share, (self.number + 1) * share))
 
     def bind_input(self, role: Role, whole: torch.Tensor) -> None:
-        """Binds a gathered tensor in place of the input; tasks fill it before the ring begins."""
+        """Binds a gathered tensor instead of the input; tasks fill it before the ring begins."""
         self.local[role] = dense(whole)
         batch, _, heads, head_dim = self.shape(role)
         self.whole[role] = []

@@ -55,12 +55,12 @@ class Binding:
     progress: Progress  # operations that take long call it now and then
     poison: bool  # whether fresh memory is filled with NaN
     qkv: QKV
-    results: Results | None = None  # of the forward; a backward has them
-    terms: ScoreTerms = field(default_factory=ScoreTerms)  # of all heads
+    results: Results | None = None  # results of the forward; a backward has them
+    terms: ScoreTerms = field(default_factory=ScoreTerms)  # terms of all heads
 
 
 class SlotRun:
-    """What the runs of all plans share: slots, and the copies of a staged transport.
+    """The base of the runs of all plans: slots, and the copies of a staged transport.
 
     `storage[part]`: the raw bytes of a slot, of an own block that is sent staged, or of a chunk
     that messages are staged through. `memory[part]`: the bytes of a part as the transport takes
@@ -130,7 +130,7 @@ class SlotRun:
 
 
 class Run(SlotRun):
-    """What both directions share: the plan's parts as tensors.
+    """The base of both directions: the plan's parts as tensors.
 
     `tensors[part]`: the tensor of a block that is at home or is this rank's own. A slot holds
     blocks of different owners in turn; `_view` gives it their shape.
@@ -193,7 +193,7 @@ class Run(SlotRun):
         self.tensors[part] = block
 
     def bounds(self, *, queries: bool) -> tuple[tuple[int, int], ...]:
-        """Where each part of this side stands in the shard: (start, stop) in tokens."""
+        """The bounds of each part of this side in the shard: (start, stop) in tokens."""
         ring = self.ring
         return (ring.travelling_bounds if ring.queries_travel is queries else ring.resident_bounds)[
             self.rank
@@ -272,7 +272,7 @@ class Run(SlotRun):
 
 
 class ForwardRun(Run):
-    """One forward call. After the run `out` and `lse` hold the result.
+    """One forward call. `out` and `lse` hold the result after the run.
 
     out: `[batch, tokens, heads, v's head_dim]` in q's dtype. lse: `[batch, heads, tokens]`.
     """
@@ -441,7 +441,7 @@ class BackwardRun(Run):
 
 
 class RunTypes(NamedTuple):
-    """What runs one kind of program."""
+    """The two classes that run one kind of program."""
 
     forward: Callable[[Binding], ForwardRun]
     backward: Callable[[Binding], BackwardRun]

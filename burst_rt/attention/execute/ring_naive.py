@@ -29,7 +29,7 @@ __all__ = ["RUNS"]
 
 
 class _Rows(Run):
-    """What both directions share: the scores, and the pieces of a tile in them."""
+    """The base of both directions: the scores, and the pieces of a tile in them."""
 
     def __init__(self, binding: Binding) -> None:
         super().__init__(binding)
@@ -46,7 +46,7 @@ class _Rows(Run):
         return program.rounds[0], plan.rank
 
     def parts(self, op: TileOperation) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-        """For each piece: its scores, its queries in the shard and its keys in the block."""
+        """The scores of each piece, its queries in the shard and its keys in the block."""
         keys = self.ring.block_len(op.owner, op.block)
         whole = self.scores.narrow(3, self.program.columns[op.owner][op.block], keys)
         for piece in op.pieces:

@@ -50,7 +50,7 @@ _SUMS = {
     "p_m_out",
     "p_l_out",
 }
-# Pointers to what is float32 where it is added to.
+# Pointers to tensors that are float32 where the kernel adds to them.
 _GRADIENTS = {"p_dq", "p_dk", "p_dv"}
 # Pointers to tables.
 _TABLES = {"p_spans", "p_lines", "p_runs", "p_rows", "p_columns", "p_seen"}
@@ -81,24 +81,24 @@ class Request(NamedTuple):
     width: int = 1  # WIDTH of `work.py`
     single: bool = True  # whether no line of work has more than one run of a kind
     v_head_dim: int = 0  # 0: head_dim
-    scores: tuple[str, ...] = ()  # of "softcap", "alibi_slopes", "sinks"
-    loads: Loads | None = None  # in place of the configuration's own
+    scores: tuple[str, ...] = ()  # names among "softcap", "alibi_slopes", "sinks"
+    loads: Loads | None = None  # replaces the configuration's own
     # Whether for the only tile of its call. Others load and store the running state, and add to
     # sums.
     only: bool = False
 
 
 class Compiled(NamedTuple):
-    """What a kernel takes on its chip."""
+    """The resources that a kernel takes on its chip."""
 
     request: Request
     config: Config
-    registers: int  # of one thread
-    stack_bytes: int  # of one thread
-    shared_bytes: int  # of shared memory, for one block
-    # How often each kind of instruction stands in the machine code. HMMA, HGMMA, tcgen05: products
-    # on the tensor cores of sm_80, sm_90, sm_100. DEPBAR: waits for HGMMA. TMA: loads by the copy
-    # engine. LDL, STL: loads from and stores to local memory (spills).
+    registers: int  # registers of one thread
+    stack_bytes: int  # stack of one thread
+    shared_bytes: int  # shared memory of one block
+    # Number of instructions of each kind in the machine code. HMMA, HGMMA, tcgen05: products on the
+    # tensor cores of sm_80, sm_90, sm_100. DEPBAR: waits for HGMMA. TMA: loads by the copy engine.
+    # LDL, STL: loads from and stores to local memory (spills).
     instructions: dict[str, int]
     # Groups of loads by pointers that go on where a loop waits for a group; of several loops the
     # fewest. None: no loop waits for such loads.
@@ -106,7 +106,7 @@ class Compiled(NamedTuple):
 
     @property
     def spills(self) -> int:
-        """How many loads and stores move registers that did not fit."""
+        """Number of loads and stores that move registers that did not fit."""
         return self.instructions["LDL"] + self.instructions["STL"]
 
     @property
@@ -179,7 +179,7 @@ def _compile(request: Request) -> Compiled:
     kernel = _kernel(request.kind)
     constants = _constants(request, config)
     signature = {name: _type_of(name, request.dtype, constants) for name in kernel.arg_names}
-    # What Triton specialises on in a call with lengths and strides of the usual kind.
+    # The attributes on which Triton specialises in a call with usual lengths and strides.
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
@@ -251,7 +251,7 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
         "SOFTCAP": "softcap" in request.scores, "ALIBI": "alibi_slopes" in request.scores,
         "EVEN_M": even, "EVEN_N": even,
         "NEED_DK": True, "NEED_DV": True,
-        # What masks without spans show is done in parts, which add up.
+        # Cells of masks without spans are done in parts, which add up.
         "ADDS": not ends or request.width == CELLS,
         "HAS_DLSE": True, "DESCRIBED": config.loads == "descriptors", "INTERPRET": False,
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """The backward tile kernels: one for dq, one for dk and dv.
 
 FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes. Each pass recomputes the
-probabilities it needs from lse, and each program owns what it adds to or writes. There are no
+probabilities it needs from lse, and each program owns what it adds to or writes. Neither uses
 atomic additions, so the bits are the same every time.
 """
 
@@ -74,7 +74,7 @@ def _add_columns(
     bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M) if MASKED else ()
     if ALIBI:
         b_rows = places_of(shaping.p_rows, o_m, q_len)
-        unit = 1.0  # of `sloped`
+        unit = 1.0  # argument of `sloped`
     else:
         b_rows, unit = o_m, scale_log2
     for column in tl.range(start, stop, BLOCK_N):
@@ -319,7 +319,7 @@ def _add_rows(
     num_blocks = (stop - start) // BLOCK_M
     if ALIBI:
         b_columns = places_of(shaping.p_columns, column + tl.arange(0, BLOCK_N), kv_len)
-        unit = 1.0  # of `sloped`
+        unit = 1.0  # argument of `sloped`
     else:
         b_columns, unit = column, scale_log2
     for i in tl.range(group * num_blocks):
@@ -493,8 +493,8 @@ def dkdv_kernel(
 ):
     """One block of BLOCK_N keys of one kv head against all queries of the tile.
 
-    The queries are those of every head of the kv head's group. With p_i = 2^(scale_log2 * q_i k -
-    lse_i * log2(e)) where query i sees the key (else 0):
+    The queries are the ones of every head of the kv head's group. With
+    p_i = 2^(scale_log2 * q_i k - lse_i * log2(e)) where query i sees the key (else 0):
 
         dv <- dv + sum_i p_i dout_i;    dk <- dk + scale * sum_i p_i * (dout_i v - delta_i) q_i
 

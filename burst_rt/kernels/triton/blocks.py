@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 
     # Values of the device, which have no types here.
     source: Any  # a pointer or a descriptor
-    stride: Any  # from row to row
+    stride: Any  # elements from row to row
     length: Any  # in rows
 
 
@@ -223,8 +223,8 @@ def put_rows(
     """Adds a block `[BLOCK_R, BLOCK_D]` to rows of a matrix `[length, HEAD_DIM]`, or writes them.
 
     ADDS: the block is added, and the matrix is float32. The rows are [row, row + BLOCK_R). One half
-    of the columns comes after the other: all columns at once would find no room in the registers
-    beside two blocks of sums.
+    of the columns comes after the other: all columns at once would not fit in the registers along
+    with two blocks of sums.
     """
     HALF: tl.constexpr = BLOCK_D // 2
     left, right = tl.split(tl.permute(tl.reshape(block, (BLOCK_R, 2, HALF)), (0, 2, 1)))

@@ -22,7 +22,7 @@ __all__ = [
 # The kernels.
 KINDS = ("forward", "dq", "dkdv", "delta", "decode", "combine")
 
-# What a kernel's WIDTH may be beside the number of spans a row: see `work.py`.
+# Values of a kernel's WIDTH other than the number of spans a row: see `work.py`.
 COMPRESSED, CELLS = 0, -1
 
 # Compute capability -> bytes of shared memory a block may have (CUDA C++ Programming Guide, table
@@ -30,13 +30,13 @@ COMPRESSED, CELLS = 0, -1
 ARCHES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
-# How blocks of the inputs are loaded. "pointers": every thread loads by pointers of its own.
+# How blocks of the inputs are loaded. "pointers": every thread loads by its own pointers.
 # "descriptors": the copy engine of Hopper and later chips loads, through tensor descriptors (TMA).
 Loads = Literal["pointers", "descriptors"]
 
 
 class Config(NamedTuple):
-    """How one kernel is cut."""
+    """The block sizes of one kernel."""
 
     block_m: int  # queries in a block
     block_n: int  # keys in a block
@@ -81,7 +81,7 @@ _HALF = {
     ("dkdv", 100): (Config(64, 128, 8, 3), Config(64, 128, 8, 3), Config(64, 64, 8, 1)),
 }
 
-# In place of these for calls that take more; None: the same.
+# Replacements of these configurations for calls that take more; None: the same.
 _SEVERAL: dict[tuple[str, int], tuple[Config | None, ...]] = {
     ("dq", 80): (Config(128, 32, 8, 2), Config(64, 32, 8, 3), None),
     ("forward", 90): (None, Config(128, 64, 8, 3), None),

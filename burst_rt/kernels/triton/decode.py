@@ -23,9 +23,9 @@ from burst_rt.kernels.triton.work import bounds_of, of_batch_row, seen_of
 
 __all__ = ["combine_kernel", "decode_kernel", "launch_decode"]
 
-# How many programs a multiprocessor gets, where there are so many keys.
+# Number of programs that a multiprocessor gets, if there are enough keys.
 _PROGRAMS = 2
-# The most splits: their states are folded one after another.
+# Maximum number of splits: their states are folded one after another.
 _MOST_SPLITS = 64
 
 
@@ -68,8 +68,8 @@ def decode_kernel(
 
     A row is a query of one of the `group` query heads that share the kv head. With s = scale_log2 *
     q k^T (if SOFTCAP scale_log2 * tanh(cap_scale * q k^T); unseen cells -inf) over the columns of
-    the split: m = max_j s_j, l = sum_j 2^(s_j - m), acc = sum_j 2^(s_j - m) v_j. Of no columns: m =
-    -inf, l = 0, acc = 0.
+    the split: m = max_j s_j, l = sum_j 2^(s_j - m), acc = sum_j 2^(s_j - m) v_j. A split without
+    columns has m = -inf, l = 0, acc = 0.
 
     p_seen, int32: for each batch row (by_row: 1; else for all, 0) the first and one after the last
     column that is seen, then the rows' spans as WIDTH says (`work.py`). The columns between first

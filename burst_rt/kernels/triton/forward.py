@@ -65,7 +65,7 @@ def _fold(
     bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M) if MASKED else ()
     if ALIBI:
         b_rows = places_of(shaping.p_rows, o_m, q_len)
-        unit = 1.0  # of `sloped`
+        unit = 1.0  # argument of `sloped`
     else:
         b_rows, unit = o_m, scale_log2
     for column in tl.range(start, stop, BLOCK_N):

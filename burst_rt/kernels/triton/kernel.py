@@ -63,11 +63,11 @@ class TritonKernel(Kernel):
     """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256.
 
     Launches are asynchronous, on the current stream: no method waits for the device. Nothing is
-    added atomically, so results are repeatable. The kernel reads what a tile's mask says of its
-    positions (`tables.py`), not its pieces. Where a mask has no spans, a tile is done in parts for
-    which the mask gives booleans. The state's m is in powers of two. float32 is
-    multiplied in float32 (no TF32). 16-bit inputs are multiplied on the tensor cores with float32
-    sums; probabilities and score gradients are rounded to the inputs' type.
+    added atomically, so results are repeatable. The kernel reads tables of a tile's mask
+    (`tables.py`), not its pieces. Where a mask has no spans, a tile is done in parts for which the
+    mask gives booleans. The state's m is in powers of two. float32 is multiplied in float32 (no
+    TF32). 16-bit inputs are multiplied on the tensor cores with float32 sums; probabilities and
+    score gradients are rounded to the inputs' type.
     """
 
     name = "triton"
@@ -242,8 +242,8 @@ class TritonKernel(Kernel):
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`: none, because sums stay in registers and shared memory.
 
-        Not counted are tensor descriptors, where they are used (at most 512 bytes a block of the
-        grid), what a mask without spans takes (bytes of some 2**24 cells, or of 128 columns), and
+        It does not count tensor descriptors, where they are used (at most 512 bytes a block of the
+        grid), the cells of a mask without spans (bytes of some 2**24 cells, or of 128 columns), and
         the interpreter's temporaries.
         """
         return 0
@@ -256,7 +256,7 @@ def _interpreting() -> bool:
 def _arguments(
     kind: str, qkv: QKV, tile: Tile, cells: torch.Tensor | None
 ) -> tuple[TileArguments, Config]:
-    """What a kernel is started with. cells: of the tile, where its mask has no spans."""
+    """The arguments of a kernel. cells: the tile's cells, if its mask has no spans."""
     device, terms = qkv.q.device, tile.terms
     head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
     cut, *configs = _cuts_of(kind, device, head_dim, qkv.q.dtype)
@@ -295,7 +295,9 @@ def _config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtyp
 def _cuts_of(
     kind: str, device: torch.device, head_dim: int, dtype: torch.dtype
 ) -> tuple[CutOfTile, Config, Config]:
-    """How a kernel cuts a tile; its configuration, and the one of calls that `takes_more`."""
+    """A kernel's cut of a tile, its configuration, and the configuration of calls that
+    `takes_more`.
+    """
     config = _config_of(kind, device, head_dim, dtype)
     arch = None if device.type == "cpu" else _arch(device)
     own, other = (
@@ -313,7 +315,7 @@ def _arch(device: torch.device) -> int:
 
 @lru_cache
 def _processors(device: torch.device) -> int:
-    """How many multiprocessors a device has; a few for the interpreter."""
+    """Number of multiprocessors of a device; a few for the interpreter."""
     if device.type == "cpu":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -326,8 +328,8 @@ def _start(device: torch.device, launch: Callable[..., None], *args: object) -> 
     not wait for the device.
     """
     with _one_at_a_time, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        # In a context of its own, because the program may have set an allocator for its own
-        # kernels.
+        # The launch has a context of its own, because the program may have set an allocator for its
+        # own kernels.
         copy_context().run(_start_with_scratch, launch, args)
 
 

@@ -17,7 +17,8 @@ from burst_rt.kernels.triton.tables import Lists, SpanTable
 __all__ = ["LOG2_E", "TileArguments", "constants_of", "loads_of", "strides"]
 
 LOG2_E = 1.4426950408889634
-# Elements within a block of at most 256 rows are addressed in 32 bits.
+# Maximum stride from token to token: elements within a block of at most 256 rows are addressed in
+# 32 bits.
 _MAX_TOKEN_STRIDE = 2**31 // 256 - 1
 
 
@@ -28,12 +29,12 @@ class TileArguments(NamedTuple):
     lists: Lists  # by rows or by columns, with the block sizes of the kernel's configuration
     q_len: int
     kv_len: int
-    scale: float  # of the scores
-    first: bool  # as of `Tile`
+    scale: float  # scale of the scores
+    first: bool  # see `Tile.first`
     last: bool
     interpret: bool  # whether Triton's interpreter runs the kernels
     terms: ScoreTerms
-    # int32, where rows and columns stand; None where nothing asks for it
+    # int32, positions of rows and columns; None if nothing needs them
     positions: tuple[torch.Tensor, torch.Tensor] | None
 
     @property
@@ -56,7 +57,7 @@ class TileArguments(NamedTuple):
 
     @property
     def cap_scale(self) -> float:
-        """What scores are multiplied by before the softcap; 0 without one."""
+        """The factor of scores before the softcap; 0 without one."""
         cap = self.terms.softcap
         return 0.0 if cap is None else self.scale / cap
 
@@ -90,7 +91,7 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
 def constants_of(
     arguments: TileArguments, config: Config, *inputs: torch.Tensor
 ) -> dict[str, int | bool]:
-    """What every kernel is compiled for that does a tile and loads these BSHD tensors: q, k, v."""
+    """The constants of every kernel that does a tile and loads these BSHD tensors: q, k, v."""
     head_dim, v_head_dim = inputs[0].shape[3], inputs[2].shape[3]
     return {
         "HEAD_DIM": head_dim,

@@ -18,16 +18,16 @@ from burst_rt.planning.problem import TileShape
 
 __all__ = ["Part", "ascending", "in_order", "parts_of", "places_of_parts"]
 
-# How many cells a mask without spans is asked about at once, if not more for so few columns. Parts
-# are cut at multiples of the rows that travel together, and so are the blocks of columns in a part:
-# no block has columns of which only some have come.
+# Maximum number of cells about which a mask without spans is asked at once, and minimum number of
+# columns, which may exceed it. Parts, and the blocks of columns in a part, are cut at multiples of
+# the rows that travel together, so that a block's columns have either all arrived or none.
 _MOST_CELLS, _COLUMNS = 1 << 24, ROWS_TOGETHER
 
 
 class Part(NamedTuple):
     """Some heads of a tile, all its rows and some of its columns, with the cells they see."""
 
-    heads: slice  # of q
+    heads: slice  # heads of q
     kv_heads: slice
     columns: slice
     tile: Tile  # its columns, and the terms of its heads
@@ -51,8 +51,8 @@ class Part(NamedTuple):
 def ascending(runs: tuple[range, ...]) -> list[tuple[range, ...]]:
     """Runs of positions in groups, in each of which the positions ascend.
 
-    A ring's side is one group, and so is what all ranks gather. What a hybrid's groups gather of
-    striped shards is several.
+    A ring's side is one group, and so is a side that all ranks gather. Striped shards that a
+    hybrid's group gathers are several groups.
     """
     groups: list[list[range]] = []
     for run in filter(None, runs):
@@ -76,7 +76,7 @@ def in_order(tile: Tile) -> Iterator[tuple[slice, Tile]]:
 def places_of_parts(mask: Mask, places: Places, shape: TileShape) -> Iterator[Places]:
     """A tile's rows with the columns of each of its parts (`parts_of`); itself, if it has none.
 
-    shape: batch and heads are the tile's; the lengths may be those of a larger one.
+    shape: batch and heads are the tile's; the lengths may be a larger tile's.
     """
     rows, columns = places
     if mask.has_spans:

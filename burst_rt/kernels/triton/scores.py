@@ -14,7 +14,9 @@ __all__ = ["Shaping", "places_of", "sloped", "tanh"]
 
 
 class Shaping(NamedTuple):
-    """What kernels need for softcap and ALiBi. Where one is not asked for, it is not read."""
+    """The arguments of kernels for softcap and ALiBi. Where one is not asked for, it is not
+    read.
+    """
 
     # Values of the device, which have no types here.
     cap_scale: Any  # scale / softcap

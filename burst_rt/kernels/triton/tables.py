@@ -33,17 +33,18 @@ __all__ = [
     "lists_of", "positions_of_tile", "same_tables", "spans_of_tile", "table_of_decode",
 ]  # fmt: skip
 
-# Of the tables that are kept, on all devices together.
+# Maximum size and number of the tables that are kept, on all devices together.
 _MOST_BYTES = 256 << 20
 _MOST_TABLES = 8192
-# Tables begin at multiples of 16 bytes: kernels are compiled for such addresses.
+# Number of int32 elements to whose multiples tables are aligned, which is 16 bytes: kernels are
+# compiled for such addresses.
 _ALIGNED = 4
 
 _L = TypeVar("_L", "Lists", WorkList)
 
 
 class SpanTable(NamedTuple):
-    """What the rows of a tile see."""
+    """A table of the columns that the rows of a tile see."""
 
     bounds: torch.Tensor  # int32, `ColumnSpans.bounds` compressed where there are many; or cells
     width: int  # WIDTH of `work.py`
@@ -61,7 +62,7 @@ class Lists(NamedTuple):
 
 
 class CutOfTile(NamedTuple):
-    """How a kernel may cut a tile into blocks of rows x columns."""
+    """A kernel's cut of a tile into blocks of rows x columns."""
 
     blocks: tuple[int, int]
     by_columns: bool  # as `work_list` takes it
@@ -82,7 +83,7 @@ class CutOfTile(NamedTuple):
 
 
 class DecodeTable(NamedTuple):
-    """What the rows of a decode see."""
+    """A table of the columns that the rows of a decode see."""
 
     seen: torch.Tensor  # int32, p_seen of `decode_kernel`
     width: int  # WIDTH of `work.py`
@@ -94,7 +95,7 @@ class _Uploaded(NamedTuple):
     """Arrays on a device, and from when on they are there."""
 
     views: list[torch.Tensor]  # flat, int32
-    whole: torch.Tensor  # which they are views of
+    whole: torch.Tensor  # the tensor of which they are views
     copied: torch.cuda.Event | None  # None on a CPU
     stream: int  # the stream of the copy
 
@@ -128,7 +129,7 @@ class _Tables:
             return kept
 
     def keep(self, key: Hashable, kept: _Kept) -> None:
-        """Keeps a table under a key, in place of the one that another thread may have made."""
+        """Keeps a table under a key, and drops the one that another thread may have made."""
         with self._lock:
             before = self._kept.pop(key, None)
             self._size_bytes += kept.size_bytes - (before.size_bytes if before else 0)
@@ -148,15 +149,15 @@ _tables = _Tables()
 
 
 def same_tables(tile: Tile) -> Tile:
-    """The tile to ask for tables in place of a tile; the same one for as many tiles as possible."""
+    """The tile whose tables a tile uses; the same one for as many tiles as possible."""
     q, kv = in_place_of(tile.mask, tile.q_positions, tile.kv_positions)
     return tile if kv is tile.kv_positions else tile._replace(q_positions=q, kv_positions=kv)
 
 
 def spans_of_tile(tile: Tile, device: torch.device) -> SpanTable:
-    """What the rows of a tile see, on a device. Does not wait for the device.
+    """The columns that the rows of a tile see, on a device. Does not wait for the device.
 
-    Raises InternalError where the tile's columns do not stand at ascending positions.
+    Raises InternalError if the positions of the tile's columns do not ascend.
     """
 
     def make() -> _Kept:
@@ -170,7 +171,7 @@ def spans_of_tile(tile: Tile, device: torch.device) -> SpanTable:
 
 
 def cells_table(cells: torch.Tensor, block_columns: int) -> SpanTable:
-    """Cells in place of spans; bool `[batch, rows, columns]`, on their device."""
+    """The table of cells where a mask has no spans. cells: bool `[batch, rows, columns]`."""
     batch, rows, columns = cells.shape
     padded = -(-columns // block_columns) * block_columns
     table = torch.zeros(batch, padded, rows, dtype=torch.int8, device=cells.device)
@@ -211,7 +212,7 @@ def lists_for(tile: Tile, cut: CutOfTile, width: int, device: torch.device) -> L
 
 
 def positions_of_tile(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the rows and the columns of a tile stand, int32, on a device. Does not wait for it."""
+    """The positions of a tile's rows and columns, int32, on a device. Does not wait for it."""
 
     def make() -> _Kept:
         sides = (tile.q_positions, tile.kv_positions)
@@ -226,7 +227,7 @@ def positions_of_tile(tile: Tile, device: torch.device) -> tuple[torch.Tensor, t
 
 
 def table_of_decode(seen: Seen, device: torch.device) -> DecodeTable:
-    """What the rows of a decode see, on a device: one table for all layers of a step.
+    """The columns that the rows of a decode see, on a device: one table for all layers of a step.
 
     Does not wait for the device.
     """
@@ -260,7 +261,7 @@ def bytes_of_tables(
 
 
 def _sizes_of_tables(mask: Mask, places: Places, cuts: Iterable[CutOfTile]) -> list[int]:
-    """int32 numbers of each table of a tile, but those of positions."""
+    """Number of int32 elements of each table of a tile, except the tables of positions."""
     spans, whole = column_spans(mask, *places), mask.has_spans
     arrays = [spans.for_kernels()]
     for cut in cuts:

@@ -65,9 +65,8 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
     """The configurations to measure.
 
     The table's own comes first. Then come those that may fit the chip's shared memory and
-    registers, the largest blocks first. The estimate is
-    meant to let too many through: a configuration that does not fit after all fails to compile or
-    to start, and is passed over.
+    registers, the largest blocks first. The estimate is generous: a configuration that does not fit
+    after all fails to compile or to start, and is skipped.
     """
     own = default_config(kind, arch, head_dim, input_bytes)
     width = padded(head_dim)

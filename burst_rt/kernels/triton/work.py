@@ -1,13 +1,13 @@
 """Work lists and spans inside kernels: which blocks to do, and which of their cells are seen.
 
-The tables are those of `planning/worklist.py`, on the device. A program does one line of its list:
-first its whole runs, whose cells are all seen, then its cut runs, whose cells are compared with the
-spans of their rows. No other block is loaded.
+`planning/worklist.py` makes the tables, which are copied to the device. A program does one line of
+its list: first its whole runs, whose cells are all seen, then its cut runs, whose cells are
+compared with the spans of their rows. No other block is loaded.
 
-WIDTH says how the rows' spans are given. 1, 2 or 4: so many spans of each row, as vectors.
+WIDTH says how the rows' spans are given. 1, 2 or 4: number of spans of each row, as vectors.
 COMPRESSED: each row has a list of its own; see `worklist._compressed`. CELLS, where a mask has no
-spans: all blocks are cut, and in place of spans there are cells, int8 `[columns, rows]`, not 0
-where a cell is seen, with columns up to the end of the last block.
+spans: all blocks are cut, and cells replace the spans, int8 `[columns, rows]`, not 0 where a cell
+is seen, with columns up to the end of the last block.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = [
 
 _COMPRESSED = tl.constexpr(COMPRESSED)
 _CELLS = tl.constexpr(CELLS)
-# Kernel arguments that differ from tile to tile. Specialising on their values would compile kernels
-# over and over.
+# Names of kernel arguments that differ from tile to tile. Specialising on their values would
+# compile kernels over and over.
 VARYING = ["q_len", "kv_len", "by_row"]
 
 
@@ -40,7 +40,7 @@ def line_of(p_lines, number, num_lines, i_b, by_row):
 
 @triton.jit
 def run_of(p_runs, number, BLOCK: tl.constexpr):
-    """Where a run of blocks begins and ends, in rows or columns of the tile."""
+    """The begin and end of a run of blocks, in rows or columns of the tile."""
     first = tl.load(p_runs + number * 2)
     last = tl.load(p_runs + number * 2 + 1)
     return first * BLOCK, last * BLOCK
@@ -55,7 +55,7 @@ def only_run_of(p_runs, number, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the spans, or the cells, of a batch row begin. by_row: as for `line_of`."""
+    """The place where the spans, or the cells, of a batch row begin. by_row: as for `line_of`."""
     if WIDTH == _CELLS:
         p_spans += i_b * by_row * tl.cdiv(kv_len, BLOCK_N) * BLOCK_N * q_len
     elif WIDTH == _COMPRESSED:
@@ -92,9 +92,9 @@ def _bounds(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
 
 @triton.jit
 def bounds_of(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
-    """What `seen_of` needs of the rows `o_m`, to be kept in registers: the bounds of their spans.
+    """The bounds of the spans of the rows `o_m`, which `seen_of` needs, to be kept in registers.
 
-    Empty where WIDTH is no number of spans. p_spans: int32 `[2, WIDTH, num_rows]`, starts and
+    Empty if WIDTH is not a number of spans. p_spans: int32 `[2, WIDTH, num_rows]`, starts and
     stops. Rows beyond the end see nothing; EVEN_M: there are none.
     """
     kept = ()
@@ -105,7 +105,7 @@ def bounds_of(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr)
 
 @triton.jit
 def _within(b_start, b_stop, o_n, ROWS_LAST: tl.constexpr):
-    """Which of the columns `o_n` are in one span of each row, as `seen_of` returns it."""
+    """The columns among `o_n` that are in one span of each row, as `seen_of` returns them."""
     if ROWS_LAST:
         b_seen = (b_start[None, :] <= o_n[:, None]) & (o_n[:, None] < b_stop[None, :])
     else:

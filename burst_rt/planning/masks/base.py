@@ -1,17 +1,18 @@
 """What a mask is: which query sees which key, answered for whole ranges of positions at once.
 
-Planning needs masks too, so there is no torch here. A range of positions is a Python `range`
-(start, stop, step), which covers runs of consecutive tokens and strided runs alike. For a query
-range and a key range a mask answers EMPTY, FULL or PARTIAL (`relation`), cuts a PARTIAL tile into
-pieces that a kernel can do (`pieces`), and gives the exact truth (`spans`, or else `allows`).
+Planning needs masks too, so this module does not import torch. A range of positions is a Python
+`range` (start, stop, step), which covers runs of consecutive tokens and strided runs alike. For a
+query range and a key range a mask answers EMPTY, FULL or PARTIAL (`relation`), cuts a PARTIAL tile
+into pieces that a kernel can do (`pieces`), and gives the exact truth (`spans`, or else `allows`).
 
-Where there are more or fewer keys than queries, the last query stands at the last key (bottom-right
-alignment, as in flash-attn): query i is at position i + Skv - Sq. The planner shifts query
-positions; masks know nothing of the shift.
+Where there are more or fewer keys than queries, the last query is at the position of the last key
+(bottom-right alignment, as in flash-attn): query i is at position i + Skv - Sq. The planner shifts
+query positions; masks know nothing of the shift.
 
 A new mask needs `spans`, and all else follows from it. A mask that cannot give spans has
-`relation` and `allows` instead, or is a function (`Mask.from_function`). Without `pieces` of its
-own, a PARTIAL tile is computed under the mask itself. A mask's `repr` must say everything about the
+`relation` and `allows` instead, or is a function (`Mask.from_function`). If a mask does not define
+`pieces`, a PARTIAL tile is computed under the mask itself. A mask's `repr` must say everything
+about the
 mask: ranks compare masks by `repr`.
 """
 
@@ -57,14 +58,16 @@ __all__ = [
     "spans_of",
 ]
 
-# Masks made by `|` of which, combined by `&`, all combinations are looked at.
+# Maximum number of masks made by `|` and combined by `&` of which all combinations are looked at.
 _MOST_EITHER = 3
-# So many rows of a tile say whether its rows see many spans each.
+# Number of rows that are sampled to say whether a tile's rows see many spans each.
 _SAMPLED_ROWS = 256
 
 
 class Relation(Enum):
-    """What a mask leaves of a rectangle of queries x keys: nothing, some of it, all of it."""
+    """The part of a rectangle of queries x keys that a mask leaves: nothing, some of it, all of
+    it.
+    """
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -72,13 +75,13 @@ class Relation(Enum):
 
 
 class Rule(Enum):
-    """How a mask decides on every cell by the positions of query and key.
+    """The rule by which a mask decides on every cell from the positions of query and key.
 
-    Kernels have code of their own for some rules.
+    Kernels have special code for some rules.
     """
 
     EVERYTHING = "everything"  # the query sees every key
-    NOT_LATER = "not later"  # the query sees the keys that stand at or before it
+    NOT_LATER = "not later"  # the query sees the keys at or before its position
     OWN = "own"  # only the mask itself can tell
 
 
@@ -89,31 +92,32 @@ class Cells(Protocol):
     """
 
     def by_spans(self, mask: Mask) -> Any:
-        """Which cells are seen by a mask that has spans."""
+        """The cells that are seen under a mask that has spans."""
 
     def allowed(self, mask: Mask) -> Any:
-        """Which cells a mask allows by `Mask.allows`."""
+        """The cells that a mask allows by `Mask.allows`."""
 
     def asked(self, mask: Any) -> Any:
-        """What the function of a `Function` says, whatever `within` shows."""
+        """The answers of the function of a `Function`, whatever `within` shows."""
 
 
 class Mask:
-    """Which (query, key) pairs attend. Immutable, hashable, comparable.
+    """The (query, key) pairs that attend. Immutable, hashable, comparable.
 
     `a & b` allows what both allow, `a | b` what one of them allows.
     """
 
-    # The number is no part of the mask's contents: it is neither compared, nor copied, nor sent.
+    # The number is not part of the mask's contents: it is neither compared, nor copied, nor sent.
     __slots__ = ("__dict__", "__weakref__", "_burst_rt_number")
 
-    # Which code of the kernels' own gives this mask. A class that sets no rule has OWN: a rule is
-    # not inherited, because a subclass may allow something else.
+    # The rule whose special code in kernels computes this mask. A class that sets no rule has OWN:
+    # a rule is not inherited, because a subclass may allow something else.
     rule: ClassVar[Rule] = Rule.OWN
-    # Whether all queries between two `changes` see the same keys. This and `_period` are said of
-    # the spans that the class itself has: a subclass with other spans has them as `Mask` has.
+    # Whether all queries between two `changes` see the same keys. This and `_period` describe the
+    # spans of the class that sets them: a subclass that defines other spans has `Mask`'s values
+    # again.
     _steady: ClassVar[bool] = False
-    # Whether `spans` says what the mask sees. False again where a subclass says it otherwise.
+    # Whether `spans` defines the mask. False again if a subclass defines it otherwise.
     _spanned: ClassVar[bool] = False
     # By this number compiled programs know the mask; no other mask has it.
     _burst_rt_number: int
@@ -129,7 +133,7 @@ class Mask:
     def __getstate__(self) -> object:
         state = super().__getstate__()
         if not isinstance(state, tuple):
-            return state  # of another base class, which knows better
+            return state  # the state is another base class's, which knows better
         # Because there are slots: the fields, and what is in the slots.
         fields, slots = state
         own = {name: value for name, value in slots.items() if name != "_burst_rt_number"}
@@ -168,17 +172,17 @@ class Mask:
             the numbers of batch row and query head in the whole call, kv is the key's position, q
             the query's position among the keys: its index + Skv - Sq, as for all masks, which for
             the first queries is below 0 where Sq > Skv. Under Documents(q_lengths, kv_lengths) in
-            `within` the last query of a document stands at its last key. The function decides on
-            each cell by itself, is on the device of the tensors that it is given, and may be called
-            from several threads.
+            `within` the last query of a document is at the position of its last key. The function
+            decides on each cell by itself, is on the device of the tensors that it is given, and
+            may be called from several threads.
         within: a mask that has spans; the default is Full(). The function is asked only about tiles
             and parts of tiles in which `within` shows something, and rows are sent by what `within`
             shows.
-        key: stands for the function where ranks compare their masks. Without a key the ranks
-            compare what the function says about 4,096 cells that are drawn from a seed. Ranks whose
-            functions differ elsewhere only are not found out: that they agree is no proof.
+        key: represents the function where ranks compare their masks. Without a key the ranks
+            compare what the function says about 4,096 cells that are drawn from a seed. Functions
+            that differ only in other cells are not detected: agreement is not a proof.
 
-        Any function is computed exactly, and none fast: it is asked anew in every call, tile by
+        Any function is computed exactly, but none fast: it is asked anew in every call, tile by
         tile, in parts of bounded size, and so for a few heads at a time where it tells heads apart.
         Masks are the same mask if they have the same function object, `within` and key; so a mask
         is made once, and not in every step. Raises InputError for other arguments. The function is
@@ -195,26 +199,29 @@ class Mask:
 
     @property
     def batch(self) -> int:
-        """How many batch rows the mask tells apart; 1: every batch row sees the same."""
+        """Number of batch rows that the mask tells apart; 1: every batch row sees the same."""
         return 1
 
     def num_apart(self, batch: int, heads: int) -> int:
-        """How many of these batch rows x heads may each see something else."""
+        """Number of these batch rows x heads that may each see something else."""
         return self.batch
 
     @property
     def mover(self) -> Mask | None:
-        """The mask that says where queries stand for the masks it is combined with; or None."""
+        """The mask that gives queries their positions for the masks it is combined with; or
+        None.
+        """
         return None
 
     @property
     def by_index(self) -> bool:
-        """Whether the mask goes by a query's index, and so by no place that a mover gives."""
+        """True if the mask uses a query's index instead of the position that a mover gives it."""
         return False
 
     @property
     def _period(self) -> int:
-        """A number that says how far apart positions may be in a strided layout to look alike.
+        """A number that says for which steps of a strided layout equally spaced positions look
+        alike.
 
         For each step that divides it, whether the query at q sees the key at k follows from
         q // step, k // step, and whether k % step is larger than q % step. Every step divides 0,
@@ -224,9 +231,10 @@ class Mask:
 
     @property
     def alike(self) -> Mask:
-        """A mask that costs about as much, of which there are few: forecasts are made for it.
+        """A typical mask that costs about as much; there are few of them, and forecasts are made
+        for them.
 
-        Packed batches bring a new mask with every step, and no new forecast.
+        So packed batches, which bring a new mask with every step, need no new forecast.
         """
         return self
 
@@ -237,7 +245,9 @@ class Mask:
 
     @property
     def layouts(self) -> tuple[Any, Any] | None:
-        """The layouts of queries and keys that this mask is for; None: it is for any."""
+        """The layouts of queries and keys that this mask is for; None for a mask that fits any
+        layout.
+        """
         return None
 
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
@@ -247,18 +257,18 @@ class Mask:
         return f"{self!r} is for {self.batch} batch rows, and q has {batch}"
 
     def bound(self, q_len: int, kv_len: int) -> Mask:
-        """This mask for sequences of these lengths; itself, where the lengths say nothing new."""
+        """This mask for sequences of these lengths; the mask itself, if the lengths add nothing."""
         return self
 
     def places(self, q: Positions) -> Positions:
-        """Of a mover: where queries stand for the masks it is combined with by `&`.
+        """The positions that a mover gives to queries, for the masks it is combined with by `&`.
 
         int64 `[batch, rows]`.
         """
         raise NotImplementedError
 
     def spans(self, q: Positions) -> Spans:
-        """What queries at these positions see. q: int64 `[rows]`."""
+        """The keys that queries at these positions see. q: int64 `[rows]`."""
         raise NotImplementedError
 
     def outline(self, q: Positions) -> Spans:
@@ -266,40 +276,42 @@ class Mask:
         return self.spans(q) if self.has_spans else one_span(BEGIN, END, like=q)
 
     def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]] | bool:
-        """Where steady masks, if the mask is one or is made of some, may show a query other keys
-        than the query before.
+        """The queries at which steady masks, if the mask is one or consists of some, may show other
+        keys than to the query before.
 
         q: int64 `[rows]`. Returns booleans `[rows]`; False: nowhere.
         """
         return False
 
     def by_label(self) -> tuple[Mask, Mask] | None:
-        """This mask as `labelled & others`, where `labelled` has `labels`; None: it is no such."""
+        """This mask as `labelled & others`, where `labelled` has `labels`; None for a mask without
+        labels.
+        """
         return None
 
     def labels(self, q: Positions) -> Positions:
         """A number for each query; those with equal numbers see the same keys. q: int64 `[rows]`.
 
-        Only of masks that `by_label` gives.
+        Only masks that `by_label` returns have labels.
         """
         raise NotImplementedError
 
     def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
-        """What groups of queries see together, of the keys before `end`: `[1, groups, width]`.
+        """The keys before `end` that groups of queries see together: `[1, groups, width]`.
 
         q: positions, int64 `[rows]`. firsts: the first row of each group, ascending from 0. No row
-        but a first one has a change (`changes`). What any batch row sees counts.
+        but a first one has a change (`changes`). A key counts if any batch row sees it.
         """
         if self._steady:
             return self.spans(q[firsts]).together(np.arange(len(firsts)), end)
         return self.spans(q).together(firsts, end)
 
     def columns(self, q: range, kv: range) -> Spans:
-        """What queries at these positions see of these keys, by columns; see `Spans.columns`."""
+        """The columns of these keys that queries at these positions see; see `Spans.columns`."""
         return spans_of(self, q).columns(kv)
 
     def seen_cells(self, cells: Cells) -> Any:
-        """Which of a tile's cells are seen: booleans that broadcast to `[batch, heads, q, kv]`."""
+        """The cells of a tile that are seen: booleans that broadcast to `[batch, heads, q, kv]`."""
         return cells.by_spans(self) if self.has_spans else cells.allowed(self)
 
     def relation(self, q: range, kv: range) -> Relation:
@@ -372,10 +384,11 @@ def positions_of(positions: range) -> Positions:
 
 
 def _moved(mask: Mask, q: Positions, places: Positions, *, deep: bool) -> Spans:
-    """What queries see of a mask that is combined by `&` with a mover, or has the mover in it.
+    """The keys that queries see in a mask that is combined by `&` with a mover, or that contains
+    the mover.
 
     q: int64 `[rows]`, where the mover itself has them. places: `[batch or 1, rows]`, where all
-    other masks have them. deep: whether also masks that stand beside the mover in a `|` do.
+    other masks have them. deep: whether the masks joined with the mover by `|` do, too.
     """
     if isinstance(mask, Both) or (deep and isinstance(mask, Either)):
         join = intersect if isinstance(mask, Both) else unite
@@ -395,11 +408,12 @@ def spans_of(mask: Mask, *q: range) -> Spans:
 
 
 def columns_seen(mask: Mask, q: tuple[range, ...], kv: tuple[range, ...]) -> Spans:
-    """What queries at positions `q` see of keys at positions `kv`, by columns: the first key is 0.
+    """The columns that queries at positions `q` see, among keys at positions `kv`; the first key is
+    column 0.
 
     kv: ascending, along all the runs. Spans may touch. Some may be empty: these stop where they
-    start, or before, and may stand between others. A mask with labels may have many spans; the
-    spans of a label are made once for all its rows.
+    start, or before, and may lie between others. A mask with labels may have many spans; the spans
+    of a label are made once for all its rows.
     """
     first, end = kv[0][0], kv[-1][-1] + 1
     apart = mask.by_label()
@@ -430,8 +444,8 @@ def in_place_of(
 ) -> tuple[tuple[range, ...], tuple[range, ...]]:
     """Positions at which a mask shows the same cells as at these, by its `_period`.
 
-    Most tiles of a striped layout get the same positions, so that what is made of a mask's spans is
-    made once for all of them. The cells may be other spans there: of two that touch, or of one.
+    Most tiles of a striped layout get the same positions, so that tables of a mask's spans are made
+    once for all of them. The cells may be other spans there: of two that touch, or of one.
     """
     step = q[0].step
     if step < 2 or any(run.step != step for run in (*q, *kv)):
@@ -535,7 +549,7 @@ class _Pair(Mask):
         return self.first.changes(q) | self.second.changes(q)
 
     def _of(self, first: Mask, second: Mask) -> Mask:
-        """The same of two other masks; itself, where they are no others."""
+        """The same combination of two other masks; this mask itself, if they are its own two."""
         same = first is self.first and second is self.second
         return self if same else type(self)(first, second)
 
@@ -552,7 +566,7 @@ class Both(_Pair):
                 "own, and give a function all other masks as `within`"
             )
 
-    _period = _Pair._period  # said again beside `spans`, whose it is
+    _period = _Pair._period  # repeated in the class that defines `spans`, which it describes
 
     def spans(self, q: Positions) -> Spans:
         """See `Mask.spans`."""
@@ -624,7 +638,7 @@ class Both(_Pair):
 class Either(_Pair):
     """Allows what one of two masks allows; made by `a | b`."""
 
-    _period = _Pair._period  # said again beside `spans`, whose it is
+    _period = _Pair._period  # repeated in the class that defines `spans`, which it describes
 
     def spans(self, q: Positions) -> Spans:
         """See `Mask.spans`."""
@@ -660,5 +674,5 @@ class Either(_Pair):
         return self.first.allows(*asked) | self.second.allows(*asked)
 
 
-# Every mask there is, by its number.
+# All live masks, by number.
 MASKS: Numbers[Mask] = Numbers(2**40)

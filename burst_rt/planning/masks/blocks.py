@@ -17,7 +17,7 @@ from burst_rt.planning.masks.spans import END, Positions, Spans
 
 __all__ = ["BlockSparse"]
 
-# Longer than any sequence.
+# Maximum block length, longer than any sequence.
 _LARGEST_BLOCK = 1 << 48
 
 
@@ -138,7 +138,7 @@ class BlockSparse(Mask):
             )
         )
         named = self._table[:, rows, columns]
-        first = named[:, :1]  # which mostly tells, where the whole table would take long
+        first = named[:, :1]  # it mostly decides, and the whole table would take long
         if any(some.any() and not some.all() for some in (first, named)):
             return Relation.PARTIAL
         return Relation.FULL if first.any() else Relation.EMPTY
@@ -147,7 +147,7 @@ class BlockSparse(Mask):
     def _runs(self) -> Spans:
         """The spans of each row of the table: `[batch, query blocks, width]`."""
         batch, rows, columns = self._table.shape
-        # Beside the table nothing is named.
+        # Nothing outside the table is named.
         changed = np.empty((batch, rows, columns + 1), bool)
         changed[..., :1], changed[..., -1:] = self._table[..., :1], self._table[..., -1:]
         np.not_equal(self._table[..., 1:], self._table[..., :-1], out=changed[..., 1:-1])

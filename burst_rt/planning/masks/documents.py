@@ -18,8 +18,8 @@ from burst_rt.planning.masks.spans import END, Positions, Spans
 __all__ = ["Documents"]
 
 _PADDING = -1
-_MOST_TOKENS = 1 << 48  # of a sequence
-# `repr` tells the lengths of up to so many documents in each of up to so many batch rows.
+_MOST_TOKENS = 1 << 48  # maximum length of a sequence
+# Maximum number of documents, and of batch rows, whose lengths `repr` tells.
 _TOLD = 8
 
 
@@ -43,8 +43,8 @@ class Documents(Mask):
     position_ids: positions that restart with each document, `[tokens]` or `[batch, tokens]`. A
         step other than 1 begins a document, as in Hugging Face's packing.
     q_lengths and kv_lengths: where queries and keys differ in number, tokens of each document among
-        the queries and among the keys. In each document the last query stands at the last key, for
-        the masks combined with this one by `&`, too; as in flash-attn's varlen.
+        the queries and among the keys. In each document the last query is at the position of the
+        last key, also for the masks combined with this one by `&`; as in flash-attn's varlen.
 
     All tokens of the sequence must be in the lengths, before it is cut over ranks. Raises
     InputError for anything else.
@@ -151,7 +151,7 @@ class Documents(Mask):
         return super().refuses(q_len, kv_len, batch)
 
     def places(self, q: Positions) -> Positions:
-        """See `Mask.places`: in each document the last query stands at the last key."""
+        """See `Mask.places`: in each document the last query is at the position of the last key."""
         return np.stack(
             [
                 index + row.kv[document + 1] - row.q[document + 1]
@@ -166,7 +166,7 @@ class Documents(Mask):
 
     @property
     def padding(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """How many tokens of each batch row are padding before its first document."""
+        """Number of padding tokens before the first document of each batch row."""
         return np.array([0 if row.seen[0] else row.kv[1] for row in self._rows])
 
     @property
@@ -176,7 +176,7 @@ class Documents(Mask):
 
     @property
     def counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """How many documents each batch row has; padding is none."""
+        """Number of documents in each batch row; padding does not count."""
         return np.array([row.seen.sum() for row in self._rows])
 
     def begins(self, q: Positions) -> Positions:
@@ -187,7 +187,8 @@ class Documents(Mask):
         """These documents, each cut into chunks: tokens whose place is in [0, size), and so on.
 
         places: integers, `[tokens]` or `[batch, tokens]`, that ascend by 1 within a document, such
-        as position_ids. Raises InputError for others. Not for documents with q_lengths.
+        as position_ids. Raises InputError for others. It does not apply to documents with
+        q_lengths.
 
         Worked example: documents of 3 and 5 tokens at places 0 1 2, 0 1 2 3 4 have chunks of 2, 1,
         2, 2 and 1 tokens where size is 2.
@@ -248,9 +249,10 @@ class Documents(Mask):
         return int(self._rows[0].kv[-1] - self._rows[0].q[-1])
 
     def _found(self, q: Positions) -> list[tuple[_Row, Positions, Positions]]:
-        """By batch row: its documents, each query's place in `_Row.q`, each query's document.
+        """The documents of each batch row, each query's place in `_Row.q`, and each query's
+        document.
 
-        The document is -1 where the query stands before all documents.
+        The document is -1 if the query is before all documents.
         """
         index = q - self._shift
         each = np.broadcast_to(index, (len(self._rows), index.shape[-1]))
@@ -261,7 +263,7 @@ class Documents(Mask):
 
 
 def _in_words(rows: Sequence[_Row], all_bounds: Sequence[Positions]) -> str:
-    """The lengths of the documents, as `Documents` takes them; those of padding are named."""
+    """The lengths of the documents, as `Documents` takes them; the lengths of padding are named."""
     told = []
     for row, bounds in zip(rows, all_bounds, strict=True):
         lengths = zip(np.diff(bounds).tolist(), row.seen.tolist(), strict=True)
@@ -286,7 +288,8 @@ def _check_totals(side: str, totals: list[int]) -> None:
 
 def _keys(row: _Row, document: Positions) -> tuple[Positions, Positions]:
     starts, stops = row.kv[:-1], row.kv[1:]
-    # A last entry for what stands before all documents (-1): where another mask moves queries.
+    # The last entry is for queries before all documents (-1), which occur where another mask moves
+    # queries.
     nothing = np.append(~row.seen | (starts == stops), True)
     starts, stops = (np.where(nothing, END, np.append(x, END)) for x in (starts, stops))
     return starts[document], stops[document]
@@ -308,7 +311,7 @@ def _integers(name: str, value: Any) -> Positions:
 
 
 def _vectors(name: str, value: Any) -> list[Positions]:
-    """One vector for each batch row; the vectors may differ in length."""
+    """A vector for each batch row; the vectors may differ in length."""
     first: Any = value[0] if isinstance(value, (list, tuple)) and value else 0
     # A tensor of one number has __len__, too.
     if hasattr(first, "__len__") and getattr(first, "ndim", True):

@@ -46,7 +46,8 @@ class Function(Mask, of_function=True):
         return hash((id(self.function), self.within, self.key))
 
     def __repr__(self) -> str:
-        # A key stands for the function, whatever its name. No address: ranks compare these words.
+        # A key represents the function, whatever its name. An address must not appear: ranks
+        # compare these words.
         named = getattr(self.function, "__qualname__", type(self.function).__qualname__)
         told = named if self.key is None else f"key={self.key!r}"
         return f"from_function({told}, within={self.within!r})"
@@ -62,7 +63,7 @@ class Function(Mask, of_function=True):
 
     @property
     def sent(self) -> Mask:
-        """See `Mask.sent`: `within`."""
+        """See `Mask.sent`; this is `within`."""
         return self.within
 
     @property

@@ -17,10 +17,11 @@ from burst_rt.planning.masks.spans import Positions, Spans
 
 __all__ = ["MOST_SPANS", "Piece", "cut"]
 
-# Fewer rows than this are not worth a call of a kernel: they go under the mask, many at a time.
+# Minimum number of rows that are worth a call of a kernel: fewer go under the mask, many at a time.
 _FEW_ROWS = 64
 _MASKED_ROWS = 512
-# Keys that a row of a band sees, at most: a wider one is triangles and what is between them.
+# Maximum number of keys that a row of a band sees: a wider band is split into triangles and the
+# rest between them.
 WIDEST_BAND = 2048
 # A tile whose rows see more spans than this goes under the mask as a whole.
 MOST_SPANS = 8
@@ -41,12 +42,14 @@ class Piece(NamedTuple):
     kv_stop: int  # one after the last column
     diagonal: bool  # row i of the piece sees columns j <= i
     masked: bool  # the mask itself says which cells are seen
-    # How many cells are seen; the mean where batch rows differ; without spans those in the outline.
+    # Number of cells that are seen; the mean if batch rows differ; without spans, the cells of the
+    # outline.
     num_cells: int
     upper: bool = False  # row i of the piece sees columns j >= i; as many rows as columns
     # row i of the piece sees columns i to i + columns - rows; at least as many columns as rows
     band: bool = False
-    # Not 0: row i of the piece sees columns j < (i // stairs + 1) * stairs; as many rows as columns
+    # If not 0, row i of the piece sees columns j < (i // stairs + 1) * stairs; as many rows as
+    # columns
     stairs: int = 0
 
     @property
@@ -93,7 +96,8 @@ class _Run(NamedTuple):
     end: int  # one after the last column that the first row sees
     leans: bool  # whether each row begins one column after the row before; else in the same one
     grows: bool  # whether each row ends one column after the row before; else in the same one
-    stairs: int = 0  # not 0: every so many rows end so many columns after those before
+    # If not 0, every `stairs` rows end `stairs` columns after the rows before.
+    stairs: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -101,7 +105,7 @@ class _Run(NamedTuple):
 
     @property
     def far_end(self) -> int:
-        """One after the last column that any row sees."""
+        """The end (last + 1) of the columns that any row sees."""
         more = self.num_rows - self.stairs if self.stairs else (self.num_rows - 1) * self.grows
         return self.end + more
 
@@ -140,7 +144,7 @@ def cut(columns: Spans) -> tuple[Piece, ...]:
     if columns.width == 1:
         return tuple(_few_together(_climbed(runs[0])))
     pieces = tuple(piece for group in runs for run in group for piece in _pieces(run))
-    # What the mask shows of a piece's rows and columns must be that piece's alone.
+    # Pieces must not overlap: the cells of a piece's rows and columns must be its own.
     return pieces if _apart(pieces) else (_box(columns),)
 
 
@@ -195,7 +199,7 @@ def _pieces(run: _Run) -> Iterator[Piece]:
         box = (run.start, run.stop, run.first, run.far_end)
         yield Piece(*box, False, False, run.num_cells, band=True)
     else:
-        # So few rows at a time that the triangles on both sides stay apart.
+        # A run has so few rows at a time that the triangles on both sides do not overlap.
         for some in _split(run, width - 1):
             yield from _corners(some)
 

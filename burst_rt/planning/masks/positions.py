@@ -21,7 +21,7 @@ from burst_rt.planning.masks.spans import BEGIN, END, Positions, Spans, one_span
 
 __all__ = ["Causal", "Chunked", "First", "Full", "Prefix", "SlidingWindow", "integer", "is_count"]
 
-# Further than any key is from any query; numbers beyond it mean as much.
+# Maximum distance, more than between any query and any key; larger numbers mean the same.
 _FAR = 1 << 60
 
 
@@ -286,7 +286,7 @@ def is_count(number: object, least: int) -> bool:
 
 
 def integer(value: object, least: int) -> int | None:
-    """The value as an int, or None where it is no integer of at least `least`."""
+    """The value as an int, or None if it is not an integer of at least `least`."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:

@@ -20,12 +20,12 @@ Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 # Before every key and after every key: a span need not know how many keys there are.
 BEGIN, END = -(1 << 62), 1 << 62
-# How many pairs of spans are compared at once.
+# Maximum number of pairs of spans that are compared at once.
 _MOST_COMPARED = 1 << 20
 
 
 class Spans(NamedTuple):
-    """What rows of queries see: key j of batch row b where starts <= j < stops of a span.
+    """The keys that rows of queries see: key j of batch row b if starts <= j < stops of a span.
 
     starts and stops are int64 `[batch or 1, rows, width]`; 1: every batch row sees the same. The
     spans of a row are sorted, and neither overlap nor touch. A row with fewer spans than `width`
@@ -75,7 +75,8 @@ class Spans(NamedTuple):
         return Spans(*(np.where(there, np.take_along_axis(x, at, -1), END) for x in self))
 
     def columns(self, *kv: range) -> Spans:
-        """The same rows, by columns instead of positions: the columns stand at `kv`, in order.
+        """The same rows, by columns instead of positions; `kv` are the positions of the columns, in
+        order.
 
         kv: ascending, along all the runs. Spans may touch, or be empty, afterwards.
         """
@@ -86,7 +87,7 @@ class Spans(NamedTuple):
         return _packed(*(bound.copy() for bound in self))
 
     def together(self, firsts: Positions, end: int) -> Spans:
-        """What groups of rows see together, of the keys before `end`; batch rows count together.
+        """The keys before `end` that groups of rows see together; batch rows count together.
 
         firsts: the first row of each group, ascending from 0. Returns `[1, groups, width]`.
         """
@@ -94,7 +95,7 @@ class Spans(NamedTuple):
         if batch == 1 and len(firsts) == rows:  # a row's own spans are apart already
             return _packed(*(np.clip(x, 0, end) for x in self))
         lengths = np.diff(firsts, append=rows)
-        assert len(firsts) * (end + 1) < END  # the axis below has so many places
+        assert len(firsts) * (end + 1) < END  # number of places of the axis below
         # Row after row for each span: along the rows spans mostly ascend, and are sorted faster.
         starts, stops = (np.clip(x.transpose(2, 0, 1).ravel(), 0, end) for x in self)
         group = np.repeat(np.arange(len(firsts)), lengths)
@@ -113,7 +114,7 @@ class Spans(NamedTuple):
         return found
 
     def num_cells(self, kv: range) -> int:
-        """How many (row, key) pairs are seen, of the keys at these positions.
+        """Number of (row, key) pairs that are seen, among the keys at these positions.
 
         The mean over batch rows, rounded up.
         """
@@ -122,7 +123,7 @@ class Spans(NamedTuple):
 
 
 def apart(starts: Positions, stops: Positions) -> tuple[Positions, Positions]:
-    """Where stretches start and stop, in order, once those that overlap or touch are one.
+    """The starts and stops of stretches, in order, with overlapping and touching ones merged.
 
     starts, stops: of stretches that are not empty, in any order, int64 `[stretches]`.
     """
@@ -171,7 +172,7 @@ def intersect(a: Spans, b: Spans) -> Spans:
     if several:
         a, b = Spans(*(x[..., :, None] for x in a)), Spans(*(x[..., None, :] for x in b))
     starts, stops = np.maximum(a.starts, b.starts), np.minimum(a.stops, b.stops)
-    # Where there is no row, numpy cannot tell what -1 would stand for.
+    # If there are no rows, numpy cannot tell what -1 would mean.
     starts, stops = (x.reshape(*x.shape[:2], prod(x.shape[2:])) for x in (starts, stops))
     # Two lists of disjoint spans meet in disjoint spans, which do not touch either.
     return _packed(starts, stops)
@@ -197,7 +198,7 @@ def unite(a: Spans, b: Spans) -> Spans:
 
 
 def _before(kv: Sequence[range], bound: Positions) -> Positions:
-    """How many of the keys stand before each of the bounds."""
+    """Number of keys before each of the bounds."""
     by_run = [np.clip(-((run.start - bound) // run.step), 0, len(run)) for run in kv]
     return sum(by_run[1:], by_run[0])
 
@@ -221,7 +222,7 @@ def _packed(starts: Positions, stops: Positions) -> Spans:
 
 
 def _sorted(starts: Positions, stops: Positions) -> Spans:
-    if (starts[..., :-1] <= starts[..., 1:]).all():  # which takes far less time to see
+    if (starts[..., :-1] <= starts[..., 1:]).all():  # a test that takes far less time
         return _trimmed(starts, stops)
     order = np.argsort(starts, axis=-1, kind="stable")
     return _trimmed(*(np.take_along_axis(x, order, axis=-1) for x in (starts, stops)))

@@ -74,9 +74,9 @@ STRATEGIES = (
     "ring-q",
     "two-level",
 )
-# Strategies that take a number of ranks: "hybrid:4".
+# Names of strategies that take a number of ranks: "hybrid:4".
 _SIZED = ("hybrid", "two-level")
-# Which side travels in the backward of a ring: the side's name, and whether the queries travel.
+# Names of the sides that may travel in the backward of a ring, and whether these are the queries.
 _SIDES = {"ring-kv": False, "burst": True}
 
 
@@ -107,17 +107,17 @@ def check_name(strategy: object, where: str = "burst_attention") -> tuple[str, i
 def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: int = 1) -> Choice:
     """The program for one direction.
 
-    A strategy may have several programs, which differ in the side that travels or in the way it
-    goes. The program that sends the fewest bytes is taken. Ties go to the first: `ring-kv` before
-    `burst`, because it sends fewer messages, and rings before `direct`, because neighbours are
-    near. Raises InputError for a strategy that this problem does not allow.
+    A strategy may have several programs, which differ in the side that travels or in its route. The
+    program that sends the fewest bytes is taken. Ties go to the first: `ring-kv` before `burst`,
+    because it sends fewer messages, and rings before `direct`, because neighbours are near. Raises
+    InputError for a strategy that this problem does not allow.
     """
     name, number = check_name(strategy)
     if name == "burst-untiled":
         return choose(problem, "burst", forward=forward)._replace(strategy=name, kernel="untiled")
     if not forward and not any(problem.needs_grad):
-        # Sinks alone need a gradient. It follows from lse and delta: whatever the strategy, there
-        # are no tiles and no messages.
+        # Sinks alone need a gradient. It follows from lse and delta, so no strategy has tiles or
+        # messages.
         return Choice(backward_ring(problem, queries_travel=False), "ring-kv", {"ring-kv": 0})
     if name == "ring-q" and not forward:
         return choose(problem, "burst", forward=forward)
@@ -137,7 +137,7 @@ def _programs(
             if name == "all-to-all"
             else size or gcd(ranks_per_node, problem.num_kv_heads)
         )
-        # With one group there is no ring: nothing travels.
+        # One group does not need a ring: nothing travels.
         sides = _SIDES if group < problem.world_size else {"": False}
         for side, queries in {"": False}.items() if forward else sides.items():
             program = (
@@ -157,7 +157,7 @@ def _programs(
         if forward and name == "ring-q":
             yield name, make(forward_ring, queries_travel=True)
         elif forward:
-            # The forward of `burst` is that of `ring-kv`; `auto` calls it so.
+            # The forward of `burst` is the forward of `ring-kv`; `auto` calls it so.
             yield way or name.replace("auto", "ring-kv"), make(forward_ring)
         else:
             for side, queries in _SIDES.items():

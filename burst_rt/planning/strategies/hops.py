@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class Leg(NamedTuple):
-    """What happens to a block's sums where its tile of a hop is done."""
+    """The fate of a block's sums at the rank that does the block's tile of a hop."""
 
     starts: bool  # whether the tile starts the sums
     home: bool  # whether they go home from there; else to the next hop
@@ -40,7 +40,7 @@ class Hops:
 
     problem: Problem
     queries_travel: bool  # whether the query side travels; else keys and values do
-    route: Route  # which way round
+    route: Route  # the way round the ring
     whole: bool = False  # whether a shard travels as one block
 
     @cached_property
@@ -51,7 +51,7 @@ class Hops:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks a shard travels as."""
+        """Number of blocks as which a shard travels."""
         return num_blocks(self.problem, self.whole)
 
     @cached_property
@@ -61,7 +61,9 @@ class Hops:
 
     @cached_property
     def travelling_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """By owner: (first token, last + 1) of each travelling block in its owner's shard."""
+        """The bounds (first token, last + 1) of each travelling block in its owner's shard, by
+        owner.
+        """
         return tuple(
             tuple(pairwise(accumulate(map(num_tokens, blocks), initial=0)))
             for blocks in self.travelling
@@ -69,7 +71,7 @@ class Hops:
 
     @cached_property
     def resident_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """By rank: the bounds of the shard at home, which is one part."""
+        """The bounds of the shard at home, which is one part, by rank."""
         return tuple(((0, num_tokens(runs)),) for runs in self.resident)
 
     def block_len(self, owner: int, block: int) -> int:
@@ -105,7 +107,7 @@ class Hops:
                     yield sides if self.queries_travel else sides[::-1]
 
     def pieces(self, owner: int, block: int, rank: int) -> tuple[Piece, ...]:
-        """What a rank has to compute with a travelling block.
+        """The pieces that a rank has to compute with a travelling block.
 
         Rows and columns are counted along the block and along the whole shard at home.
         """
@@ -140,7 +142,7 @@ class Hops:
 
     @cached_property
     def needed(self) -> Needed:
-        """By owner, block and rank: the rows of the block that the rank computes with."""
+        """The rows of a block that a rank computes with, by owner, block and rank."""
         if self.problem.mask.rule is Rule.EVERYTHING:
             there = [any(runs) for runs in self.resident]
 
@@ -154,7 +156,7 @@ class Hops:
 
     @cached_property
     def holders(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """By hop, block and owner: the rank that has the block then. Raises InternalError."""
+        """The rank that has a block, by hop, block and owner. Raises InternalError."""
         ranks, blocks = range(self.problem.world_size), range(self.num_blocks)
         found = tuple(
             tuple(
@@ -168,7 +170,7 @@ class Hops:
 
     @cached_property
     def needed_at(self) -> Needed:
-        """By owner, block and hop: the rows of the block that its holder then computes with."""
+        """The rows of a block that its holder computes with, by owner, block and hop."""
 
         def of(owner: int, block: int) -> tuple[Rows, ...]:
             needed = self.needed[owner][block]
@@ -177,7 +179,7 @@ class Hops:
         return self._by_block(of)
 
     def reach(self) -> int:
-        """How far tokens travel at most, in hops, added up over all of them."""
+        """Maximum number of hops that each token travels, added up over all tokens."""
         hops = range(self.problem.world_size - 1, 0, -1)
         return sum(
             self.block_len(owner, block) * next((hop for hop in hops if rows[hop]), 0)
@@ -187,7 +189,7 @@ class Hops:
 
     @cached_property
     def bundles(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
-        """By owner, block and hop: the rows of the bundle that must be there; none at hop 0.
+        """The rows of a bundle that must be there, by owner, block and hop; none at hop 0.
 
         The rank at that hop computes with them, or passes them on to a rank that does.
         """
@@ -206,7 +208,7 @@ class Hops:
 
     @cached_property
     def legs(self) -> tuple[tuple[dict[int, Leg], ...], ...]:
-        """By owner and block: the hops at which the sums of the block are on their way."""
+        """The hops at which the sums of a block are in transit, by owner and block."""
         world = self.problem.world_size
 
         def of(owner: int, block: int) -> dict[int, Leg]:
@@ -222,7 +224,7 @@ class Hops:
         return self._by_block(of)
 
     def _by_block(self, of: Callable[[int, int], _T]) -> tuple[tuple[_T, ...], ...]:
-        """`of(owner, block)` of all travelling blocks, by owner and block."""
+        """The value `of(owner, block)` for all travelling blocks, by owner and block."""
         blocks = range(self.num_blocks)
         return tuple(
             tuple(of(owner, block) for block in blocks) for owner in range(self.problem.world_size)
@@ -230,8 +232,8 @@ class Hops:
 
     @cached_property
     def sum_rows(self) -> tuple[tuple[dict[int, Rows], ...], ...]:
-        """By owner, block and hop of `legs`: the rows of the block's sums that leave after the tile
-        of the hop.
+        """The rows of a block's sums that leave after the tile of a hop, by owner, block and hop of
+        `legs`.
 
         Sums that go along with their block hold the rows that any rank adds to.
         """
@@ -246,12 +248,14 @@ class Hops:
 
 
 def num_blocks(problem: Problem, whole: bool = False) -> int:
-    """How many blocks a shard travels as: one if it is whole or nothing travels, else two."""
+    """Number of blocks as which a shard travels: one if it is whole or nothing travels, else
+    two.
+    """
     return 1 if whole or problem.world_size == 1 else 2
 
 
 def num_tokens(runs: Iterable[range]) -> int:
-    """How many positions there are in all runs together."""
+    """Number of positions in all runs together."""
     return sum(map(len, runs))
 
 

@@ -5,11 +5,11 @@ DeepSpeed-Ulysses (arXiv 2309.14509), several groups are USP (arXiv 2405.07719),
 are the plain ring. Group g is ranks g * size to g * size + size - 1, so that the all-to-all stays
 inside a node where the group fits in one.
 
-For every other member, a rank packs that member's heads of its own tokens. One exchange later the
+For every other member, a rank packs that member's heads, for its own tokens. One exchange later the
 rank has its own heads of the whole group's tokens. The members then run the ring as if their group
 were one rank with a part of the heads. Another exchange takes the results back. The backward does
-the same with dO, lse and delta beside q, k, v, and brings dq, dk, dv back in the inputs' type:
-their sums are complete then.
+the same with dO, lse and delta in addition to q, k, v, and brings dq, dk, dv back in the inputs'
+type: their sums are complete then.
 
 Bytes that a rank sends, with n tokens each, s bytes an input, a bytes a sum, U ranks a group, R
 groups, E = n x heads x head_dim, g query heads a kv head, full mask:
@@ -60,7 +60,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Unpack:
-    """Copies what has come from another member out of the part that received it."""
+    """Copies tensors of another member out of the part that received them."""
 
     tensor: Role
     gather: bool  # as in `Pack`
@@ -71,7 +71,7 @@ class Unpack:
 
 @dataclass(frozen=True)
 class Keep:
-    """Copies what stays on this rank: the rank's own heads of its own tokens."""
+    """Copies the tensors that stay on this rank: its own heads, for its own tokens."""
 
     tensor: Role
     gather: bool  # as in `Pack`
@@ -122,8 +122,8 @@ class Hybrid:
     def _spread_messages(self, rank: int, tag: int, *, gather: bool) -> Iterator[Transfer]:
         """The messages between a rank and the other members of its group.
 
-        gather: whether each member gives the others their heads of its own tokens; else they give
-        them back.
+        gather: whether each member gives the others their heads for its tokens; else they return
+        them.
         """
         first = rank - rank % self.group_size
         for role in self.gathered if gather else self.returned:
@@ -178,7 +178,7 @@ class Hybrid:
         return layout.shard_len(rank)
 
     def places(self, role: Role, rank: int) -> tuple[range, ...]:
-        """Where the tokens of a rank's runs, in local order, stand in the shard of its group."""
+        """The places of the tokens of a rank's runs, in local order, in the shard of its group."""
         inner, group = self.ring.problem, rank // self.group_size
         own = (self.problem.q_runs if role.queries else self.problem.kv_runs)[rank]
         joined = (inner.q_runs if role.queries else inner.kv_runs)[group]
@@ -215,8 +215,8 @@ class Hybrid:
         members = range(
             rank - rank % self.group_size, rank - rank % self.group_size + self.group_size
         )
-        # Where gradients are summed in a wider type, the sums themselves go back: there are no
-        # copies of them.
+        # Where gradients are summed in a wider type, the sums themselves go back and are not
+        # copied.
         wider = self.problem.input_bytes != self.problem.sum_bytes
         sums = set(GRADIENTS) & set(self.returned) if wider else set[Role]()
         held = set(self.gathered + self.returned) - {Role.ROWS, Role.LSE} - sums
@@ -232,7 +232,7 @@ class Hybrid:
         # The sinks' gradient is of these queries too.
         own_rows = self.shard_len(Role.ROWS, rank) * self.problem.row_bytes
         own_rows = 0 if self.forward else own_rows + self.problem.sink_bytes
-        # What the kernel writes itself is in the inputs' type, and goes back.
+        # Gradients that the kernel writes itself are in the inputs' type, and go back.
         return Footprint(inner.sums + own_rows, copies, inner.tile, inner.spared - of_sums)
 
 
@@ -271,7 +271,7 @@ class _HybridBuilder:
             self.g.compute("delta", Delta(0), accumulates=adds, cost=cost)
 
     def _spread(self, roles: tuple[Role, ...], tag: int, *, gather: bool) -> None:
-        """One exchange of everything between the members.
+        """Adds one exchange of everything between the members.
 
         gather: whether tokens were spread and heads will be; else the way back.
         """
@@ -367,7 +367,7 @@ def backward_hybrid(problem: Problem, group_size: int, *, queries_travel: bool) 
 def _inner(problem: Problem, size: int) -> Problem:
     """The problem that the members with the same number in their groups solve together.
 
-    Groups stand for ranks; each member has a part of the heads.
+    Groups take the place of ranks; each member has a part of the heads.
     """
     world, heads, kv_heads = problem.world_size, problem.num_heads, problem.num_kv_heads
     if size < 1 or world % size:

@@ -18,7 +18,7 @@ AGREE = Op("agree")
 
 
 class Footprint(NamedTuple):
-    """What a rank holds, in bytes, and its largest tile.
+    """The memory of a rank, in bytes, and its largest tile.
 
     Inputs, outputs and the buffers that its graph receives into are not counted.
     """
@@ -26,8 +26,8 @@ class Footprint(NamedTuple):
     sums: int  # running state, gradient sums that are not outputs themselves, lse and delta
     copies: int  # copies of the rank's own tensors, where they must be made
     tile: TileShape
-    # Of `sums`: what is not held where the kernel writes gradients itself. A hybrid holds what it
-    # sends back, in the inputs' type, even then.
+    # The part of `sums` that is not held where the kernel writes gradients itself. A hybrid holds
+    # the gradients that it sends back, in the inputs' type, even then.
     spared: int = 0
 
 
@@ -36,7 +36,7 @@ class Program(Protocol):
 
     @property
     def problem(self) -> Problem:
-        """What is computed, over all ranks."""
+        """The problem that all ranks together compute."""
 
     @property
     def forward(self) -> bool:
@@ -48,14 +48,15 @@ class Program(Protocol):
 
     @property
     def ring_size(self) -> int:
-        """How many ranks, or groups of ranks, the keys of a query are spread over.
+        """Number of ranks, or groups of ranks, over which the keys of a query are spread.
 
         1 if all keys are in one place.
         """
 
     @property
     def way(self) -> Hashable:
-        """What goes where: equal for programs whose graphs differ in pieces and costs only.
+        """A description of what goes where: equal for programs whose graphs differ only in pieces
+        and costs.
 
         The mask is in it only by the rows that ranks need of each other.
         """
@@ -86,4 +87,4 @@ class Program(Protocol):
         """See `Footprint`."""
 
     def __str__(self) -> str:
-        """What travels, in words."""
+        """A description of what travels, in words."""

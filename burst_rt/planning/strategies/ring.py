@@ -46,8 +46,8 @@ travel or its tokens are few: half the tasks, and larger tiles. lse and delta of
 and l of a state, travel whole, because they are few bytes.
 
 The mask decides in two ways. Which rows each rank needs (`Ring.needed`) shapes the graphs: rings
-with equal `way` have equal graphs but for pieces and costs. The pieces of tiles and their costs are
-data in the tasks.
+with equal `way` have equal graphs, except for pieces and costs. The pieces of tiles and their costs
+are data in the tasks.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, La
 
 __all__ = ["Ring", "RingBuilder", "backward_ring", "dsinks", "forward_ring", "travels_whole"]
 
-# The most tokens of a shard that travels as one block with its sums: with so few, a tile takes less
-# time than the overhead of a task.
+# Maximum number of tokens of a shard that travels as one block with its sums: with so few, a tile
+# takes less time than the overhead of a task.
 _FEW_TOKENS = 64
-# How wide the edge of a causal mask is, in keys: about the size of a kernel's blocks.
+# Width of the edge of a causal mask, in keys: about the size of a kernel's blocks.
 _EDGE = 512
 
 
@@ -97,7 +97,7 @@ class _Stretch(NamedTuple):
 class Ring(Hops):
     """One ring: what travels, what stays, and what a tile does. A `Program`."""
 
-    operation: type[TileOperation]  # what a tile does
+    operation: type[TileOperation]  # the operation of a tile
     bundle: tuple[tuple[Role, int], ...]  # the tensors that travel, with their bytes a token
     sums: tuple[tuple[Role, int], ...] = ()  # the sums that travel, with their bytes a token
     home: tuple[Role, ...]  # the tensors that stay
@@ -124,7 +124,7 @@ class Ring(Hops):
                     yield from self._sum_messages(rank, hop, block, next(tags))
 
     def _bundle_messages(self, rank: int, source: int, target: int, tag: int) -> Iterator[Transfer]:
-        """Of the bundles that a rank has at hop `source`, or gets for hop `target`."""
+        """Messages of the bundles that a rank has at hop `source`, or gets for hop `target`."""
         for block in range(self.num_blocks):
             here, there = self.holders[source][block], self.holders[target][block]
             for owner in {here.index(rank), there.index(rank)}:
@@ -133,7 +133,9 @@ class Ring(Hops):
                     yield Transfer(here[owner], there[owner], tag, each.size_bytes)
 
     def _sum_messages(self, rank: int, hop: int, block: int, tag: int) -> Iterator[Transfer]:
-        """Of the sums of blocks with this number that a rank sends or gets after a hop."""
+        """Messages of the sums of blocks numbered `block` that `rank` sends or receives after
+        `hop`.
+        """
         here = self.holders[hop][block]
         onward = self.holders[(hop + 1) % len(self.holders)][block]
         for owner in {rank, here.index(rank), onward.index(rank)}:
@@ -146,7 +148,7 @@ class Ring(Hops):
 
     @property
     def num_tags(self) -> int:
-        """How many tags the messages of all ranks have."""
+        """Number of tags of all ranks' messages."""
         hops = range(self.problem.world_size)
         return sum(len(self.route.passes(hop)) for hop in hops) + self.num_blocks * (len(hops) - 1)
 
@@ -166,7 +168,7 @@ class Ring(Hops):
 
     @property
     def adds(self) -> bool:
-        """Whether tiles add to anything. Where sinks alone need a gradient, there are no tiles."""
+        """Whether tiles add to anything. Nothing has tiles if only sinks need a gradient."""
         return bool(self.sums or self.home_sums)
 
     @cached_property
@@ -177,7 +179,9 @@ class Ring(Hops):
 
     @cached_property
     def way(self) -> Hashable:
-        """What the graphs depend on: lengths of what travels, bytes, and rows that ranks need."""
+        """Everything that the graphs depend on: lengths of what travels, bytes, and rows that ranks
+        need.
+        """
         at_home = tuple(any(runs) for runs in self.resident)
         return (
             self.operation, self.queries_travel, self.bundle, self.sums, self.home, self.home_sums,
@@ -202,7 +206,7 @@ class Ring(Hops):
     def stretches(
         self, tensors: tuple[tuple[Role, int], ...], owner: int, block: int, rows: Rows
     ) -> list[_Stretch]:
-        """What of a block's tensors is sent where some rows are."""
+        """The parts of a block's tensors that are sent along with some rows."""
         whole = ((0, self.block_len(owner, block)),) if rows else ()
         return [
             _Stretch(role, (stop - start) * size, start * size)
@@ -213,8 +217,8 @@ class Ring(Hops):
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`.
 
-        What travels must be contiguous: own blocks are copied where batch > 1. Copies of strided
-        inputs are not counted.
+        Messages must be contiguous: own blocks are copied if batch > 1. Copies of strided inputs
+        are not counted.
         """
         problem = self.problem
         q_len, kv_len = num_tokens(problem.q_runs[rank]), num_tokens(problem.kv_runs[rank])
@@ -301,7 +305,8 @@ class RingBuilder:
         self.largest = largest
         self.slots = [self._slots(ring.bundle, str(i)) for i in range(self.route.num_slots)]
         self.sum_slots = [self._slots(ring.sums, str(i)) for i in range(2)]
-        # Blocks whose sums have come home and are not added yet, with the hop after which they did.
+        # Blocks whose sums have arrived at home and are not added yet, with the hop after which
+        # they arrived.
         self.came_home: list[tuple[int, int]] = []
         # (hop, block) -> pieces, for every tile that may see something, in order.
         self.tiles = {
@@ -311,7 +316,7 @@ class RingBuilder:
             if ring.needed[owner := self._owner(hop, block)][block][rank]
         }
 
-    def _buffer(self, name: str, **options: Any) -> Buffer:  # those of GraphBuilder.buffer
+    def _buffer(self, name: str, **options: Any) -> Buffer:  # as in GraphBuilder.buffer
         return self.g.buffers[name] if name in self.g.buffers else self.g.buffer(name, **options)
 
     def _slots(self, tensors: tuple[tuple[Role, int], ...], name: str) -> dict[Role, Buffer]:
@@ -360,7 +365,7 @@ class RingBuilder:
                 self._tile(hop, block)
                 if hop:
                     self._pass_sums(hop, block, next(tags))
-            # What came home before this hop's tiles: the tiles need not wait for it.
+            # Sums that came home before this hop's tiles: the tiles need not wait for them.
             self._add_home(before=hop)
         self._add_home(before=self.world)
         if self.ring.forward:
@@ -370,8 +375,8 @@ class RingBuilder:
     def _finish(self) -> None:
         """Adds the task that writes out and lse, where no tile does.
 
-        Where queries travel, the states of the rank's own queries are whole when the last of them
-        has come home.
+        Where queries travel, the states of the rank's own queries are complete when the last of
+        them is back.
         """
         ring = self.ring
         if ring.queries_travel:
@@ -524,11 +529,11 @@ class RingBuilder:
         return Cost(cells * per_cell, moved, masked * per_cell, edge * per_cell)
 
     def _home_at(self, hop: int) -> dict[Role, Buffer]:
-        """Where sums that come home after a hop are received.
+        """The parts in which sums that come home after a hop are received.
 
         After the last hop nothing else is on its way, and the slot of the next hop is free. Before
-        that, other sums may be on their way. What came home is added one hop later, so two buffers
-        take turns.
+        that, other sums may be on their way. Sums that came home are added one hop later, so two
+        buffers take turns.
         """
         if hop == self.world - 1:
             return self.sum_slots[self.world % 2]

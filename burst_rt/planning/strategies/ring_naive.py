@@ -145,7 +145,7 @@ class RingNaive:
             ring.forget()
 
     def tiles(self, rank: int) -> Iterator[tuple[tuple[range, ...], tuple[range, ...]]]:
-        """See `Program.tiles`: none, because whole rows of scores are no kernel's."""
+        """See `Program.tiles`: none, because no kernel computes whole rows of scores."""
         return iter(())
 
     def wire_bytes(self) -> int:
@@ -154,7 +154,7 @@ class RingNaive:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """By owner and block: the column at which the block's keys begin in a row of scores."""
+        """The column at which a block's keys begin in a row of scores, by owner and block."""
         found, at = [], 0
         for bounds in self.rounds[0].travelling_bounds:
             found.append(tuple(at + start for start, _ in bounds))
@@ -186,7 +186,9 @@ class RingNaive:
 
 @lru_cache(maxsize=8)
 def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
-    """One direction of `ring-naive`. Gradients that are not needed are neither summed nor sent."""
+    """The program of one direction of `ring-naive`. Gradients that are not needed are neither
+    summed nor sent.
+    """
     needs_q, needs_k, needs_v = problem.needs_grad
     route = OneRing(problem.world_size, (1,) * num_blocks(problem))
     k, v = ((Role.K, problem.k_token_bytes),), ((Role.V, problem.v_token_bytes),)

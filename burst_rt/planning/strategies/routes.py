@@ -33,7 +33,7 @@ class Route(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """How many receive buffers the bundles use in turn; `slot` numbers them."""
+        """Number of receive buffers that the bundles use in turn; `slot` numbers them."""
 
     @property
     def carries_sums(self) -> bool:
@@ -46,7 +46,7 @@ class Route(Protocol):
         """The rank whose block number `block` a rank has at a step."""
 
     def passes(self, step: int) -> tuple[tuple[int, int], ...]:
-        """What is passed on while the tiles of a step run: (from, to).
+        """The passes (from, to) that are made while the tiles of a step run.
 
         The holder at step `from` (this one or an earlier one) sends the bundle to the holder at the
         later step `to`. Each step but the first is the `to` of one pass.
@@ -61,7 +61,7 @@ class OneRing:
     """One ring of all ranks."""
 
     world_size: int
-    directions: tuple[int, ...]  # for each block 1 (to the next rank) or -1 (to the rank before)
+    directions: tuple[int, ...]  # each block's: 1 (to the next rank) or -1 (to the rank before)
 
     @property
     def num_slots(self) -> int:
