@@ -1,4 +1,4 @@
-"""Transports move bytes between ranks; beside each stands a small control group.
+"""Transports move bytes between ranks; each has a small control group beside it.
 
 `LocalTransport` joins threads, `MpiTransport` processes. `burst_rt.transport.mpi` needs an MPI
 library and is imported only when asked for.

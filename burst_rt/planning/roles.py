@@ -1,4 +1,4 @@
-"""The tensors of attention by what they are for, and the side on which each of them stands."""
+"""The roles of attention's tensors, and the side, queries or keys, that each belongs to."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ and column c of rank r is position c // block * block * W + r * block + c % bloc
 
 A chunk of new tokens is an attention problem like any other. Its queries and its keys are numbered
 rank by rank: first the queries (columns) of rank 0, then those of rank 1. Where rows of the batch
-have different lengths, one number stands for another position in each row; `Cached` knows which.
-Which rows are sent is decided by lengths that are rounded up (`BatchRows.room`), so that few chunks
-need a new graph.
+have different lengths, one number means another position in each row; `Cached` knows which. Which
+rows are sent is decided by lengths that are rounded up (`BatchRows.room`), so that few chunks need
+a new graph.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class BatchRows:
 
     before: tuple[int, ...]  # tokens that were cached before
     tokens: tuple[int, ...]  # new tokens
-    padding: tuple[int, ...]  # of the cached and new tokens, how many at the left are padding
+    padding: tuple[int, ...]  # padding tokens at the left of the cached and new tokens
     capacity: int  # the most tokens that there may be
 
     @staticmethod

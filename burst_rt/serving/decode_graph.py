@@ -41,14 +41,14 @@ class Decode:
 
     world_size: int
     batch: int
-    num_queries: int  # of each sequence
-    num_heads: int  # of the queries
+    num_queries: int  # queries of each sequence
+    num_heads: int  # query heads
     num_kv_heads: int
-    head_dim: int  # of q and k
-    v_head_dim: int  # of v and out
-    input_bytes: int  # of one element of the inputs
-    sum_bytes: int  # of one element of the sums
-    keys: int  # of a sequence, over all ranks
+    head_dim: int  # head dimension of q and k
+    v_head_dim: int  # head dimension of v and out
+    input_bytes: int  # bytes of one element of the inputs
+    sum_bytes: int  # bytes of one element of the sums
+    keys: int  # keys of a sequence, over all ranks
 
     @property
     def rows(self) -> int:
@@ -97,7 +97,7 @@ class Decode:
         return bruck_messages(rank, self.world_size, self.block_bytes)
 
     def _cost(self) -> Cost:
-        """Of attending to a rank's share of the keys, each of which is read once."""
+        """The cost of attending to a rank's share of the keys, each of which is read once."""
         keys = -(-self.keys // self.world_size)
         channels = self.head_dim + self.v_head_dim
         read = self.batch * self.num_kv_heads * keys * channels * self.input_bytes

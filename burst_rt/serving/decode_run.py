@@ -77,11 +77,11 @@ def run_decode(
 class _Blocks(NamedTuple):
     """Views of the slots, of the sums' type."""
 
-    own_out: torch.Tensor  # of this rank's block, `[batch, heads, q_len, v's head_dim]`
+    own_out: torch.Tensor  # out of this rank's block, `[batch, heads, q_len, v's head_dim]`
     own_lse: torch.Tensor  # `[batch, heads, q_len]`
     flat: torch.Tensor  # `[world, ...]`: block j is that of rank (rank + j) % world
     by_rank: torch.Tensor  # memory for the blocks in the order of ranks
-    out: torch.Tensor  # of by_rank, `[world, batch, heads, q_len, v's head_dim]`
+    out: torch.Tensor  # out of by_rank, `[world, batch, heads, q_len, v's head_dim]`
     lse: torch.Tensor  # `[world, batch, heads, q_len, 1]`
 
 

@@ -55,8 +55,8 @@ class _Views(NamedTuple):
 class _Call:
     """A call of `Step.attend` that was checked.
 
-    It stands for all layers of the step that are called alike: to check each of them would take
-    longer than a small task.
+    It serves all layers of the step that are called in the same way: to check each of them would
+    take longer than a small task.
     """
 
     words: str  # what all ranks must have said
@@ -87,7 +87,8 @@ class History:
         self.lengths, self.padding = [0] * batch, [0] * batch
         self.said = ""
         self.reordered: list[list[int]] = []
-        self._last = 0  # of the steps begun and the changes of rows, which are numbered together
+        # Last number of the begun steps and of the changes of rows, which are numbered together.
+        self._last = 0
         self._uncommitted: int | None = None  # a step that lacks its commit alone
 
     def begin(self) -> int:
@@ -209,7 +210,7 @@ class Step:
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's `[batch, num_tokens, ...]` of all new tokens `[batch, tokens, ...]`.
 
-        What stands behind a row's tokens means nothing; see `valid`. Local.
+        The numbers after a row's tokens mean nothing; see `valid`. Local.
         """
         if x.ndim < 2 or x.shape[:2] != (self._shape.batch, max(self._tokens)):
             self._refuse(

@@ -13,19 +13,6 @@ import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("burst_rt", "scheduler", "transport", "launch")
-# Modules of caches and decodes, which are being moved to a room of their own, and modules whose
-# first lines are being rewritten. A module leaves this list when that is done.
-_LATER = {
-    "burst_rt/attention/cache_step.py",
-    "burst_rt/attention/execute/decode.py",
-    "burst_rt/planning/cached.py",
-    "burst_rt/planning/strategies/decode.py",
-    "burst_rt/dashboard/compact.py",
-    "burst_rt/dashboard/guard.py",
-    "burst_rt/planning/roles.py",
-    "scheduler/__init__.py",
-    "transport/__init__.py",
-}
 # All pages but BENCHMARKS.md, which is a log of measurements in the words of their day.
 _PAGES = sorted(
     path
@@ -101,9 +88,8 @@ def _found(path: Path, texts: Iterator[tuple[int, str]]) -> list[str]:
 def test_code_names_its_subject_first() -> None:
     found = []
     for path in _modules():
-        if path.relative_to(_ROOT).as_posix() not in _LATER:
-            source = path.read_text(encoding="utf-8")
-            found += _found(path, _docstrings(source)) + _found(path, _comments(source))
+        source = path.read_text(encoding="utf-8")
+        found += _found(path, _docstrings(source)) + _found(path, _comments(source))
     assert not found, "\n".join(found)
 
 
