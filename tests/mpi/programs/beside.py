@@ -285,7 +285,8 @@ def check_groups_made_anew(folder: Path) -> None:
     if size < 3:
         return
     for other in (1, 2):
-        store = dist.FileStore(str(folder / f"store-{other}"), size)
+        path = str(folder / f"store-{other}")
+        store = dist.FileStore(path, size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         group = dist.new_group([0, other])
         if rank in (0, other):
