@@ -461,6 +461,10 @@ def main(folder: Path, names: list[str]) -> None:
         if os.environ.get("RANK", "0") == "0":
             (folder / f"{ranks}-{num_contexts}-{name}.json").write_text(json.dumps(found))
     if dist.is_initialized():
+        # Trainers keep groups that they have used. A thread of such a gloo group that frees the
+        # tensors of its last collective while the interpreter ends aborts the process; a barrier
+        # has none.
+        dist.barrier()
         dist.destroy_process_group()
 
 
