@@ -22,7 +22,7 @@ from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.masks import Causal, Chunked, Documents, Full, Mask
 from burst_rt.runtime.mean import weighted_mean
 from burst_rt.runtime.refusing import refuse
-from burst_rt.runtime.sums import RanksOrGroup, refuse_in
+from burst_rt.runtime.sums import RanksOrGroup, described, refuse_in
 
 __all__ = ["BATCH_NAMES", "IGNORED_LABEL", "ShardedBatch", "cross_entropy", "shard_batch"]
 
@@ -212,7 +212,7 @@ def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
         if not isinstance(x, torch.Tensor):
             _wrong(name, "a tensor", f"got {type(x).__name__}")
         if not _holds_values(x):
-            _wrong(name, "a dense tensor that holds values", f"got {_described(x)}")
+            _wrong(name, "a dense tensor that holds values", f"got {described(x)}")
     first = batch.get("input_ids", batch.get("inputs_embeds"))
     if first is None or first.ndim < 2:
         got = "neither" if first is None else f"shape {tuple(first.shape)}"
@@ -246,13 +246,6 @@ def _positions(given: torch.Tensor | None, rows: int, tokens: int) -> torch.Tens
 
 def _holds_values(x: torch.Tensor) -> bool:
     return x.layout == torch.strided and not x.is_meta
-
-
-def _described(x: object) -> str:
-    if not isinstance(x, torch.Tensor):
-        return type(x).__name__
-    layout = "" if x.layout == torch.strided else f", {x.layout}"
-    return f"{x.dtype} {tuple(x.shape)} on {x.device}{layout}"
 
 
 def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask:
@@ -365,11 +358,11 @@ def cross_entropy(
     ):
         error = InputError(
             "cross_entropy: logits: expected dense floating-point numbers [..., classes], got "
-            f"{_described(logits)}"
+            f"{described(logits)}"
         )
         refuse_in(group, "cross_entropy", error)
     if not isinstance(labels, torch.Tensor) or not _holds_values(labels):
-        _refuse_labels(f"expected a dense tensor of torch.int64, got {_described(labels)}", group)
+        _refuse_labels(f"expected a dense tensor of torch.int64, got {described(labels)}", group)
     if labels.shape != logits.shape[:-1]:
         _refuse_labels(
             f"expected {tuple(logits.shape[:-1])}, one for each of the logits' tokens; got "

@@ -24,7 +24,8 @@ from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.runtime import Runtime
 
 __all__ = [
-    "Ranks", "RanksOrGroup", "differs", "ranks_of", "refuse_in", "sum_in_place", "sum_over_ranks",
+    "Ranks", "RanksOrGroup", "described", "differs", "ranks_of", "refuse_in", "sum_in_place",
+    "sum_over_ranks",
 ]  # fmt: skip
 
 # Number of sums that each process group has made: the same on all of its ranks.
@@ -90,6 +91,15 @@ def ranks_of(group: RanksOrGroup | None, name: str) -> dist.ProcessGroup | Ranks
             raise
         refuse(name, error)
     return found
+
+
+def described(x: object) -> str:
+    """What was given in place of a tensor that is wanted, for the words of an error."""
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    layout = "" if x.layout == torch.strided else f", {x.layout}"
+    grad = ", which requires grad" if x.requires_grad else ""
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}{layout}{grad}"
 
 
 def refuse_in(group: object, name: str, error: InputError) -> NoReturn:
