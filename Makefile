@@ -18,7 +18,7 @@ ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
 DOCS := $(call stamp,docs$(comma)hf)
 
-.PHONY: help run test test-all test-mpis test-masks test-newest check lint types docs unit other-cpus other-transformers faults findings bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-mpis test-masks test-newest check lint types docs unit other-cpus other-transformers builds faults findings bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -104,6 +104,11 @@ NEWEST ?=
 
 test-newest: $(ALL) ## before a release: the newest torch, Triton, transformers, TRL, accelerate, numpy, as a table (gigabytes; NEWEST='--keep torch==2.13.0')
 	$(BIN)/python tests/newest.py $(NEWEST)
+
+BEFORE ?= HEAD
+
+builds: $(ALL) ## this work tree beside another build: the bits of 85 calls, a tiny call's time, imports (BEFORE=commit or folder)
+	$(BIN)/python tests/builds.py $(BEFORE)
 
 SEED ?= 0
 COUNT ?= 300
