@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.kernels.base import QKV, Gradients, State, Upstream, fold, sum_dtype
-from burst_rt.kernels.cuts import Cut
+from burst_rt.kernels.cpu_calls import KernelCall
 from burst_rt.planning.masks import WIDEST_BAND
 from burst_rt.planning.problem import TileShape
 
@@ -147,15 +147,15 @@ class _Strips(NamedTuple):
 
 
 def forward_of_band(
-    qkv: QKV, scale: float, cut: Cut, state: State, progress: Callable[[], None]
+    qkv: QKV, scale: float, band: KernelCall, state: State, progress: Callable[[], None]
 ) -> None:
     """Folds a band into the rows of the state that it covers. Takes at most `scratch_of_band`.
 
     progress: called now and then.
     """
     memory = _Memory(state.acc.dtype)
-    for strips in _strips(qkv, cut):
-        _forward(strips, memory, qkv, scale, state, first=cut.first)
+    for strips in _strips(qkv, band):
+        _forward(strips, memory, qkv, scale, state, first=band.first)
         progress()
 
 
@@ -163,7 +163,7 @@ def backward_of_band(
     qkv: QKV,
     upstream: Upstream,
     scale: float,
-    cut: Cut,
+    band: KernelCall,
     sums: Gradients,
     progress: Callable[[], None],
 ) -> None:
@@ -172,7 +172,7 @@ def backward_of_band(
     progress: called now and then.
     """
     memory = _Memory(upstream.lse.dtype)
-    for strips in _strips(qkv, cut):
+    for strips in _strips(qkv, band):
         _backward(strips, memory, qkv, upstream, scale, sums)
         progress()
 
@@ -281,12 +281,12 @@ def scratch_of_band(forward: bool, dtype: torch.dtype, tile: TileShape, most_row
     return numbers * sum_dtype(dtype).itemsize
 
 
-def _strips(qkv: QKV, cut: Cut) -> Iterator[_Strips]:
+def _strips(qkv: QKV, band: KernelCall) -> Iterator[_Strips]:
     """A band in batches of strips; the last batch may have fewer, and the last strip be shorter."""
     batch, _, num_heads, _ = qkv.q.shape
     num_kv_heads = qkv.k.shape[2]
     group = num_heads // num_kv_heads
-    num_rows, num_columns = (x.stop - x.start for x in (cut.rows, cut.columns))
+    num_rows, num_columns = (x.stop - x.start for x in (band.rows, band.columns))
     seen = num_columns - num_rows + 1  # columns, by a row
     length, at_once = _lengths(group)
     batches = num_rows - num_rows % (length * at_once)
@@ -302,8 +302,8 @@ def _strips(qkv: QKV, cut: Cut) -> Iterator[_Strips]:
         if first < stop:
             yield _Strips(
                 batch_row=batch_row,
-                rows=slice(cut.rows.start + first, cut.rows.start + stop),
-                columns=slice(cut.columns.start + first, cut.columns.start + stop + seen - 1),
+                rows=slice(band.rows.start + first, band.rows.start + stop),
+                columns=slice(band.columns.start + first, band.columns.start + stop + seen - 1),
                 kv_head=kv_head,
                 group=group,
                 length=some,

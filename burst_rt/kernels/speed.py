@@ -25,7 +25,7 @@ import torch.nn.attention
 
 from burst_rt.kernels.base import QKV, Gradients, Kernel, State, Tile, Upstream, Work, sum_dtype
 from burst_rt.kernels.cpu import cpu_capabilities
-from burst_rt.planning.masks import Causal, Full, Mask, Rule
+from burst_rt.planning.masks import Causal, Full, Mask, Rule, Shape
 from burst_rt.planning.problem import TileShape
 from burst_rt.remembered import alone, recall, remember
 
@@ -279,7 +279,7 @@ def _standard(work: Work) -> Mask:
     """
     if work.mask.rule is not Rule.OWN:
         return work.mask
-    triangles = any(piece.diagonal for pieces in work.tiles for piece in pieces)
+    triangles = any(piece.shape is Shape.LOWER for pieces in work.tiles for piece in pieces)
     return Causal() if triangles else Full()
 
 

@@ -29,7 +29,7 @@ from burst_rt import Causal
 from burst_rt.errors import InternalError
 from burst_rt.planning import needs
 from burst_rt.planning.layouts import KINDS
-from burst_rt.planning.masks import Piece, Relation
+from burst_rt.planning.masks import Piece, Relation, Shape
 from burst_rt.planning.operations import BackwardTile, Finish, ForwardTile, Merge
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import Role
@@ -83,13 +83,13 @@ def test_each_seen_cell_is_computed_once_and_no_other(
                     q = torch.tensor(q_positions[piece.q_start : piece.q_stop])
                     kv = torch.tensor(kv_positions[piece.kv_start : piece.kv_stop])
                     cells = torch.ones(len(q), len(kv), dtype=torch.bool)
-                    if piece.diagonal:
+                    if piece.shape is Shape.LOWER:
                         cells = cells.tril()
-                    if piece.masked:
+                    if piece.shape is Shape.MASKED:
                         cells = p.mask.allows(q[:, None], kv[None, :])
                     else:
                         assert piece.num_cells == int(cells.sum())
-                    assert cells.any() or piece.masked
+                    assert cells.any() or piece.shape is Shape.MASKED
                     times[q[:, None] - shift, kv[None, :]] += cells
         assert torch.equal(times, seen(p.mask, q_len, kv_len).long())
 

@@ -21,7 +21,7 @@ from burst_rt.planning.masks.base import (
 from burst_rt.planning.masks.blocks import BlockSparse
 from burst_rt.planning.masks.documents import Documents
 from burst_rt.planning.masks.function import Function
-from burst_rt.planning.masks.pieces import MOST_SPANS, WIDEST_BAND, Piece
+from burst_rt.planning.masks.pieces import MOST_SPANS, WIDEST_BAND, Piece, Shape
 from burst_rt.planning.masks.positions import Causal, Chunked, First, Full, Prefix, SlidingWindow
 from burst_rt.planning.masks.spans import Positions, Spans
 
@@ -45,6 +45,7 @@ __all__ = [
     "Prefix",
     "Relation",
     "Rule",
+    "Shape",
     "SlidingWindow",
     "Spans",
     "columns_seen",

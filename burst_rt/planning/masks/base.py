@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks.pieces import MOST_SPANS, Piece, cut
+from burst_rt.planning.masks.pieces import MOST_SPANS, Piece, Shape, split
 from burst_rt.planning.masks.spans import (
     BEGIN,
     END,
@@ -354,14 +354,13 @@ class Mask:
         relation = self.relation(q, kv)
         if relation is Relation.EMPTY:
             return ()
-        masked = relation is Relation.PARTIAL
-        num_cells = len(q) * len(kv)
-        if masked:
+        shape, num_cells = Shape.RECTANGLE, len(q) * len(kv)
+        if relation is Relation.PARTIAL:
             if self.has_spans and sees_few(self, q):
-                return cut(self.columns(q, kv))
-            some = _sampled(q)
-            num_cells = spans_of(self, some).num_cells(kv) * len(q) // len(some)
-        return (Piece(0, len(q), 0, len(kv), False, masked, num_cells),)
+                return split(self.columns(q, kv))
+            shape, sample = Shape.MASKED, _sampled(q)
+            num_cells = spans_of(self, sample).num_cells(kv) * len(q) // len(sample)
+        return (Piece(0, len(q), 0, len(kv), shape, num_cells),)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):

@@ -16,7 +16,7 @@ import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning.masks.base import Mask, Relation, Rule
-from burst_rt.planning.masks.pieces import Piece
+from burst_rt.planning.masks.pieces import Piece, Shape
 from burst_rt.planning.masks.spans import BEGIN, END, Positions, Spans, one_span
 
 __all__ = ["Causal", "Chunked", "First", "Full", "Prefix", "SlidingWindow", "integer", "is_count"]
@@ -98,11 +98,11 @@ class Causal(Mask):
         rows = len(q) - first_row
         if first_column:
             box = (first_row, len(q), 0, first_column)
-            pieces.append(Piece(*box, False, False, rows * first_column))
+            pieces.append(Piece(*box, Shape.RECTANGLE, rows * first_column))
         columns = min(len(kv) - first_column, rows)
         num_cells = columns * (columns + 1) // 2 + (rows - columns) * columns
         box = (first_row, len(q), first_column, first_column + columns)
-        pieces.append(Piece(*box, True, False, num_cells))
+        pieces.append(Piece(*box, Shape.LOWER, num_cells))
         return tuple(pieces)
 
 

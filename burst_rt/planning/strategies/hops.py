@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from burst_rt.errors import InternalError
 from burst_rt.planning.layouts import Block, blocks_of
-from burst_rt.planning.masks import Piece, Rule
+from burst_rt.planning.masks import Piece, Rule, Shape
 from burst_rt.planning.needs import Needed, Rows, united
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies.routes import Route
@@ -116,8 +116,8 @@ class Hops:
         if problem.mask.rule is Rule.EVERYTHING:
             lengths = (num_tokens(moving), num_tokens(staying))
             rows, columns = lengths if queries_travel else reversed(lengths)
-            whole = Piece(0, rows, 0, columns, False, False, rows * columns)
-            return (whole,) if rows and columns else ()
+            full = Piece(0, rows, 0, columns, Shape.RECTANGLE, rows * columns)
+            return (full,) if rows and columns else ()
         numbers, homes = self._first_runs
         meet = problem.needs.met if queries_travel else problem.needs.met.T
         there = self.needed[owner][block][rank]
@@ -276,7 +276,7 @@ def _there(piece: Piece, there: Rows, queries_travel: bool) -> Iterator[Piece]:
     Kernels read all rows and columns of a piece under the mask. `num_cells` of a part is its share
     by length, and not counted: it may be 0 where cells are seen.
     """
-    if not piece.masked:
+    if piece.shape is not Shape.MASKED:
         yield piece
         return
     start, stop = piece[:2] if queries_travel else piece[2:4]
@@ -296,7 +296,7 @@ def _there(piece: Piece, there: Rows, queries_travel: bool) -> Iterator[Piece]:
 
 def _touch(a: Piece, b: Piece) -> bool:
     """Whether two full rectangles, the second further on, form one rectangle."""
-    if not a.whole or not b.whole:
+    if a.shape is not Shape.RECTANGLE or b.shape is not Shape.RECTANGLE:
         return False
     if a[:2] == b[:2]:
         return a.kv_stop == b.kv_start

@@ -58,7 +58,7 @@ from functools import cache, cached_property, lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
-from burst_rt.planning.masks import Piece, Rule
+from burst_rt.planning.masks import Piece, Rule, Shape
 from burst_rt.planning.needs import Needed, Rows, num_rows
 from burst_rt.planning.operations import (
     Add,
@@ -250,16 +250,17 @@ class Ring(Hops):
         longest = max((self.block_len(*block) for block in here), default=0)
         lengths = (longest, kv_len) if self.queries_travel else (q_len, longest)
         pieces = [piece for block in here for piece in self.pieces(*block, rank)]
-        masked = any(piece.masked for piece in pieces)
-        banded = any(piece.band for piece in pieces)
+        shapes = {piece.shape for piece in pieces}
         tile = TileShape(
             problem.batch,
             problem.num_heads,
             problem.num_kv_heads,
             max(problem.head_dim, problem.v_head_dim),
             *lengths,
-            problem.mask.num_apart(problem.batch, problem.num_heads) if masked else 0,
-            banded,
+            problem.mask.num_apart(problem.batch, problem.num_heads)
+            if Shape.MASKED in shapes
+            else 0,
+            Shape.BAND in shapes,
             problem.scores,
         )
         return Footprint(sums, copies if problem.batch > 1 else 0, tile, spared=wide)
@@ -520,9 +521,10 @@ class RingBuilder:
         rows = sum(p.q_stop - p.q_start for p in pieces)
         columns = sum(p.kv_stop - p.kv_start for p in pieces)
         cells = sum(p.num_cells for p in pieces)
-        masked = sum(p.num_cells for p in pieces if not p.whole)
-        cut = (p for p in pieces if not p.whole and not p.masked)
-        edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in cut)
+        masked = sum(p.num_cells for p in pieces if p.shape is not Shape.RECTANGLE)
+        # Triangles, bands and stairs have an edge, along which blocks are computed in part.
+        edged = (p for p in pieces if p.shape not in (Shape.RECTANGLE, Shape.MASKED))
+        edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in edged)
         edge = sum(length * min(length, _EDGE) for length in edges)
         kv = problem.k_token_bytes + problem.v_token_bytes
         moved = rows * problem.q_token_bytes + columns * kv + zeroed_bytes
