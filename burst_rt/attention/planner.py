@@ -3,8 +3,8 @@
 A plan is everything about one direction of a call that does not depend on the tensors' values: the
 graph of this rank, its schedule, the kernel, the bytes sent, the memory.
 
-Packed batches bring a new mask with every step. What is verified is the way that rows go between
-ranks (`Program.way`), and a way that has been verified is not verified again. The tables of a plan
+Packed batches bring a new mask with every step. What is verified is how rows go between ranks
+(`Program.wiring`), and a wiring that has been verified is not verified again. The tables of a plan
 (pieces of tiles, costs) are made from each new mask for this rank alone.
 
 Each rank verifies its share of the world (`check_share`): its own graph, built with the machine's
@@ -53,8 +53,8 @@ __all__ = ["Graphs", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
 # Number of programs whose intermediate data is kept: two calls in both directions. The other
 # direction's tables need the data. It grows with the square of the world size.
 _DETAILED = 2 * 2
-# Maximum number of ways that are remembered as verified.
-_KNOWN_WAYS = 4096
+# Maximum number of wirings that are remembered as verified.
+_KNOWN_WIRINGS = 4096
 
 
 class PlanKey(NamedTuple):
@@ -75,7 +75,7 @@ class Graphs(Protocol):
     """The parts of a program that the verifier needs; see `Program`."""
 
     @property
-    def way(self) -> Hashable:
+    def wiring(self) -> Hashable:
         """The program's description of what goes where."""
 
     def messages(self, rank: int) -> Iterator[Transfer]:
@@ -222,7 +222,7 @@ class Planner:
         self._layouts: Recent[Problem, Layout] = Recent(capacity)
         # Programs of the latest plans, which still hold their intermediate data.
         self._detailed: deque[Program] = deque()
-        self._verified: Recent[Hashable, bool] = Recent(_KNOWN_WAYS)
+        self._verified: Recent[Hashable, bool] = Recent(_KNOWN_WIRINGS)
         self._rankings: Recent[tuple[Problem, bool], Ranking] = Recent(capacity)
 
     def plan(self, key: PlanKey) -> Plan:
@@ -290,16 +290,16 @@ class Planner:
     def lowered(self, program: Graphs, own: Graph) -> Graph:
         """The lowered graph that the machine makes of `own`, this rank's graph of a program.
 
-        Verifies a way that is new. Local. Raises InternalError.
+        Verifies a wiring that is new. Local. Raises InternalError.
         """
         lowered = self._lower(own)
-        # By its hash: the ways of large worlds are large.
-        way = hash((program.way, own.world_size))
-        if not self._verified.get(way):
+        # By its hash: the wirings of large worlds are large.
+        wiring = hash((program.wiring, own.world_size))
+        if not self._verified.get(wiring):
             check_share(own, program.messages(self._rank))
             if lowered is not own:
                 check_graph(lowered)
-            self._verified.put(way, True)
+            self._verified.put(wiring, True)
         return lowered
 
     def _ranking(self, key: PlanKey) -> Ranking:

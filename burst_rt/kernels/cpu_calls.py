@@ -180,7 +180,8 @@ def _seen_of(piece: Piece, rows: slice, part: PartSize, relation: _Relation | No
 
 def _diagonal(piece: Piece, rows: slice) -> int:
     """The column at which the diagonal of a triangle, or of a band, enters some rows."""
-    return min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop)
+    entry: int = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop)
+    return entry
 
 
 def _under_the_mask(piece: Piece, rows: slice, part: PartSize, relation: _Relation) -> _Seen:

@@ -29,7 +29,7 @@ from burst_rt.planning.masks.spans import Positions, Spans, apart
 
 __all__ = ["ROWS_TOGETHER", "Needed", "Needs", "Rows", "find_needs", "num_rows", "united"]
 
-# Some rows of a block: (first, one after the last) of each stretch, ascending and apart.
+# Some rows of a block: (first, one after the last) of each range, ascending and apart.
 Rows: TypeAlias = tuple[tuple[int, int], ...]
 # By owner, block and rank: the rows of the owner's block that the rank computes with.
 Needed: TypeAlias = tuple[tuple[tuple[Rows, ...], ...], ...]
@@ -168,7 +168,7 @@ class _Side:
         for number in range(len(last)) if whole else self._disordered:
             groups = slice(self._first_group[number], last[number])
             table[:, groups] = table[:, groups].any(1, keepdims=True)
-        # The number after a block's last group is never marked, so a stretch ends in its block.
+        # The number after a block's last group is never marked, so a range ends in its block.
         edges = np.diff(table.ravel().view(np.int8), prepend=np.int8(0))
         rank, first = np.divmod(np.flatnonzero(edges > 0), self._num_groups)
         stop = np.flatnonzero(edges < 0) % self._num_groups
@@ -329,10 +329,10 @@ def _seen_by_all(spans: Spans, label: Positions, end: int) -> tuple[Positions, P
 
 
 def _meeting(spans: Spans, row: Positions, start: Positions, stop: Positions) -> _Intervals:
-    """The intersections of stretches of keys with the spans of a row; `part` is the stretch's
+    """The intersections of ranges of keys with the spans of a row; `part` is the range's
     number.
 
-    row, start, stop: of each stretch. spans: `[1, rows, width]`.
+    row, start, stop: of each range. spans: `[1, rows, width]`.
     """
     far = int(stop.max(initial=0)) + 1
     there = spans.starts[0] < spans.stops[0]
@@ -452,17 +452,17 @@ def _ascend(runs: Sequence[range]) -> bool:
     return all(a[-1] < b[0] for a, b in pairwise(runs))
 
 
-def united(stretches: Iterable[tuple[int, int]]) -> Rows:
-    """The rows that are in any of the stretches."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(stretches):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+def united(row_ranges: Iterable[tuple[int, int]]) -> Rows:
+    """The rows that are in any of the ranges."""
+    rows: list[tuple[int, int]] = []
+    for start, stop in sorted(row_ranges):
+        if rows and start <= rows[-1][1]:
+            rows[-1] = (rows[-1][0], max(stop, rows[-1][1]))
         else:
-            found.append((start, stop))
-    return tuple(found)
+            rows.append((start, stop))
+    return tuple(rows)
 
 
 def num_rows(rows: Rows) -> int:
-    """Number of rows in all stretches together."""
+    """Number of rows in all ranges together."""
     return sum(stop - start for start, stop in rows)

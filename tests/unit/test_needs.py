@@ -222,7 +222,7 @@ def test_memory_that_no_row_was_sent_to_is_not_read(
 
 
 @pytest.mark.parametrize(("strategy", "forward"), [("ring-q", True), ("burst", False)])
-def test_sums_come_home_in_several_stretches(
+def test_sums_return_in_several_row_ranges(
     strategy: str, forward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
@@ -232,10 +232,10 @@ def test_sums_come_home_in_several_stretches(
     ring = as_ring(choose(p, strategy, forward=forward).program)
     home = [
         ring.sum_rows[owner][block][hop]
-        for owner, blocks in enumerate(ring.legs)
-        for block, legs in enumerate(blocks)
-        for hop, leg in legs.items()
-        if leg.home
+        for owner, blocks in enumerate(ring.sum_hops)
+        for block, hops in enumerate(blocks)
+        for hop, sum_hop in hops.items()
+        if sum_hop.returns_to_owner
     ]
     assert max(map(len, home)) > 1
     case = Case(_TOKENS, head_dim=8, mask=mask, kind="balanced", strategy=strategy)

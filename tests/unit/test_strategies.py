@@ -181,10 +181,10 @@ def test_causal_contiguous_never_sends_the_last_keys(world_size: int) -> None:
         graphs = graphs_of(ring)
         if ring.queries_travel:
             # Queries of the first rank see no keys but its own.
-            assert not any(ring.legs[0])
+            assert not any(ring.sum_hops[0])
             assert not any(map(any, ring.bundles[0]))
             continue
-        assert not any(ring.legs[-1])
+        assert not any(ring.sum_hops[-1])
         assert not any(map(any, ring.bundles[-1]))
         for graph in graphs:
             named = {part.id: part.buffer for part in graph.parts}
@@ -433,14 +433,14 @@ def test_shards_travel_whole_where_every_rank_needs_all_of_them() -> None:
             for forward in (True, False):
                 ring = as_ring(choose(p, strategy, forward=forward).program)
                 assert bool(ring.sums) is (not forward or strategy == "ring-q")
-                whole = with_sums if ring.sums else without_sums
-                assert ring.whole is whole
-                assert {len(blocks) for blocks in ring.travelling} == {1 if whole else 2}
+                single = with_sums if ring.sums else without_sums
+                assert ring.single_block is single
+                assert {len(blocks) for blocks in ring.travelling} == {1 if single else 2}
                 # As many bytes as block by block.
                 route = OneRing(4, (1, 1)) if isinstance(ring.route, OneRing) else ring.route
-                halved = replace(ring, whole=False, route=route)
-                assert not whole or ring.wire_bytes() == halved.wire_bytes()
-        assert not as_ring(choose(p, "bidirectional", forward=True).program).whole
+                halved = replace(ring, single_block=False, route=route)
+                assert not single or ring.wire_bytes() == halved.wire_bytes()
+        assert not as_ring(choose(p, "bidirectional", forward=True).program).single_block
 
 
 def test_sums_leave_block_by_block() -> None:

@@ -43,7 +43,7 @@ from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies.hops import num_blocks
 from burst_rt.planning.strategies.hybrid import Hybrid, backward_hybrid, forward_hybrid
 from burst_rt.planning.strategies.program import AGREE, Footprint, Program
-from burst_rt.planning.strategies.ring import Ring, backward_ring, forward_ring, travels_whole
+from burst_rt.planning.strategies.ring import Ring, backward_ring, forward_ring, sends_single_blocks
 from burst_rt.planning.strategies.ring_naive import RingNaive, ring_naive
 from burst_rt.planning.strategies.routes import OneRing, Route, Straight, TwoLevel
 
@@ -152,8 +152,8 @@ def _programs(
         return
     for way, route in _routes(problem, name, size or ranks_per_node):
         sums = not forward or name == "ring-q"
-        whole = name != "bidirectional" and travels_whole(problem, sums=sums)
-        make = partial(_one_way, problem, route, whole=whole)
+        single = name != "bidirectional" and sends_single_blocks(problem, sums=sums)
+        make = partial(_one_way, problem, route, single=single)
         if forward and name == "ring-q":
             yield name, make(forward_ring, queries_travel=True)
         elif forward:
@@ -171,15 +171,15 @@ def _one_way(
     route: Route | None,
     make: Callable[..., Ring],
     *,
-    whole: bool,
+    single: bool,
     queries_travel: bool = False,
 ) -> Ring:
     """A ring by a route; without one, round the ranks in the direction that takes fewer hops."""
-    ring = make(problem, queries_travel=queries_travel, route=route, whole=whole)
-    if route is not None or whole or problem.mask.rule is not Rule.OWN or problem.world_size < 3:
+    ring = make(problem, queries_travel=queries_travel, route=route, single_block=single)
+    if route is not None or single or problem.mask.rule is not Rule.OWN or problem.world_size < 3:
         return ring
     back = OneRing(problem.world_size, (-1,) * num_blocks(problem))
-    other = make(problem, queries_travel=queries_travel, route=back, whole=whole)
+    other = make(problem, queries_travel=queries_travel, route=back, single_block=single)
     return min(ring, other, key=Ring.reach)
 
 

@@ -54,7 +54,7 @@ class Program(Protocol):
         """
 
     @property
-    def way(self) -> Hashable:
+    def wiring(self) -> Hashable:
         """A description of what goes where: equal for programs whose graphs differ only in pieces
         and costs.
 
