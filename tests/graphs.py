@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from burst_rt import Causal, Full, Mask, Relation
+from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import KINDS, make_layout
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import Program, Ring, choose
+from burst_rt.planning.strategies import Program, Ring
 from burst_rt.planning.strategies.ring import sends_single_blocks
 from burst_rt.scheduler import Graph, Transfer, check_share
 

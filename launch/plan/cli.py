@@ -38,8 +38,8 @@ from burst_rt.launch.plan.model import (
 )
 from burst_rt.launch.plan.words import MASK_HELP, fitting_mask, parse_tokens
 from burst_rt.launch.where import machine_options
+from burst_rt.planning.choose import LAYOUTS
 from burst_rt.planning.machines import load_hardware
-from burst_rt.planning.suited import LAYOUTS
 from burst_rt.runtime.calibrated import calibrated_path
 from burst_rt.scheduler.simulator import Hardware
 

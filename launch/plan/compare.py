@@ -21,7 +21,7 @@ from burst_rt.launch.plan.model import (
     forecast_model,
     tile_of,
 )
-from burst_rt.planning.forecast import CANDIDATES
+from burst_rt.planning.choose import CANDIDATES
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["COMPARED", "Answer", "Question", "best_worlds", "compare"]

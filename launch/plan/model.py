@@ -23,9 +23,8 @@ from typing import Literal, TypeAlias, get_args
 from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerMemory, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
 from burst_rt.launch.plan.words import parse_mask
-from burst_rt.planning.forecast import CANDIDATES
+from burst_rt.planning.choose import CANDIDATES, LAYOUTS
 from burst_rt.planning.strategies import check_name
-from burst_rt.planning.suited import LAYOUTS
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [

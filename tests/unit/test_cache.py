@@ -39,9 +39,9 @@ from burst_rt.errors import (
     InputError,
     PeerLost,
 )
+from burst_rt.planning.choose import choose
 from burst_rt.planning.masks import Positions, Spans, spans_of
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule, check_world
 from burst_rt.scheduler.simulator import Faults, rehearse, verdict
 from burst_rt.scheduler.simulator import reference as of_program_order

@@ -19,11 +19,11 @@ from worlds import Case, attend_over_threads
 
 from burst_rt import BlockSparse, Causal, Documents, First, Mask, Prefix, SlidingWindow
 from burst_rt.planning import needs
+from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import KINDS, Layout, blocks_of, make_layout
 from burst_rt.planning.masks import Spans
 from burst_rt.planning.masks.spans import Positions
 from burst_rt.planning.needs import Needed, num_rows, united
-from burst_rt.planning.strategies import choose
 
 _TOKENS = 1100
 

@@ -344,6 +344,7 @@ _PLANNING = (
     "burst_rt.serving.decode_graph",
 )
 _NEEDS_NO_TORCH = (
+    "burst_rt.planning.choose",
     "burst_rt.planning.forecast",
     "burst_rt.planning.layouts",
     "burst_rt.planning.machines",

@@ -30,9 +30,9 @@ from burst_rt.launch.plan.model import (
 )
 from burst_rt.launch.plan.paper import FIRST_TOKEN_S, OUT_OF_MEMORY, STRATEGIES
 from burst_rt.launch.plan.words import parse_mask, parse_tokens
+from burst_rt.planning.choose import LAYOUTS
 from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.planning.masks import Causal, Chunked, Documents, First, Full, Prefix, SlidingWindow
-from burst_rt.planning.suited import LAYOUTS
 
 _LLAMA = MODELS["llama-7b"]
 _A100 = load_hardware("a100-pcie")

@@ -22,8 +22,8 @@ from burst_rt.attention import autograd
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.kernels import KERNELS, Work, sum_dtype
 from burst_rt.kernels.cpu_calls import PartSize
+from burst_rt.planning.choose import choose
 from burst_rt.planning.problem import ScoreOptions, TileShape
-from burst_rt.planning.strategies import choose
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import check_world
 

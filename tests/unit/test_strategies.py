@@ -28,12 +28,13 @@ from tolerances import BALANCE
 from burst_rt import Causal
 from burst_rt.errors import InternalError
 from burst_rt.planning import needs
+from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import KINDS
 from burst_rt.planning.masks import Piece, Relation, Shape
 from burst_rt.planning.operations import BackwardTile, Finish, ForwardTile, Merge
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import Role
-from burst_rt.planning.strategies import Ring, choose
+from burst_rt.planning.strategies import Ring
 from burst_rt.planning.strategies.ring import backward_ring, forward_ring
 from burst_rt.planning.strategies.routes import OneRing, Route, Straight
 from burst_rt.scheduler import Graph, check_world
