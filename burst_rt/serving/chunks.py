@@ -29,6 +29,7 @@ from burst_rt.planning.masks import (
     Spans,
     positions_of,
     spans_of,
+    structured,
 )
 from burst_rt.planning.masks.pieces import MOST_SPANS, split
 from burst_rt.planning.masks.spans import END, beside, intersect, one_span
@@ -245,8 +246,7 @@ class _Sent(Mask):
     first: int
     room: int
 
-    _steady = True
-
+    @structured(steady=True)
     def spans(self, q: Positions) -> Spans:
         """The same for all queries."""
         starts, stops = self.structure.spans(positions_of(range(self.first, self.room)))

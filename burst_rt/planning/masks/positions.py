@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks.base import Mask, Relation, Rule
+from burst_rt.planning.masks.base import Mask, Relation, Rule, structured
 from burst_rt.planning.masks.pieces import Piece, Shape
 from burst_rt.planning.masks.spans import BEGIN, END, Positions, Spans, one_span
 
@@ -30,13 +30,8 @@ class Full(Mask):
     """Every query sees every key."""
 
     rule = Rule.EVERYTHING
-    _steady = True
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return 0
-
+    @structured(steady=True, period=lambda mask: 0)
     def spans(self, q: Positions) -> Spans:
         """Every key."""
         return one_span(BEGIN, END, like=q)
@@ -56,11 +51,7 @@ class Causal(Mask):
 
     rule = Rule.NOT_LATER
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return 0
-
+    @structured(period=lambda mask: 0)
     def spans(self, q: Positions) -> Spans:
         """[0, i + 1)."""
         return one_span(BEGIN, q + 1, like=q)
@@ -128,11 +119,7 @@ class SlidingWindow(Mask):
                     f"end, got {number!r}"
                 )
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return gcd(self.left + 1, max(0, self.right))
-
+    @structured(period=lambda mask: gcd(mask.left + 1, max(0, mask.right)))
     def spans(self, q: Positions) -> Spans:
         """[i - left, i + right + 1)."""
         starts = BEGIN if self.left == -1 else q - min(self.left, _FAR)
@@ -185,11 +172,7 @@ class Prefix(Mask):
         step = 1 << max(0, mean.bit_length() - 3)
         return Prefix(-(-mean // step) * step)
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return gcd(*self._each)
-
+    @structured(period=lambda mask: gcd(*mask._each))
     def spans(self, q: Positions) -> Spans:
         """[0, max(length, i + 1))."""
         lengths = np.array([min(length, _FAR) for length in self._each], np.int64)[:, None]
@@ -214,8 +197,6 @@ class First(Mask):
 
     count: int
 
-    _steady = True
-
     def __post_init__(self) -> None:
         count = integer(self.count, 0)
         if count is None:
@@ -224,11 +205,7 @@ class First(Mask):
             )
         object.__setattr__(self, "count", count)
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return self.count
-
+    @structured(steady=True, period=lambda mask: mask.count)
     def spans(self, q: Positions) -> Spans:
         """[0, count)."""
         return one_span(BEGIN, min(self.count, _FAR), like=q)
@@ -258,11 +235,7 @@ class Chunked(Mask):
             )
         object.__setattr__(self, "size", size)
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return self.size
-
+    @structured(period=lambda mask: mask.size)
     def spans(self, q: Positions) -> Spans:
         """The query's chunk."""
         size = min(self.size, _FAR)
