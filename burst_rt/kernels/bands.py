@@ -131,6 +131,11 @@ class _Strips(NamedTuple):
         x = x.unflatten(0, (-1, self.at_once))
         return x.unbind()
 
+    def add_keys(self, total: torch.Tensor | None, x: torch.Tensor | None) -> None:
+        """Adds [columns, D] to [B, S, kv heads, D], where these are wanted."""
+        if total is not None and x is not None:
+            self.keys_of(total).add_(x)
+
     def of_rows(self, memory: _Memory, name: str, channels: int) -> torch.Tensor:
         """Memory for the rows of a batch: [strips, heads, rows of a strip, channels]."""
         return memory.take(name, self.at_once, self.group, self.length, channels)
@@ -181,10 +186,10 @@ def backward_of_band(
 def _forward(
     strips: _Strips, memory: _Memory, qkv: QKV, scale: float, state: State, *, first: bool
 ) -> None:
-    here = state._replace(
+    sums = state._replace(
         acc=strips.tokens_of(state.acc), m=strips.rows_of(state.m), l=strips.rows_of(state.l)
     )
-    out = here.acc if first else torch.empty_like(here.acc)
+    out = sums.acc if first else torch.empty_like(sums.acc)
     q = strips.of_rows(memory, "q", qkv.q.shape[3])
     acc = strips.of_rows(memory, "acc", out.shape[3])
     q_rows, acc_rows = q.flatten(1, 2).mT, acc.flatten(1, 2)
@@ -205,10 +210,10 @@ def _forward(
         torch.div(acc, total.view(*acc.shape[:3], 1), out=some_out)
     lse = strips.unpacked_rows(m.add_(l.log_()))
     if first:
-        here.m.copy_(lse)
-        here.l.copy_(here.m > -torch.inf)
+        sums.m.copy_(lse)
+        sums.l.copy_(sums.m > -torch.inf)
     else:
-        fold(out, lse, here, slice(0, out.shape[1]))
+        fold(out, lse, sums, slice(0, out.shape[1]))
 
 
 def _backward(
@@ -250,9 +255,8 @@ def _backward(
         if some_dq is not None:
             torch.bmm(ds.mT, some_k, out=dq_rows)
             some_dq.add_(dq, alpha=scale)
-    for total, here in ((sums.dk, dk), (sums.dv, dv)):
-        if total is not None and here is not None:
-            strips.keys_of(total).add_(here)
+    strips.add_keys(sums.dk, dk)
+    strips.add_keys(sums.dv, dv)
 
 
 def _add_products(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -322,17 +322,24 @@ _PURE = {
     f"{_SIMULATOR}.payload": {
         "burst_rt.errors", f"{_CORE}.graph", "collections", "collections.abc", "typing",
     },
+    f"{_SIMULATOR}.progress": {
+        f"{_CORE}.engine", f"{_CORE}.graph", f"{_SIMULATOR}.network",
+        "collections", "collections.abc", "dataclasses", "enum", "typing",
+    },
     f"{_SIMULATOR}.simulate": {
         "burst_rt.errors", f"{_CORE}.engine", f"{_CORE}.graph", f"{_CORE}.trace",
-        f"{_SIMULATOR}.hardware", f"{_SIMULATOR}.network",
-        "collections", "collections.abc", "dataclasses", "enum", "heapq", "typing",
+        f"{_SIMULATOR}.hardware", f"{_SIMULATOR}.network", f"{_SIMULATOR}.progress",
+        "collections", "collections.abc", "dataclasses", "heapq",
     },
     f"{_SIMULATOR}.faults": {
         "burst_rt.errors", f"{_CORE}.engine", f"{_CORE}.trace",
-        f"{_SIMULATOR}.hardware", f"{_SIMULATOR}.payload", f"{_SIMULATOR}.simulate",
+        f"{_SIMULATOR}.hardware", f"{_SIMULATOR}.payload", f"{_SIMULATOR}.progress",
+        f"{_SIMULATOR}.simulate",
         "collections.abc", "dataclasses", "math", "random",
     },
-    _SIMULATOR: {f"{_SIMULATOR}.{name}" for name in ("faults", "hardware", "payload", "simulate")},
+    _SIMULATOR: {
+        f"{_SIMULATOR}.{name}" for name in ("faults", "hardware", "payload", "progress", "simulate")
+    },
 }  # fmt: skip
 # What reaches out of a module without an import.
 _REACHES_OUT = {"__import__", "breakpoint", "compile", "eval", "exec", "input", "open", "print"}
