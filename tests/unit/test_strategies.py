@@ -27,7 +27,7 @@ from tolerances import BALANCE
 
 from burst_rt import Causal
 from burst_rt.errors import InternalError
-from burst_rt.planning import needs
+from burst_rt.planning import sides
 from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import KINDS
 from burst_rt.planning.masks import Piece, Relation, Shape
@@ -109,7 +109,7 @@ def test_only_what_somebody_further_on_needs_is_sent(
     """A row goes as far as the last rank that computes with it; a sum starts at the first and goes
     home from the last. By rows, from booleans; `direct` sends what is needed and nothing else.
     """
-    monkeypatch.setattr(needs, "ROWS_TOGETHER", 2)
+    monkeypatch.setattr(sides, "ROWS_TOGETHER", 2)
     p = problem(q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds)
     for ring in map(replace, (*rings(p), *rings(p, Straight(world_size)))):
         straight = isinstance(ring.route, Straight)
