@@ -6,7 +6,7 @@ query's index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from operator import index
@@ -19,7 +19,17 @@ from burst_rt.planning.masks.base import Mask, Relation, Rule, structured
 from burst_rt.planning.masks.pieces import Piece, Shape
 from burst_rt.planning.masks.spans import BEGIN, END, Positions, Spans, one_span
 
-__all__ = ["Causal", "Chunked", "First", "Full", "Prefix", "SlidingWindow", "integer", "is_count"]
+__all__ = [
+    "BY_NUMBER",
+    "Causal",
+    "Chunked",
+    "First",
+    "Full",
+    "Prefix",
+    "SlidingWindow",
+    "integer",
+    "is_count",
+]
 
 # Maximum distance, more than between any query and any key; larger numbers mean the same.
 _FAR = 1 << 60
@@ -251,6 +261,15 @@ class Chunked(Mask):
             return Relation.EMPTY
         one = first_q == last_q == first_kv == last_kv
         return Relation.FULL if one else Relation.PARTIAL
+
+
+# Masks that one number makes, by their word on a command line: "prefix:1024". `chunked` is causal
+# there, as models have it.
+BY_NUMBER: dict[str, Callable[[int], Mask]] = {
+    "prefix": Prefix,
+    "chunked": lambda size: Causal() & Chunked(size),
+    "first": First,
+}
 
 
 def is_count(number: object, least: int) -> bool:
