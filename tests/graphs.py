@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from burst_rt import Causal, Full, Mask, Relation
+from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import KINDS, make_layout
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import Program, Ring, choose
-from burst_rt.planning.strategies.ring import travels_whole
+from burst_rt.planning.strategies import Program, Ring
+from burst_rt.planning.strategies.ring import sends_single_blocks
 from burst_rt.scheduler import Graph, Transfer, check_share
 
 __all__ = [
@@ -79,9 +80,9 @@ def other_rings(p: Problem) -> Iterator[Ring]:
 
     Where shards travel as one block, also the plain rings.
     """
-    if travels_whole(p, sums=False):
+    if sends_single_blocks(p, sums=False):
         yield as_ring(choose(p, "ring-kv", forward=True).program)
-    if travels_whole(p, sums=True):
+    if sends_single_blocks(p, sums=True):
         for strategy in ("ring-kv", "burst"):
             yield as_ring(choose(p, strategy, forward=False).program)
     for strategy in (

@@ -13,11 +13,10 @@ from graphs import problem
 
 from burst_rt import Causal, Documents, Mask, Prefix, SlidingWindow
 from burst_rt.errors import InputError
-from burst_rt.planning.forecast import CANDIDATES, FORECAST_UP_TO, forecast
+from burst_rt.planning.choose import CANDIDATES, FORECAST_UP_TO, LAYOUTS, fastest_layout, forecast
 from burst_rt.planning.layouts import KINDS, make_layout
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.suited import LAYOUTS, fastest_layout
 
 __all__ = ["Mix", "check_fastest_layout", "mix", "packed_problem"]
 

@@ -24,6 +24,7 @@ from burst_rt.planning.masks import (
     Mask,
     Piece,
     Relation,
+    Shape,
     Spans,
     positions_of,
 )
@@ -151,7 +152,7 @@ def _cells(piece: Piece, allowed: set[tuple[int, int]]) -> Iterator[tuple[int, i
     for i in range(piece.q_start, piece.q_stop):
         for j in range(piece.kv_start, piece.kv_stop):
             row, column = i - piece.q_start, j - piece.kv_start
-            if piece.shows(row, column) and (not piece.masked or (i, j) in allowed):
+            if piece.shows(row, column) and (piece.shape is not Shape.MASKED or (i, j) in allowed):
                 yield i, j
 
 

@@ -3,8 +3,8 @@
 A plan is everything about one direction of a call that does not depend on the tensors' values: the
 graph of this rank, its schedule, the kernel, the bytes sent, the memory.
 
-Packed batches bring a new mask with every step. What is verified is the way that rows go between
-ranks (`Program.way`), and a way that has been verified is not verified again. The tables of a plan
+Packed batches bring a new mask with every step. What is verified is how rows go between ranks
+(`Program.wiring`), and a wiring that has been verified is not verified again. The tables of a plan
 (pieces of tiles, costs) are made from each new mask for this rank alone.
 
 Each rank verifies its share of the world (`check_share`): its own graph, built with the machine's
@@ -24,18 +24,11 @@ import torch
 
 from burst_rt.attention.recent import Recent
 from burst_rt.kernels import Kernel, Picked, Work, pick
-from burst_rt.planning.forecast import (
-    FORECAST_UP_TO,
-    Ranking,
-    fastest_strategy,
-    rank_strategies,
-    typical,
-)
+from burst_rt.planning.choose import Chooser
 from burst_rt.planning.layouts import Layout
 from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import Choice, Program, choose
-from burst_rt.planning.suited import fastest_layout
+from burst_rt.planning.strategies import Choice, Program
 from burst_rt.scheduler import (
     HOST_LANES,
     Graph,
@@ -53,8 +46,8 @@ __all__ = ["Graphs", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
 # Number of programs whose intermediate data is kept: two calls in both directions. The other
 # direction's tables need the data. It grows with the square of the world size.
 _DETAILED = 2 * 2
-# Maximum number of ways that are remembered as verified.
-_KNOWN_WAYS = 4096
+# Maximum number of wirings that are remembered as verified.
+_KNOWN_WIRINGS = 4096
 
 
 class PlanKey(NamedTuple):
@@ -75,7 +68,7 @@ class Graphs(Protocol):
     """The parts of a program that the verifier needs; see `Program`."""
 
     @property
-    def way(self) -> Hashable:
+    def wiring(self) -> Hashable:
         """The program's description of what goes where."""
 
     def messages(self, rank: int) -> Iterator[Transfer]:
@@ -216,14 +209,11 @@ class Planner:
         self._rank = rank
         self._lanes = lanes
         self._lower = lower
-        self._ranks_per_node = ranks_per_node
-        self._hardware = hardware
+        self._chooser = Chooser(hardware, ranks_per_node, capacity)
         self._plans: Recent[PlanKey, Plan] = Recent(capacity)
-        self._layouts: Recent[Problem, Layout] = Recent(capacity)
         # Programs of the latest plans, which still hold their intermediate data.
         self._detailed: deque[Program] = deque()
-        self._verified: Recent[Hashable, bool] = Recent(_KNOWN_WAYS)
-        self._rankings: Recent[tuple[Problem, bool], Ranking] = Recent(capacity)
+        self._verified: Recent[Hashable, bool] = Recent(_KNOWN_WIRINGS)
 
     def plan(self, key: PlanKey) -> Plan:
         """The plan for a key, built and verified on first use.
@@ -245,32 +235,17 @@ class Planner:
 
         Local; kept by problem. Takes seconds. problem: in any layout.
         """
-        layout = self._layouts.get(problem)
-        if layout is None:
-            found, _ = fastest_layout(problem, self._hardware, ranks_per_node=self._ranks_per_node)
-            layout = found.q_layout
-        self._layouts.put(problem, layout)
-        return layout
+        return self._chooser.layout(problem)
 
     def forget(self) -> None:
         """Lets go of all plans, layouts and forecasts."""
         self._detailed.clear()
         self._plans.clear()
-        self._layouts.clear()
-        self._rankings.clear()
+        self._chooser.forget()
 
     def _make(self, key: PlanKey) -> Plan:
-        problem, world = key.problem, key.problem.world_size
-        if key.strategy == "auto" and self._hardware is not None and 1 < world <= FORECAST_UP_TO:
-            choice = fastest_strategy(
-                problem, self._hardware, forward=key.forward,
-                ranks_per_node=self._ranks_per_node, ranking=self._ranking(key),
-            )  # fmt: skip
-        else:
-            choice = choose(
-                problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node
-            )
-
+        problem = key.problem
+        choice = self._chooser.choose(problem, key.strategy, forward=key.forward)
         own = choice.program.graph(self._rank, self._lanes)
         tiles = tuple(
             task.op.pieces for task in own.tasks if isinstance(task.op, (ForwardTile, BackwardTile))
@@ -290,24 +265,14 @@ class Planner:
     def lowered(self, program: Graphs, own: Graph) -> Graph:
         """The lowered graph that the machine makes of `own`, this rank's graph of a program.
 
-        Verifies a way that is new. Local. Raises InternalError.
+        Verifies a wiring that is new. Local. Raises InternalError.
         """
         lowered = self._lower(own)
-        # By its hash: the ways of large worlds are large.
-        way = hash((program.way, own.world_size))
-        if not self._verified.get(way):
+        # By its hash: the wirings of large worlds are large.
+        wiring = hash((program.wiring, own.world_size))
+        if not self._verified.get(wiring):
             check_share(own, program.messages(self._rank))
             if lowered is not own:
                 check_graph(lowered)
-            self._verified.put(way, True)
+            self._verified.put(wiring, True)
         return lowered
-
-    def _ranking(self, key: PlanKey) -> Ranking:
-        """The forecasts for problems like a key's."""
-        assert self._hardware is not None
-        like = typical(key.problem)
-        ranking = self._rankings.get((like, key.forward)) or rank_strategies(
-            like, self._hardware, forward=key.forward, ranks_per_node=self._ranks_per_node
-        )
-        self._rankings.put((like, key.forward), ranking)
-        return ranking

@@ -34,11 +34,12 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from burst_rt.errors import InputError
+from burst_rt.planning.choose import choose
 from burst_rt.planning.forecast import working_bytes
 from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.masks import Causal, Mask
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import AGREE, Choice, Program, check_name, choose
+from burst_rt.planning.strategies import AGREE, Choice, Program, check_name
 from burst_rt.runtime.collectives import all_gather, all_reduce, even_parts, reduce_scatter
 from burst_rt.scheduler import (
     HOST_LANES,

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.kernels.base import QKV, Gradients, State, Upstream, fold, sum_dtype
-from burst_rt.kernels.cuts import Cut
+from burst_rt.kernels.cpu_calls import KernelCall
 from burst_rt.planning.masks import WIDEST_BAND
 from burst_rt.planning.problem import TileShape
 
@@ -131,6 +131,11 @@ class _Strips(NamedTuple):
         x = x.unflatten(0, (-1, self.at_once))
         return x.unbind()
 
+    def add_keys(self, total: torch.Tensor | None, x: torch.Tensor | None) -> None:
+        """Adds [columns, D] to [B, S, kv heads, D], where these are wanted."""
+        if total is not None and x is not None:
+            self.keys_of(total).add_(x)
+
     def of_rows(self, memory: _Memory, name: str, channels: int) -> torch.Tensor:
         """Memory for the rows of a batch: [strips, heads, rows of a strip, channels]."""
         return memory.take(name, self.at_once, self.group, self.length, channels)
@@ -147,15 +152,15 @@ class _Strips(NamedTuple):
 
 
 def forward_of_band(
-    qkv: QKV, scale: float, cut: Cut, state: State, progress: Callable[[], None]
+    qkv: QKV, scale: float, band: KernelCall, state: State, progress: Callable[[], None]
 ) -> None:
     """Folds a band into the rows of the state that it covers. Takes at most `scratch_of_band`.
 
     progress: called now and then.
     """
     memory = _Memory(state.acc.dtype)
-    for strips in _strips(qkv, cut):
-        _forward(strips, memory, qkv, scale, state, first=cut.first)
+    for strips in _strips(qkv, band):
+        _forward(strips, memory, qkv, scale, state, first=band.first)
         progress()
 
 
@@ -163,7 +168,7 @@ def backward_of_band(
     qkv: QKV,
     upstream: Upstream,
     scale: float,
-    cut: Cut,
+    band: KernelCall,
     sums: Gradients,
     progress: Callable[[], None],
 ) -> None:
@@ -172,7 +177,7 @@ def backward_of_band(
     progress: called now and then.
     """
     memory = _Memory(upstream.lse.dtype)
-    for strips in _strips(qkv, cut):
+    for strips in _strips(qkv, band):
         _backward(strips, memory, qkv, upstream, scale, sums)
         progress()
 
@@ -181,10 +186,10 @@ def backward_of_band(
 def _forward(
     strips: _Strips, memory: _Memory, qkv: QKV, scale: float, state: State, *, first: bool
 ) -> None:
-    here = state._replace(
+    sums = state._replace(
         acc=strips.tokens_of(state.acc), m=strips.rows_of(state.m), l=strips.rows_of(state.l)
     )
-    out = here.acc if first else torch.empty_like(here.acc)
+    out = sums.acc if first else torch.empty_like(sums.acc)
     q = strips.of_rows(memory, "q", qkv.q.shape[3])
     acc = strips.of_rows(memory, "acc", out.shape[3])
     q_rows, acc_rows = q.flatten(1, 2).mT, acc.flatten(1, 2)
@@ -205,10 +210,10 @@ def _forward(
         torch.div(acc, total.view(*acc.shape[:3], 1), out=some_out)
     lse = strips.unpacked_rows(m.add_(l.log_()))
     if first:
-        here.m.copy_(lse)
-        here.l.copy_(here.m > -torch.inf)
+        sums.m.copy_(lse)
+        sums.l.copy_(sums.m > -torch.inf)
     else:
-        fold(out, lse, here, slice(0, out.shape[1]))
+        fold(out, lse, sums, slice(0, out.shape[1]))
 
 
 def _backward(
@@ -250,9 +255,8 @@ def _backward(
         if some_dq is not None:
             torch.bmm(ds.mT, some_k, out=dq_rows)
             some_dq.add_(dq, alpha=scale)
-    for total, here in ((sums.dk, dk), (sums.dv, dv)):
-        if total is not None and here is not None:
-            strips.keys_of(total).add_(here)
+    strips.add_keys(sums.dk, dk)
+    strips.add_keys(sums.dv, dv)
 
 
 def _add_products(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -281,12 +285,12 @@ def scratch_of_band(forward: bool, dtype: torch.dtype, tile: TileShape, most_row
     return numbers * sum_dtype(dtype).itemsize
 
 
-def _strips(qkv: QKV, cut: Cut) -> Iterator[_Strips]:
+def _strips(qkv: QKV, band: KernelCall) -> Iterator[_Strips]:
     """A band in batches of strips; the last batch may have fewer, and the last strip be shorter."""
     batch, _, num_heads, _ = qkv.q.shape
     num_kv_heads = qkv.k.shape[2]
     group = num_heads // num_kv_heads
-    num_rows, num_columns = (x.stop - x.start for x in (cut.rows, cut.columns))
+    num_rows, num_columns = (x.stop - x.start for x in (band.rows, band.columns))
     seen = num_columns - num_rows + 1  # columns, by a row
     length, at_once = _lengths(group)
     batches = num_rows - num_rows % (length * at_once)
@@ -302,8 +306,8 @@ def _strips(qkv: QKV, cut: Cut) -> Iterator[_Strips]:
         if first < stop:
             yield _Strips(
                 batch_row=batch_row,
-                rows=slice(cut.rows.start + first, cut.rows.start + stop),
-                columns=slice(cut.columns.start + first, cut.columns.start + stop + seen - 1),
+                rows=slice(band.rows.start + first, band.rows.start + stop),
+                columns=slice(band.columns.start + first, band.columns.start + stop + seen - 1),
                 kv_head=kv_head,
                 group=group,
                 length=some,

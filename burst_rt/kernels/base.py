@@ -20,7 +20,7 @@ import torch
 
 from burst_rt.kernels.cells import Asked, positions_at
 from burst_rt.kernels.decode import Partial, Seen, decode_plainly
-from burst_rt.planning.masks import Mask, Piece, Relation
+from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.problem import ScoreOptions, TileShape
 
 __all__ = [
@@ -210,14 +210,14 @@ class Tile(NamedTuple):
         or 1, q, kv]` where the mask tells batch rows or heads apart; None if all cells are seen.
         """
         device = queries.device
-        if piece.masked:
+        if piece.shape is Shape.MASKED:
             kv = positions_at(some_of(self.kv_positions, columns), device)
             heads = range(self.first_head, self.first_head + queries.shape[2])
             runs = tuple(some_of(self.q_positions, rows))
             seen: torch.Tensor = self.mask.seen_cells(Asked(runs, kv, queries.shape[0], heads))
             seen = seen.expand(*seen.shape[:-2], rows.stop - rows.start, len(kv))
             return seen[0, 0] if seen.shape[:-2] == (1, 1) else seen
-        if piece.whole:
+        if piece.shape is Shape.RECTANGLE:
             return None
         q = torch.arange(rows.start - piece.q_start, rows.stop - piece.q_start, device=device)
         kv = torch.arange(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import MOST_SPANS, Function, Mask, positions_of, spans_of
+from burst_rt.planning.masks import MOST_SPANS, Function, Mask, Piece, Shape, positions_of, spans_of
 from burst_rt.planning.masks.spans import Positions
 
-__all__ = ["Asked", "ask", "positions_at", "told"]
+__all__ = ["Asked", "ask", "outside", "positions_at", "told"]
 
 
 class Asked(NamedTuple):
@@ -111,3 +112,13 @@ def ask(mask: Function, *cells: torch.Tensor) -> torch.Tensor:
 def told(mask: Function) -> str:
     """A mask's function, for errors."""
     return f"burst_attention: mask {mask!r}: the function"
+
+
+# Most calls of a window are equal.
+@lru_cache(maxsize=4)
+def outside(shape: Shape, q_len: int, kv_len: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask `[q, kv]` of an upper triangle, or a band: -inf outside it, else 0."""
+    piece = Piece(0, q_len, 0, kv_len, shape, 0)
+    q, kv = (torch.arange(length, device="cpu") for length in (q_len, kv_len))
+    mask = torch.zeros(q_len, kv_len, dtype=dtype, device="cpu")
+    return mask.masked_fill_(~piece.shows(q[:, None], kv), -torch.inf)

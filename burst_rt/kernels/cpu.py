@@ -3,10 +3,7 @@
 16-bit inputs are cast to float32 part by part. Sums are then float32 whatever the input, and
 torch's own 16-bit backward is several times slower on a CPU without native bfloat16.
 
-The fused backward takes the output O and uses only rowsum(dO * O). It is given O' = dO * delta /
-|dO|^2 instead: then rowsum(dO * O') = delta exactly, so that O never has to travel. Where |dO|^2 is
-near overflow or underflow, O' = u * delta / (amax * |u|^2) with u = dO / amax and amax the row's
-largest |dO|.
+The fused backward takes the output O, which does not travel: it is given the O' of `stand_in.py`.
 
 A tile of a handful of cells is done in float64 instead. Where a row sees one to three keys, its
 gradients are differences of nearly equal numbers, and O' costs a rounding more than O does.
@@ -23,7 +20,6 @@ vector of the processor holds it takes a row of NaN for such a row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from math import isqrt
 from operator import itemgetter
 from typing import Any
@@ -31,7 +27,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from burst_rt.kernels.bands import backward_of_band, forward_of_band, scratch_of_band
+from burst_rt.kernels.bands import backward_of_band, forward_of_band
 from burst_rt.kernels.base import (
     DTYPES,
     QKV,
@@ -44,17 +40,20 @@ from burst_rt.kernels.base import (
     fold,
     sum_dtype,
 )
-from burst_rt.kernels.cuts import (
-    STRIP,
-    STRIP_COLUMNS,
-    Cut,
-    PartSize,
-    parts_of,
-    parts_under_the_mask,
+from burst_rt.kernels.cells import outside
+from burst_rt.kernels.cpu_calls import KernelCall, PartSize, parts_of, parts_under_the_mask
+from burst_rt.kernels.cpu_memory import (
+    DISTANCES_PART,
+    MOST_MASKED,
+    PART,
+    SMALL_PART,
+    matrix_part,
+    scratch_bytes,
 )
 from burst_rt.kernels.decode import Partial, Seen, folded, lowest, parts_of_columns
-from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
-from burst_rt.planning.masks import Piece
+from burst_rt.kernels.naive import NaiveKernel, UntiledKernel, attend_few_keys
+from burst_rt.kernels.stand_in import stand_in_for_out
+from burst_rt.planning.masks import Piece, Shape
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["CpuKernel", "cpu_capabilities"]
@@ -63,36 +62,14 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-# Size of the parts of a tile, large enough that adding them up costs about one percent.
-_PART = PartSize(4096, 4096, 1, edge=128, largest=1024, strips=False)
-# Size of the parts of a tile of small pieces, or under a mask, which is made as a matrix: fewer
-# rows and columns, more heads.
-_SMALL_PART = PartSize(1024, 1024, 4, edge=128, largest=1024, strips=False)
 # Maximum mean of the smaller side of a tile's pieces for which they count as small.
 _SMALL_SIDE = 1536
 # Rows of the largest triangle that the backward takes apart, where that gains more.
 _LARGEST_BACKWARD = 1536
-# Maximum number of mask cells that are made at once, over all batch rows and heads that the mask
-# tells apart.
-_MOST_MASKED = 1 << 24
-# Size of the parts if each head has a matrix of distances of its own.
-_DISTANCES_PART = PartSize(512, 512, 1)
-# Approximate number of cells of all heads' matrices of scores. They fit into the cache, and the C
-# library does not give their memory back to the system after each part, to get it again page by
-# page.
-_MATRIX_CELLS = 3 << 16
-# Number of bytes a cell while a mask is made: booleans.
-_MASK_BYTES = 3
-# Approximate number of bytes that the fused kernel allocates: scores of 256 queries x 512 keys,
-# twice in the backward.
-_FUSED_BYTES = 2**20
 # Minimum number of keys: the float32 numbers of the longest vectors.
 _FEWEST_KEYS = 16
 # Maximum number of cells of a tile that is done in float64.
 _HANDFUL = 16
-# Between these, a norm's square is neither near overflow nor near underflow in float32, and so not
-# in float64.
-_TINY, _HUGE = 1e-15, 1e15
 
 _naive, _untiled = NaiveKernel(), UntiledKernel()
 
@@ -120,28 +97,27 @@ class CpuKernel(Kernel):
         if _is_handful(qkv):
             _naive.forward(qkv, tile, state)
             return
-        # Whether the first part of each row may be written where there is nothing yet.
-        fresh = tile.first and tile.terms.sinks is None and tile.terms.softcap is None
-        if tile.first and not (fresh and _in_every_row(tile.pieces, qkv.q.shape[1])):
-            state.start(tile.terms.sinks)
+        fresh = _begin(state, tile, qkv.q.shape[1])
         part, dtype = self.part_of(tile, qkv, forward=True), self.work_dtype(qkv.q.dtype)
-        together = qkv.q.shape[0] == 1 and part.edge > 0
+        batched = qkv.q.shape[0] == 1 and part.edge > 0
         for heads, kv_heads in _some_heads(qkv, part):
-            some = _of_heads(qkv, heads, kv_heads)
-            some_state = state._replace(
-                acc=_cut(state.acc, 2, heads), m=_cut(state.m, 1, heads), l=_cut(state.l, 1, heads)
+            of_heads = _of_heads(qkv, heads, kv_heads)
+            sums = state._replace(
+                acc=_narrow(state.acc, 2, heads),
+                m=_narrow(state.m, 1, heads),
+                l=_narrow(state.l, 1, heads),
             )
-            some_tile = _tile_of_heads(tile, heads)._replace(first=False, last=False)
-            for _, cuts in _parts(tile, part, together):
-                for each in cuts:
-                    cut = each._replace(first=each.first and fresh)
+            head_tile = _tile_of_heads(tile, heads)._replace(first=False, last=False)
+            for _, calls in _parts(tile, part, batched):
+                for call in calls:
+                    call = call._replace(first=call.first and fresh)
                     if tile.terms.softcap is not None:
-                        alone = some_tile._replace(pieces=(cut.alone(),))
-                        _untiled.forward(some, alone, some_state)
-                    elif cut.band and not part.strips:
-                        forward_of_band(some, tile.scale, cut, some_state, tile.progress)
+                        alone = head_tile._replace(pieces=(call.first_block(),))
+                        _untiled.forward(of_heads, alone, sums)
+                    elif call.shape is Shape.BAND and not part.strips:
+                        forward_of_band(of_heads, tile.scale, call, sums, tile.progress)
                     else:
-                        _forward_part(some, some_tile, some_state, cut, dtype)
+                        _forward_part(of_heads, head_tile, sums, call, dtype)
                     tile.progress()
         if tile.last:
             state.finish()
@@ -153,11 +129,11 @@ class CpuKernel(Kernel):
         if softcap is not None:
             super().decode(qkv, seen, scale, softcap, into)
             return
-        found = seen.hulls
-        if len(set(found)) == 1:
-            _decode(qkv, seen, found[0], scale, into)
+        hulls = seen.hulls
+        if len(set(hulls)) == 1:
+            _decode(qkv, seen, hulls[0], scale, into)
             return
-        for row, hull in enumerate(found):
+        for row, hull in enumerate(hulls):
             at = slice(row, row + 1)
             _decode(QKV(*(x[at] for x in qkv)), seen.row(row), hull, scale, into.rows(at))
 
@@ -167,28 +143,28 @@ class CpuKernel(Kernel):
             _naive.backward(qkv, upstream, tile, grads)
             return
         part, dtype = self.part_of(tile, qkv, forward=False), self.work_dtype(qkv.q.dtype)
-        together = qkv.q.shape[0] == 1 and part.edge > 0
+        batched = qkv.q.shape[0] == 1 and part.edge > 0
         for heads, kv_heads in _some_heads(qkv, part):
-            some = _of_heads(qkv, heads, kv_heads)
-            dout, (lse, delta) = (
-                upstream.dout,
-                (_cut(x, 1, heads) for x in (upstream.lse, upstream.delta)),
+            of_heads = _of_heads(qkv, heads, kv_heads)
+            rows_in = Upstream(
+                _narrow(upstream.dout, 2, heads),
+                _narrow(upstream.lse, 1, heads),
+                _narrow(upstream.delta, 1, heads),
             )
-            some_upstream = Upstream(_cut(dout, 2, heads), lse, delta)
-            at = zip(grads, (heads, kv_heads, kv_heads), strict=True)
-            sums = Gradients(*(None if x is None else _cut(x, 2, those) for x, those in at))
-            some_tile = _tile_of_heads(tile, heads)
-            for rows, cuts in _parts(tile, part, together):
+            sides = zip(grads, (heads, kv_heads, kv_heads), strict=True)
+            sums = Gradients(*(None if x is None else _narrow(x, 2, at) for x, at in sides))
+            head_tile = _tile_of_heads(tile, heads)
+            for rows, calls in _parts(tile, part, batched):
                 queries: _Queries | None = None
-                for cut in cuts:
+                for call in calls:
                     if tile.terms.softcap is not None:
-                        alone = some_tile._replace(pieces=(cut.alone(),))
-                        _untiled.backward(some, some_upstream, alone, sums)
-                    elif cut.band and not part.strips:
-                        backward_of_band(some, some_upstream, tile.scale, cut, sums, tile.progress)
+                        alone = head_tile._replace(pieces=(call.first_block(),))
+                        _untiled.backward(of_heads, rows_in, alone, sums)
+                    elif call.shape is Shape.BAND and not part.strips:
+                        backward_of_band(of_heads, rows_in, tile.scale, call, sums, tile.progress)
                     else:
-                        queries = queries or _Queries(some.q, some_upstream, rows, dtype)
-                        _backward_part(queries, some, some_tile, cut, sums)
+                        queries = queries or _Queries(of_heads.q, rows_in, rows, dtype)
+                        _backward_part(queries, of_heads, head_tile, call, sums)
                     tile.progress()
 
     def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> PartSize:
@@ -200,106 +176,73 @@ class CpuKernel(Kernel):
 
     def _size_of(self, tile: Tile, qkv: QKV) -> PartSize:
         if tile.terms.softcap is not None:
-            return _matrix_part(qkv.q.shape[0] * (qkv.q.shape[2] // qkv.k.shape[2]))
+            return matrix_part(qkv.q.shape[0] * (qkv.q.shape[2] // qkv.k.shape[2]))
         if tile.terms.alibi_slopes is not None:
-            return _DISTANCES_PART
-        if any(piece.masked for piece in tile.pieces):
-            heads = min(qkv.k.shape[2], _SMALL_PART.kv_heads * torch.get_num_threads())
+            return DISTANCES_PART
+        if any(piece.shape is Shape.MASKED for piece in tile.pieces):
+            heads = min(qkv.k.shape[2], SMALL_PART.kv_heads * torch.get_num_threads())
             apart = tile.mask.num_apart(qkv.q.shape[0], heads * (qkv.q.shape[2] // qkv.k.shape[2]))
-            side = max(1, isqrt(_MOST_MASKED // apart))
-            part = _SMALL_PART
+            side = max(1, isqrt(MOST_MASKED // apart))
+            part = SMALL_PART
             return part._replace(q_len=min(part.q_len, side), kv_len=min(part.kv_len, side))
         # Bands are taken in strips of a few rows anyway.
         sides = [
             (piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start)
             for piece in tile.pieces
-            if not piece.band
+            if piece.shape is not Shape.BAND
         ]
         if sum(map(min, sides)) > _SMALL_SIDE * len(sides):
-            return _PART
+            return PART
         # Where all pieces are smaller than a part, a call has more heads, and as many rows in all.
         banded = len(sides) < len(tile.pieces)
-        longest = _SMALL_PART.q_len if banded else max(map(max, sides), default=_SMALL_PART.q_len)
-        more = max(1, _SMALL_PART.q_len // longest)
-        return _SMALL_PART._replace(kv_heads=_SMALL_PART.kv_heads * more)
+        longest = SMALL_PART.q_len if banded else max(map(max, sides), default=SMALL_PART.q_len)
+        more = max(1, SMALL_PART.q_len // longest)
+        return SMALL_PART._replace(kv_heads=SMALL_PART.kv_heads * more)
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
-        """See `Kernel.scratch_bytes`. The parts' sizes bound it.
-
-        It counts casts of the inputs, O', the fused kernel's results and own buffers, the mask,
-        twice, and matrices of scores or of distances; for bands, what `scratch_of_band` says.
-        """
-        size = sum_dtype(dtype).itemsize
-        # One channel more, which some rows need (see `_Queries`).
-        channels = tile.batch * (tile.head_dim if forward else tile.head_dim + 1) * size
-        q_part = kv_part = matrix = 0
-        of_heads = tile.scores.softcap or tile.scores.alibi_slopes
-        parts = (_DISTANCES_PART,) if of_heads else (_PART, _SMALL_PART)
-        if tile.scores.softcap:
-            parts = (_matrix_part(tile.batch * (tile.num_heads // tile.num_kv_heads)),)
-        group = tile.num_heads // tile.num_kv_heads
-        strips = tile.banded and (of_heads or self.work_dtype(dtype) != sum_dtype(dtype))
-        for part in parts:
-            of_longest = part.kv_heads * torch.get_num_threads()
-            kv_heads = min(tile.num_kv_heads, of_longest)
-            # A call has few rows of many heads, or many rows of few.
-            rows = min(tile.q_len * tile.num_kv_heads, part.q_len * of_longest) * group
-            columns = min(tile.kv_len * tile.num_kv_heads, part.kv_len * of_longest)
-            if strips:
-                columns = STRIP_COLUMNS * kv_heads
-            q_part = max(q_part, rows * channels)
-            kv_part = max(kv_part, columns * channels)
-            shape = tile._replace(
-                num_heads=kv_heads * group,
-                q_len=min(tile.q_len, part.q_len),
-                kv_len=min(tile.kv_len, part.kv_len),
-            )
-            matrix = _untiled.scratch_bytes(forward, dtype, shape) if of_heads else 0
-        masked = min(tile.q_len, _SMALL_PART.q_len) * min(tile.kv_len, _SMALL_PART.kv_len)
-        masked = min(masked * tile.masked, _MOST_MASKED)
-        if strips:
-            masked = max(masked, STRIP * min(tile.kv_len, STRIP_COLUMNS))
-        mask = masked * (size + _MASK_BYTES)
-        cast = sum_dtype(dtype) != dtype
-        q_parts, kv_parts = (1 + cast, 2 * cast) if forward else (2 + 2 * cast, 2 + 2 * cast)
-        fused = _FUSED_BYTES if forward else 2 * _FUSED_BYTES
-        by_fused = q_part * q_parts + kv_part * kv_parts + mask + matrix + fused
-        if not tile.banded or strips:
-            return by_fused
-        return max(by_fused, scratch_of_band(forward, dtype, tile, _PART.q_len))
+        """See `Kernel.scratch_bytes`."""
+        wide = self.work_dtype(dtype) == sum_dtype(dtype)
+        return scratch_bytes(forward, dtype, tile, wide=wide)
 
 
 def cpu_capabilities() -> Mapping[str, Any]:  # flags, numbers, names
     """The capabilities of this CPU as torch tells them; nothing before torch 2.12."""
-    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return found
-
-
-def _matrix_part(heads: int) -> PartSize:
-    """Parts for matrices of scores of this number of heads, over all batch rows."""
-    side = max(128, isqrt(_MATRIX_CELLS // heads) // 64 * 64)
-    return PartSize(side, side, 1)
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return capabilities
 
 
 def _is_handful(qkv: QKV) -> bool:
     return qkv.q.shape[1] * qkv.k.shape[1] <= _HANDFUL
 
 
+def _begin(state: State, tile: Tile, num_rows: int) -> bool:
+    """Makes the state of a first tile one to which calls can add.
+
+    Returns whether the first call for each row may be written where there is nothing yet.
+    """
+    fresh = tile.first and tile.terms.sinks is None and tile.terms.softcap is None
+    if tile.first and not (fresh and _in_every_row(tile.pieces, num_rows)):
+        state.start(tile.terms.sinks)
+    return fresh
+
+
 def _in_every_row(pieces: tuple[Piece, ...], num_rows: int) -> bool:
     """Whether every row certainly has a part. A piece under the mask may turn out empty."""
     rows = 0  # that have
     for piece in sorted(pieces, key=itemgetter(0)):
-        if piece.masked or piece.q_start > rows:
+        if piece.shape is Shape.MASKED or piece.q_start > rows:
             return False
         rows = max(rows, piece.q_stop)
     return rows == num_rows
 
 
-def _parts(tile: Tile, part: PartSize, together: bool) -> Iterable[tuple[slice, Iterable[Cut]]]:
-    """The tile in runs of rows of bounded size, each with its cuts."""
-    if any(piece.masked for piece in tile.pieces):
-        return parts_under_the_mask(tile, part, together)
-    return parts_of(tile.pieces, part, together)
+def _parts(
+    tile: Tile, part: PartSize, batched: bool
+) -> Iterable[tuple[slice, Iterable[KernelCall]]]:
+    """The tile in runs of rows of bounded size, each with its calls."""
+    if any(piece.shape is Shape.MASKED for piece in tile.pieces):
+        return parts_under_the_mask(tile, part, batched)
+    return parts_of(tile.pieces, part, batched)
 
 
 def _some_heads(qkv: QKV, part: PartSize) -> Iterator[tuple[slice, slice]]:
@@ -312,7 +255,7 @@ def _some_heads(qkv: QKV, part: PartSize) -> Iterator[tuple[slice, slice]]:
 
 
 def _of_heads(qkv: QKV, heads: slice, kv_heads: slice) -> QKV:
-    return QKV(_cut(qkv.q, 2, heads), _cut(qkv.k, 2, kv_heads), _cut(qkv.v, 2, kv_heads))
+    return QKV(_narrow(qkv.q, 2, heads), _narrow(qkv.k, 2, kv_heads), _narrow(qkv.v, 2, kv_heads))
 
 
 def _tile_of_heads(tile: Tile, heads: slice) -> Tile:
@@ -323,22 +266,22 @@ def _tile_of_heads(tile: Tile, heads: slice) -> Tile:
 
 # A part is a function of its own, so that a part's memory is free before the next part takes its
 # memory.
-def _forward_part(qkv: QKV, tile: Tile, state: State, cut: Cut, dtype: torch.dtype) -> None:
-    causal, seen, mask = _hidden(qkv.q, tile, cut, state.acc.dtype)
-    q = _heads_first(_blocks(qkv.q, 1, cut.rows, cut), dtype)
-    k, v = (_keys(x, cut, dtype) for x in (qkv.k, qkv.v))
+def _forward_part(qkv: QKV, tile: Tile, state: State, call: KernelCall, dtype: torch.dtype) -> None:
+    causal, seen, mask = _hidden(qkv.q, tile, call, state.acc.dtype)
+    q = _heads_first(_blocks(qkv.q, 1, call.rows, call), dtype)
+    k, v = (_keys(x, call, dtype) for x in (qkv.k, qkv.v))
     head_dim = v.shape[3]
     q, k, v = _alike(q, k, v)
     out, lse = _attend(q, k, v, causal, mask, tile.scale)
     if seen is not None:
         lse = lse.masked_fill(~seen.any(-1), -torch.inf)
-    some = state._replace(
-        acc=_blocks(state.acc, 1, cut.rows, cut),
-        m=_blocks(state.m, 2, cut.rows, cut),
-        l=_blocks(state.l, 2, cut.rows, cut),
+    sums = state._replace(
+        acc=_blocks(state.acc, 1, call.rows, call),
+        m=_blocks(state.m, 2, call.rows, call),
+        l=_blocks(state.l, 2, call.rows, call),
     )
     out = out[..., :head_dim].transpose(1, 2)
-    fold(out, lse, some, slice(0, out.shape[1]), first=cut.first)
+    fold(out, lse, sums, slice(0, out.shape[1]), first=call.first)
 
 
 def _attend(
@@ -353,44 +296,31 @@ def _attend(
     keys by matrix products.
     """
     if k.shape[2] >= _FEWEST_KEYS:
-        found: tuple[torch.Tensor, torch.Tensor] = _forward(
+        results: tuple[torch.Tensor, torch.Tensor] = _forward(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
-        return found
-    work = sum_dtype(q.dtype)
-    k, v = (x.to(work).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = (q.to(work) @ k.mT).mul_(scale)
-    if causal:
-        s.masked_fill_(torch.ones(s.shape[2:], dtype=torch.bool).triu_(1), -torch.inf)
-    if mask is not None:
-        s.add_(mask)
-    top, info = s.amax(-1, keepdim=True), torch.finfo(work)
-    # exp(-inf - -inf) would be NaN: such a row sees no key.
-    p = s.sub_(top.clamp_min(info.min)).exp_()
-    # By one product the sum of p is rounded as the sums of p * v are.
-    out, total = (p @ pad(v, (0, 1), value=1.0)).split((v.shape[3], 1), -1)
-    lse = (top + total.log()).squeeze(-1)
-    return (out / total.clamp_min(info.tiny)).to(q.dtype), lse
+        return results
+    return attend_few_keys(q, k, v, causal, mask, scale)
 
 
 def _hidden(
-    q: torch.Tensor, tile: Tile, cut: Cut, dtype: torch.dtype
+    q: torch.Tensor, tile: Tile, call: KernelCall, dtype: torch.dtype
 ) -> tuple[bool, torch.Tensor | None, torch.Tensor | None]:
-    """Three arguments of the fused kernel that hide cells of a cut: whether it hides them itself,
+    """Three arguments of the fused kernel that hide cells of a call: whether it hides them itself,
     as under a causal mask; the cells that are seen, if a row may see none; and the mask for its
     scores.
 
     The fused kernel knows lower triangles only. With ALiBi, which takes a mask anyway, these are
     in the mask, too.
     """
-    rows, columns = cut.rows, cut.columns
+    rows, columns = call.rows, call.columns
     bias = tile.bias(rows, columns, dtype)
-    if bias is None and cut.piece is None:
-        if cut.upper or cut.band:
+    if bias is None and call.shape is not Shape.MASKED:
+        if call.shape in (Shape.UPPER, Shape.BAND):
             lengths = rows.stop - rows.start, columns.stop - columns.start
-            return False, None, _beside(*lengths, cut.upper, dtype)
-        return cut.triangle, None, None
-    seen = tile.visible(cut.alone(), rows, columns, q)
+            return False, None, outside(call.shape, *lengths, dtype)
+        return call.shape is Shape.LOWER, None, None
+    seen = tile.visible(call.first_block(), rows, columns, q)
     if bias is None:
         assert seen is not None
         return False, seen, torch.where(seen, torch.zeros((), dtype=dtype), -torch.inf)
@@ -414,7 +344,7 @@ def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Par
     whole = (range(first, last),)
     for columns in parts_of_columns(first, last, column_bytes) if copied else whole:
         at = slice(columns.start, columns.stop)
-        rows, keys, values = _alike(q, *(_heads_first(_cut(x, 1, at), dtype) for x in (k, v)))
+        rows, keys, values = _alike(q, *(_heads_first(_narrow(x, 1, at), dtype) for x in (k, v)))
         hidden = seen.hidden(columns, q.device)
         mask = None
         if hidden is not None:
@@ -432,20 +362,10 @@ def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Par
             sums.fold(out, lse)
 
 
-# Most cuts of a window are equal.
-@lru_cache(maxsize=4)
-def _beside(q_len: int, kv_len: int, upper: bool, dtype: torch.dtype) -> torch.Tensor:
-    """The mask `[q, kv]` of an upper triangle, or a band: -inf outside it, else 0."""
-    shape = Piece(0, q_len, 0, kv_len, False, False, 0, upper, not upper)
-    q, kv = (torch.arange(length, device="cpu") for length in (q_len, kv_len))
-    mask = torch.zeros(q_len, kv_len, dtype=dtype, device="cpu")
-    return mask.masked_fill_(~shape.shows(q[:, None], kv), -torch.inf)
-
-
 class _Queries:
     """Some rows of the query side, in the form that the fused backward takes.
 
-    q, dout and out (O' of the module's text) are `[batch, heads, q, d]`, lse `[batch, heads, q]`.
+    q, dout and out (O' of `stand_in.py`) are `[batch, heads, q, d]`, lse `[batch, heads, q]`.
     first: the rows' first row in the tile. extra: whether the rows have one channel more. It is
     needed where a row of dout is 0, or nearly, and the row's delta is not (a gradient of lse
     alone).
@@ -456,10 +376,10 @@ class _Queries:
     ) -> None:
         self.first = rows.start
         self.q, self.dout = _alike(
-            *(_heads_first(_cut(x, 1, rows), dtype) for x in (q, upstream.dout))
+            *(_heads_first(_narrow(x, 1, rows), dtype) for x in (q, upstream.dout))
         )
-        self.lse, delta = (_cut(x, 2, rows) for x in (upstream.lse, upstream.delta))
-        stand_in = _stand_in(self.dout.to(delta.dtype), delta)
+        self.lse, delta = (_narrow(x, 2, rows) for x in (upstream.lse, upstream.delta))
+        stand_in = stand_in_for_out(self.dout.to(delta.dtype), delta)
         self.extra = stand_in is None
         if stand_in is None:
             # The channel more is 1 in dout and delta in O', so that it carries delta whatever dout
@@ -469,63 +389,46 @@ class _Queries:
         self.out = stand_in.to(dtype)
 
 
-def _backward_part(queries: _Queries, qkv: QKV, tile: Tile, cut: Cut, sums: Gradients) -> None:
-    here = slice(cut.rows.start - queries.first, cut.rows.stop - queries.first)
+def _backward_part(
+    queries: _Queries, qkv: QKV, tile: Tile, call: KernelCall, sums: Gradients
+) -> None:
+    at_rows = slice(call.rows.start - queries.first, call.rows.stop - queries.first)
     dtype = queries.q.dtype
-    k, v = _alike(*(_keys(x, cut, dtype) for x in (qkv.k, qkv.v)))
+    k, v = _alike(*(_keys(x, call, dtype) for x in (qkv.k, qkv.v)))
     if queries.extra:
         k, v = pad(k, (0, 1)), pad(v, (0, 1))
-    causal, _, mask = _hidden(qkv.q, tile, cut, queries.lse.dtype)
+    causal, _, mask = _hidden(qkv.q, tile, call, queries.lse.dtype)
     sides = (queries.dout, queries.q, queries.out, queries.lse)
-    dout, q, out, lse = (_blocks(x, 2, here, cut) for x in sides)
+    dout, q, out, lse = (_blocks(x, 2, at_rows, call) for x in sides)
     grads = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=tile.scale)
-    for total, at, grad in zip(sums, (cut.rows, cut.columns, cut.columns), grads, strict=True):
+    for total, at, grad in zip(sums, (call.rows, call.columns, call.columns), grads, strict=True):
         if total is None:
             continue
         grad = grad[..., : total.shape[3]].transpose(1, 2)
-        if at is cut.rows or not cut.overlaps:
-            _blocks(total, 1, at, cut).add_(grad)
+        if at is call.rows or not call.overlaps:
+            _blocks(total, 1, at, call).add_(grad)
             continue
-        for one, block in zip(cut.apart(), grad.split(1), strict=True):
-            _cut(total, 1, one.columns).add_(block)
+        for one, block in zip(call.block_by_block(), grad.split(1), strict=True):
+            _narrow(total, 1, one.columns).add_(block)
 
 
-def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
-    """O' of the module's text, `[batch, heads, q, d]` like dout.
-
-    None where a row of dout is 0, or nearly, and delta is not.
-    """
-    norm = torch.linalg.vector_norm(dout, dim=-1)
-    least, most = torch.aminmax(norm)
-    if least.item() > _TINY and most.item() < _HUGE:
-        stand_in: torch.Tensor = dout * (delta / norm.square_()).unsqueeze(-1)
-        return stand_in
-    # A row below the smallest normal number is as good as 0: u would not be of length 1.
-    amax = dout.abs().amax(-1)
-    tiny = torch.finfo(dout.dtype).tiny
-    u = dout / amax.clamp_min(tiny).unsqueeze(-1)
-    amax.masked_fill_(amax < tiny, 0.0)
-    weight = torch.where(delta == 0, 0.0, delta / amax / torch.linalg.vecdot(u, u))
-    return u.mul_(weight.unsqueeze(-1)) if bool(torch.isfinite(weight).all()) else None
-
-
-def _cut(x: torch.Tensor, dim: int, at: slice) -> torch.Tensor:
+def _narrow(x: torch.Tensor, dim: int, at: slice) -> torch.Tensor:
     """x[..., at, ...] by a cheaper call, and without a call where that is all of x."""
     length = at.stop - at.start
     return x if x.shape[dim] == length else x.narrow(dim, at.start, length)
 
 
-def _blocks(x: torch.Tensor, dim: int, at: slice, cut: Cut) -> torch.Tensor:
-    """The tokens (a dimension of x) of a cut's blocks: of one block as they are, of several blocks
+def _blocks(x: torch.Tensor, dim: int, at: slice, call: KernelCall) -> torch.Tensor:
+    """The tokens (a dimension of x) of a call's blocks: of one block as they are, of several blocks
     each as a batch row.
 
     at: the tokens of the first block.
     """
-    if cut.num_blocks == 1:
-        return _cut(x, dim, at)
+    if call.num_blocks == 1:
+        return _narrow(x, dim, at)
     size, strides = list(x.shape), list(x.stride())
-    size[0], size[dim] = cut.num_blocks, at.stop - at.start
-    strides[0] = cut.step * strides[dim]
+    size[0], size[dim] = call.num_blocks, at.stop - at.start
+    strides[0] = call.step * strides[dim]
     return x.as_strided(size, strides, x.storage_offset() + at.start * strides[dim])
 
 
@@ -535,9 +438,9 @@ def _alike(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
     return (x if x.shape[3] == widest else pad(x, (0, widest - x.shape[3])) for x in tensors)
 
 
-def _keys(x: torch.Tensor, cut: Cut, dtype: torch.dtype) -> torch.Tensor:
-    """A cut's keys or values, heads first, in a type."""
-    return _heads_first(_blocks(x, 1, cut.columns, cut), dtype)
+def _keys(x: torch.Tensor, call: KernelCall, dtype: torch.dtype) -> torch.Tensor:
+    """A call's keys or values, heads first, in a type."""
+    return _heads_first(_blocks(x, 1, call.columns, call), dtype)
 
 
 def _heads_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,8 +15,9 @@ import torch
 
 from burst_rt.kernels.base import QKV, Tile, Work
 from burst_rt.kernels.cpu import CpuKernel, cpu_capabilities
-from burst_rt.kernels.cuts import PartSize
+from burst_rt.kernels.cpu_calls import PartSize
 from burst_rt.kernels.vendor import refuses_partials, remarks_on_partials
+from burst_rt.planning.masks import Shape
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["CpuBf16Kernel"]
@@ -69,7 +70,12 @@ class CpuBf16Kernel(CpuKernel):
         if not forward:
             q_len, kv_len = (min(most, _MOST) for most in (part.q_len, part.kv_len))
             return part._replace(q_len=q_len, kv_len=kv_len, largest=0)
-        if tile.first and tile.last and len(tile.pieces) == 1 and not tile.pieces[0].masked:
+        if (
+            tile.first
+            and tile.last
+            and len(tile.pieces) == 1
+            and tile.pieces[0].shape is not Shape.MASKED
+        ):
             return part._replace(q_len=qkv.q.shape[1], kv_len=qkv.k.shape[1])
         return part
 

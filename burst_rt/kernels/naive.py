@@ -20,12 +20,20 @@ p = [1/4, 3/4], out = 7, lse = log 4.
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from burst_rt.kernels.base import QKV, Gradients, Kernel, State, Tile, Upstream, Work, sum_dtype
 from burst_rt.planning.masks import Piece
 from burst_rt.planning.problem import TileShape
 
-__all__ = ["NaiveKernel", "UntiledKernel", "dense_scores", "per_group", "per_head"]
+__all__ = [
+    "NaiveKernel",
+    "UntiledKernel",
+    "attend_few_keys",
+    "dense_scores",
+    "per_group",
+    "per_head",
+]
 
 
 class NaiveKernel(Kernel):
@@ -145,3 +153,31 @@ def per_group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """[B, H, S, D] -> [B, S, num_kv_heads, D], summed over each group."""
     grouped: torch.Tensor = x.unflatten(1, (num_kv_heads, -1))
     return grouped.sum(2).transpose(1, 2)
+
+
+def attend_few_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of fewer keys than torch's fused CPU attention does well, as it gives them.
+
+    q `[batch, heads, q, d]`; k and v the same with their own heads. mask: added to the scores.
+    """
+    work = sum_dtype(q.dtype)
+    k, v = (x.to(work).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = (q.to(work) @ k.mT).mul_(scale)
+    if causal:
+        s.masked_fill_(torch.ones(s.shape[2:], dtype=torch.bool).triu_(1), -torch.inf)
+    if mask is not None:
+        s.add_(mask)
+    top, info = s.amax(-1, keepdim=True), torch.finfo(work)
+    # exp(-inf - -inf) would be NaN: such a row sees no key.
+    p = s.sub_(top.clamp_min(info.min)).exp_()
+    # By one product the sum of p is rounded as the sums of p * v are.
+    out, total = (p @ pad(v, (0, 1), value=1.0)).split((v.shape[3], 1), -1)
+    lse = (top + total.log()).squeeze(-1)
+    return (out / total.clamp_min(info.tiny)).to(q.dtype), lse

@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.attention
 
 from burst_rt.kernels.base import QKV, Gradients, Kernel, State, Tile, Upstream, Work, sum_dtype
 from burst_rt.kernels.cpu import cpu_capabilities
-from burst_rt.planning.masks import Causal, Full, Mask, Rule
+from burst_rt.planning.masks import Causal, Full, Mask, Rule, Shape
 from burst_rt.planning.problem import TileShape
 from burst_rt.remembered import alone, recall, remember
 
@@ -51,8 +51,12 @@ _ROUNDS = {"cuda": 5, "cpu": 3}
 # Seconds until a rank that waits measures for itself. Compiling takes seconds a kernel.
 _DEADLINE_S = 120.0
 
+# Seconds by kernel, or the reason why there are none; and what measures them.
+_Figures: TypeAlias = dict[str, float | str]
+_Measure: TypeAlias = Callable[[Work, Sequence[Kernel]], _Figures]
+
 _lock = threading.Lock()
-_known: dict[tuple[str, ...], dict[str, float | str]] = {}
+_known: dict[tuple[str, ...], _Figures] = {}
 
 
 class Timed(NamedTuple):
@@ -144,7 +148,7 @@ class TileProblem:
 def fastest_kernel(
     work: Work,
     candidates: Sequence[Kernel],
-    measure: Callable[[Work, Sequence[Kernel]], dict[str, float | str]] | None = None,
+    measure: _Measure | None = None,
 ) -> Timed:
     """The fastest of several kernels that can do this work.
 
@@ -156,41 +160,49 @@ def fastest_kernel(
     the device.
     """
     work = work._replace(mask=_standard(work))
-    key = speed_key(work)
-    names = tuple(sorted(kernel.name for kernel in candidates))
-    with _lock:
-        found, whence = _known.get((*key.values(), *names)), "measured before in this process"
-        if found is None:
-            asked = key | {"kernels": " ".join(names)}
-            with alone(KIND, asked, _DEADLINE_S):
-                found = recall(KIND, asked, partial(_are_times, names))
-                whence = "remembered for this chip"
-                if found is None:
-                    found, whence = (measure or seconds_of)(work, candidates), "measured now"
-                    # The answer is not kept where a kernel found no memory: another time there may
-                    # be some.
-                    if not any(
-                        isinstance(x, str) and x.startswith("OutOfMemoryError")
-                        for x in found.values()
-                    ):
-                        remember(KIND, asked, found)
-            _known[*key.values(), *names] = found
+    figures, whence = _figures(work, candidates, measure or seconds_of)
     times = {
-        kernel.name: x for kernel in candidates if isinstance(x := found.get(kernel.name), float)
+        kernel.name: x for kernel in candidates if isinstance(x := figures.get(kernel.name), float)
     }
-    failed = ", ".join(f"{name} failed: {x}" for name, x in found.items() if isinstance(x, str))
+    failed = ", ".join(f"{name} failed: {x}" for name, x in figures.items() if isinstance(x, str))
     if not times:
         return Timed(candidates[0], f"no kernel could be measured ({failed})")
     best = min(times, key=times.__getitem__)
-    figures = ", ".join(
+    in_order = ", ".join(
         f"{name} {1e3 * x:.3f} ms" for name, x in sorted(times.items(), key=lambda item: item[1])
     )
     tokens = _TOKENS[work.device.type]
     reason = (
-        f"the fastest of {figures} for a tile of {tokens:,} x {tokens:,} "
+        f"the fastest of {in_order} for a tile of {tokens:,} x {tokens:,} "
         f"({whence}{'; ' + failed if failed else ''})"
     )
     return Timed(next(kernel for kernel in candidates if kernel.name == best), reason)
+
+
+def _figures(work: Work, candidates: Sequence[Kernel], measure: _Measure) -> tuple[_Figures, str]:
+    """The kernels' seconds, or why there are none; and where the figures come from."""
+    key = speed_key(work)
+    names = tuple(sorted(kernel.name for kernel in candidates))
+    with _lock:
+        known = _known.get((*key.values(), *names))
+        if known is not None:
+            return known, "measured before in this process"
+        asked = key | {"kernels": " ".join(names)}
+        with alone(KIND, asked, _DEADLINE_S):
+            figures = recall(KIND, asked, partial(_are_times, names))
+            whence = "remembered for this chip"
+            if figures is None:
+                figures, whence = measure(work, candidates), "measured now"
+                # The answer is not kept where a kernel found no memory: another time there may be
+                # some.
+                if not any(_out_of_memory(x) for x in figures.values()):
+                    remember(KIND, asked, figures)
+        _known[*key.values(), *names] = figures
+    return figures, whence
+
+
+def _out_of_memory(figure: float | str) -> bool:
+    return isinstance(figure, str) and figure.startswith("OutOfMemoryError")
 
 
 def _are_times(names: Sequence[str], found: object) -> bool:
@@ -279,7 +291,7 @@ def _standard(work: Work) -> Mask:
     """
     if work.mask.rule is not Rule.OWN:
         return work.mask
-    triangles = any(piece.diagonal for pieces in work.tiles for piece in pieces)
+    triangles = any(piece.shape is Shape.LOWER for pieces in work.tiles for piece in pieces)
     return Causal() if triangles else Full()
 
 

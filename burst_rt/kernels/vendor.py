@@ -5,15 +5,15 @@ of one, one rectangle or one square under the diagonal), this is the rounding th
 at its end, and nothing is lost. Where the results of several calls are added up, each is rounded
 before it is added; that is done only where the user has said partials="16bit".
 
-Their backward takes O where the protocol has delta. It gets the O' of `cpu.py`, in 16 bits. That
-costs no accuracy: delta = rowsum(dO * O') is then off by about sqrt(3 / head_dim) roundoffs of
+Their backward takes O where the protocol has delta. It gets the O' of `stand_in.py`, in 16 bits.
+That costs no accuracy: delta = rowsum(dO * O') is then off by about sqrt(3 / head_dim) roundoffs of
 itself. With O itself it is off by more, because the terms of O are larger than their sum. (Emulated
 for head sizes 16 to 128, grouped heads, gradients of lse: 0.6 to 0.8 roundoffs in dq, dk, dv with
 O, with O' and with delta itself.)
 
 A gradient of lse may make delta so large relative to dO that O' needs the range of bfloat16 (see
-`_stand_in`). float16 has no such range. Only the device knows whether the range is needed, and
-nothing here waits for the device. So float16 is taken in the forward only.
+`stand_ins_in_16_bits`). float16 has no such range. Only the device knows whether the range is
+needed, and nothing here waits for the device. So float16 is taken in the forward only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from burst_rt.kernels.base import (
     too_old,
     write_from_sums,
 )
-from burst_rt.planning.masks import Piece
+from burst_rt.kernels.stand_in import stand_ins_in_16_bits
+from burst_rt.planning.masks import Piece, Shape
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["CudnnKernel", "FlashKernel"]
@@ -50,8 +51,8 @@ _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.de
 # Number of bytes that both kernels load at a time: tensors with another start or step are copied
 # first.
 _ALIGNED_BYTES = 16
-# The largest O', and the smallest dO of a replaced row: well inside the range of bfloat16.
-_LARGEST, _SMALLEST = 2.0**100, 2.0**-126
+# The shapes of pieces that the vendors' kernels compute; stairs, as rectangles.
+_SHAPES = (Shape.RECTANGLE, Shape.LOWER, Shape.STAIRS)
 
 
 class _Call(NamedTuple):
@@ -96,6 +97,12 @@ class _VendorKernel(Kernel):
                 f"the {self.name} kernel's backward takes bfloat16 only: its stand-in for the "
                 "output does not fit into the range of float16"
             )
+        reason = self._other_scores(work) or self._other_shapes(work)
+        reason = reason or self._short_columns(work.tiles) or self._missing(work.device)
+        return reason or refuses_partials(self.name, work)
+
+    def _other_scores(self, work: Work) -> str | None:
+        """Why the kernel has not the scores or the head_dims of some work, or None."""
         if work.scores.softcap or work.scores.alibi_slopes:
             return (
                 f"the {self.name} kernel has no softcap and no ALiBi, and {work.scores} were asked"
@@ -110,15 +117,16 @@ class _VendorKernel(Kernel):
                 f"the {self.name} kernel takes a head_dim that is a multiple of 8, at most "
                 f"{self.most_head_dim}, got {work.head_dim}"
             )
-        if any(piece.masked or piece.upper or piece.band for each in work.tiles for piece in each):
+        return None
+
+    def _other_shapes(self, work: Work) -> str | None:
+        """Why the kernel cannot compute the pieces of some work, or None."""
+        if any(piece.shape not in _SHAPES for pieces in work.tiles for piece in pieces):
             return (
                 f"the {self.name} kernel computes rectangles and triangles only, and "
                 f"{work.mask!r} cuts this call's tiles into other shapes"
             )
-        reason = self._short_columns(work.tiles) or self._missing(work.device)
-        if reason:
-            return reason
-        return refuses_partials(self.name, work)
+        return None
 
     def repeatable(self, forward: bool) -> bool:
         """See `Kernel.repeatable`: the forward only.
@@ -159,7 +167,7 @@ class _VendorKernel(Kernel):
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
-        dout, out = _stand_in(upstream.dout, upstream.delta)
+        dout, out = stand_ins_in_16_bits(upstream.dout, upstream.delta)
         calls = list(_calls(tile.pieces))
         writes = tile.only and _covers(calls, qkv.q.shape[1], qkv.k.shape[1])
 
@@ -326,10 +334,10 @@ def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
     """
     for piece in pieces:
         rows, columns = piece.rows, piece.columns
-        if piece.stairs:
+        if piece.shape is Shape.STAIRS:
             yield from _calls(tuple(piece.levels()))
             continue
-        if not piece.diagonal:
+        if piece.shape is Shape.RECTANGLE:
             yield _Call(rows, columns, causal=False)
             continue
         size = min(rows.stop - rows.start, columns.stop - columns.start)
@@ -388,25 +396,6 @@ def _heads_first(x: torch.Tensor, rows: slice) -> torch.Tensor:
     if x.data_ptr() % _ALIGNED_BYTES or any(stride % step for stride in x.stride()[:-1]):
         x = x.clone(memory_format=torch.contiguous_format)
     return x.transpose(1, 2)
-
-
-def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """dO and O' `[batch, q, heads, d]` in bfloat16, with rowsum(dO * O') = delta.
-
-    O' = u * delta / (amax * |u|^2), with u = dO / amax and amax the row's largest |dO|. Where that
-    is too large (a gradient of lse, and a dO that is 0 or next to it), the row of dO becomes a
-    constant e, and the row of O' the constant delta / (d * e). With e = |delta| / (d * 2^100),
-    neither the former dO nor this one has any digit in a sum with delta.
-    """
-    wide, delta = dout.float(), delta.transpose(1, 2).unsqueeze(-1)
-    amax = wide.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    wide.div_(amax)
-    size = amax * torch.linalg.vecdot(wide, wide).unsqueeze(-1)
-    fits = delta.abs() <= _LARGEST * size
-    e = (delta.abs() / (_LARGEST * dout.shape[3])).clamp_min(_SMALLEST).to(dout.dtype)
-    weight = torch.where(fits & (delta != 0), delta / size, 0.0)
-    out = torch.where(fits, wide.mul_(weight), delta / (e.float() * dout.shape[3])).to(dout.dtype)
-    return torch.where(fits, dout, e), out
 
 
 def _bare(dtype: torch.dtype) -> str:

@@ -8,44 +8,27 @@ whatever else lives on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from burst_rt.errors import InputError
-from burst_rt.planning.layouts import BALANCED, Layout, make_layout
+from burst_rt.planning.layouts import Layout
 from burst_rt.planning.masks import Rule
-from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import Choice, Program, Ring, choose, few_queries
+from burst_rt.planning.strategies import Choice, Program, Ring
 from burst_rt.planning.strategies.routes import OneRing
 from burst_rt.scheduler import Graph, Schedule
 from burst_rt.scheduler.simulator import Hardware, Rotated, simulate
 from burst_rt.scheduler.trace import exposed
 
 __all__ = [
-    "CANDIDATES",
-    "FORECAST_UP_TO",
     "Forecast",
-    "Ranking",
-    "fastest_strategy",
-    "forecast",
-    "rank_strategies",
+    "memory_bytes",
+    "of_choice",
     "schedules_of",
-    "typical",
     "untiled_bytes",
     "working_bytes",
 ]
 
-# The strategies that a planner chooses from; in a forward also `ring-q`, where queries are few. The
-# paper's baselines are for comparing only.
-CANDIDATES = ("ring-kv", "burst", "bidirectional", "two-level", "direct", "all-to-all", "hybrid")
-# The largest world for which planners forecast. Up to 32 ranks a new shape takes a second or two to
-# plan; at 64 ranks it takes ten.
-FORECAST_UP_TO = 32
 # Number of score matrices that the "untiled" kernel holds at once for a tile.
 _SCORE_MATRICES = 6
-# Forecasts that differ by less than this share count as equal; among those, the one that sends the
-# fewest bytes is taken.
-_SAME = 0.02
 # The largest world whose spans are kept. Without spans, idle time cannot be told apart into
 # transfers and late peers.
 _SPANS_UP_TO = 16
@@ -64,104 +47,6 @@ class Forecast:
     sent_bytes: int
     memory_bytes: int  # inputs, outputs, sums and slots
     fits: bool  # whether memory_bytes is within the device's memory
-
-
-def forecast(
-    problem: Problem,
-    strategy: str,
-    hardware: Hardware,
-    *,
-    forward: bool,
-    ranks_per_node: int | None = None,
-) -> Forecast:
-    """Simulates one direction of a strategy.
-
-    ranks_per_node: see `choose`; None takes as many as the machine's nodes have. Raises InputError
-    for a strategy that this problem does not allow.
-    """
-    per_node = ranks_per_node or min(hardware.node.ranks, problem.world_size)
-    return of_choice(choose(problem, strategy, forward=forward, ranks_per_node=per_node), hardware)
-
-
-class Ranking(NamedTuple):
-    """The strategy that is forecast to end first, and the bytes and seconds of each candidate."""
-
-    strategy: str  # as `choose` takes it
-    candidates: dict[str, int]  # see `Choice.candidates`
-    seconds: dict[str, float]  # see `Choice.seconds`
-    time_s: float  # forecast for the strategy that is taken
-
-
-def fastest_strategy(
-    problem: Problem,
-    hardware: Hardware,
-    *,
-    forward: bool,
-    ranks_per_node: int,
-    ranking: Ranking | None = None,
-) -> Choice:
-    """The program that is forecast to end first, among those that fit into memory.
-
-    If no program fits, the choice is among all of them. Forecasts within 2 percent count as equal;
-    among those, the program that sends the fewest bytes is taken. ranking: the ranking of
-    `typical(problem)`; None makes it.
-    """
-    like = typical(problem)
-    ranking = ranking or rank_strategies(
-        like, hardware, forward=forward, ranks_per_node=ranks_per_node
-    )
-    choice = choose(problem, ranking.strategy, forward=forward, ranks_per_node=ranks_per_node)
-    candidates = ranking.candidates if like == problem else choice.candidates
-    return choice._replace(candidates=candidates, seconds=ranking.seconds)
-
-
-def typical(problem: Problem) -> Problem:
-    """The problem under a typical mask that costs about as much; there are few such masks
-    (`Mask.alike`).
-
-    Layouts that follow the mask are replaced by layouts that follow the typical mask.
-    """
-    mask = problem.mask.alike
-    if mask == problem.mask:
-        return problem
-    if mask.layouts is not None:
-        q_layout, kv_layout = mask.layouts
-        return replace(problem, mask=mask, q_layout=q_layout, kv_layout=kv_layout)
-
-    def alike(layout: Layout) -> Layout:
-        try:
-            size = (layout.seq_len, layout.world_size)
-            return make_layout(BALANCED, *size, mask) if layout.kind == BALANCED else layout
-        except InputError:
-            return layout  # which follows a mask of another kind
-
-    q_layout, kv_layout = alike(problem.q_layout), alike(problem.kv_layout)
-    return replace(problem, mask=mask, q_layout=q_layout, kv_layout=kv_layout)
-
-
-def rank_strategies(
-    problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int
-) -> Ranking:
-    """Forecasts all candidates; see `fastest_strategy`."""
-    found: list[tuple[str, Choice, Forecast]] = []
-    few = ("ring-q",) if forward and few_queries(problem) else ()
-    for strategy in (*CANDIDATES, *few):
-        try:
-            choice = choose(problem, strategy, forward=forward, ranks_per_node=ranks_per_node)
-        except InputError:
-            continue  # not for this problem
-        if all(choice.program != other.program for _, other, _ in found):
-            found.append((strategy, choice, of_choice(choice, hardware)))
-    able = [each for each in found if each[2].fits] or found
-    limit_s = min(about.time_s for *_, about in able) * (1 + _SAME)
-    quick = (each for each in able if each[2].time_s <= limit_s)
-    strategy, _, taken = min(quick, key=lambda each: each[2].sent_bytes)
-    return Ranking(
-        strategy,
-        {label: size for _, choice, _ in found for label, size in choice.candidates.items()},
-        {choice.strategy: about.time_s for _, choice, about in found},
-        taken.time_s,
-    )
 
 
 def of_choice(choice: Choice, hardware: Hardware) -> Forecast:

@@ -116,6 +116,7 @@ def _table(cls: type[_T], table: object, where: str, at: str) -> _T:
 # The return type is object: a field holds one of the types above, and a union of them all would say
 # less than their names do.
 def _value(kind: type[object], value: object, where: str, at: str) -> object:
+    """Reads a value of a field. Every kind of field has its own rule for what is right."""
     if is_dataclass(kind):
         return _table(kind, value, where, at)
     if get_origin(kind) is Mapping:
@@ -126,26 +127,33 @@ def _value(kind: type[object], value: object, where: str, at: str) -> object:
             for name, of in value.items()
         }
     if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise _wrong(where, at, _say(kind), value)
-        return value
-    if kind is str:
-        if not isinstance(value, str) or not value:
-            raise _wrong(where, at, _say(kind), value)
-        return value
+        right = value in get_args(kind)
+    elif kind is str:
+        right = isinstance(value, str) and bool(value)
+    else:
+        return _number(kind, value, where, at)
+    if not right:
+        raise _wrong(where, at, _say(kind), value)
+    return value
+
+
+def _number(kind: type[object], value: object, where: str, at: str) -> object:
+    """Reads a number, as what its field's name says that it is."""
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed):
         raise _wrong(where, at, _say(kind), value)
-    if not -_MOST <= value <= _MOST:  # nor nan
-        raise _wrong(where, at, f"{_say(kind)} of at most {_MOST:g}", value)
     # A latency or a launch may be too short to matter. Zero in any other field is a mistake.
     may_be_zero = at.endswith(("latency_s", "launch_s"))
-    if value < 0 or (value == 0 and not may_be_zero):
-        raise _wrong(where, at, "at least 0" if may_be_zero else "more than 0", value)
-    if 0 < value < 1 / _MOST:
-        raise _wrong(where, at, f"at least {1 / _MOST:g}", value)
-    if at.endswith(("efficiency", "masked")) and value > 1:
-        raise _wrong(where, at, "at most 1, the share of a rate that is reached", value)
+    share = at.endswith(("efficiency", "masked"))
+    rules = (
+        (-_MOST <= value <= _MOST, f"{_say(kind)} of at most {_MOST:g}"),  # nor nan
+        (value >= 0 if may_be_zero else value > 0, "at least 0" if may_be_zero else "more than 0"),
+        (value == 0 or value >= 1 / _MOST, f"at least {1 / _MOST:g}"),
+        (not share or value <= 1, "at most 1, the share of a rate that is reached"),
+    )
+    for holds, expected in rules:
+        if not holds:
+            raise _wrong(where, at, expected, value)
     return kind(value)  # type: ignore[call-arg]  # int or float
 
 

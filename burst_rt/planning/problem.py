@@ -42,7 +42,7 @@ class TileShape(NamedTuple):
     kv_len: int
     # `Mask.num_apart`; 0 where no piece is under the mask itself.
     masked: int = 0
-    banded: bool = False  # whether a tile may have bands (`Piece.band`)
+    banded: bool = False  # whether a tile may have bands (`Shape.BAND`)
     scores: ScoreOptions = _NO_OPTIONS
 
 

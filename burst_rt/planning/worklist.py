@@ -1,8 +1,8 @@
-"""A tile for GPU kernels: spans of its columns, and lists of the blocks seen in whole or in part.
+"""A tile for GPU kernels: spans of its columns, and lists of the blocks seen in full or in part.
 
-`column_spans` says, row by row, which columns of the tile are seen. `work_list` cuts the tile into
-blocks of rows x blocks of columns and lists the blocks that are seen in whole and those that are
-seen in part. Nothing here knows of positions' steps, of layouts, or of a mask by name.
+`column_spans` says, row by row, which columns of the tile are seen. `work_list` divides the tile
+into blocks of rows x blocks of columns and lists the blocks that are seen in full and those that
+are seen in part. Nothing here knows of positions' steps, of layouts, or of a mask by name.
 
 Pure numpy: tables are data, made on the host and copied to the device.
 """
@@ -28,7 +28,7 @@ Integers = np.ndarray[Any, np.dtype[np.int32]]
 # more are compressed.
 MOST_VECTORS = 4
 # What a block may be.
-_WHOLE, _CUT = np.int8(1), np.int8(2)
+_FULL, _PARTIAL = np.int8(1), np.int8(2)
 # Weight of a span that covers a block, relative to one that touches it: far fewer spans touch a
 # block of 64 columns.
 _COVERED = 1 << 24
@@ -63,25 +63,25 @@ class WorkList(NamedTuple):
     way round. Lines are in order of their work, those with most to do first, else by number.
 
     Worked example: 5 x 5 cells, causal, in blocks of 2 x 2, by rows. Line 2 (row 4) sees the column
-    blocks 0 and 1 in whole, and 2, which is shorter, in part; line 1 sees 0 in whole and 1 in part:
+    blocks 0 and 1 in full, and 2, which is shorter, in part; line 1 sees 0 in full and 1 in part:
 
         lines = [[[2, 0, 1, 2], [1, 2, 3, 4], [0, 4, 4, 5]]]
         runs = [[0, 2], [2, 3], [0, 1], [1, 2], [0, 1], [0, 0]]
     """
 
-    # int32 `[batch or 1, lines, 4]`: a line's number, its first whole run, its first cut run, and
-    # one after its last run.
+    # int32 `[batch or 1, lines, 4]`: a line's number, its first full run, its first partial run,
+    # and one after its last run.
     lines: Integers
     # int32 `[runs + 1, 2]`: first block, one after the last block. The last one is [0, 0] and
     # belongs to no line, so that the place of a line's runs can be loaded even if the line has
     # none.
     runs: Integers
-    # Whether a line has a cut run.
+    # Whether a line has a partial run.
     masked: bool
 
     @property
     def single(self) -> bool:
-        """Whether no line has more than one whole run and one cut run."""
+        """Whether no line has more than one full run and one partial run."""
         return bool((np.diff(self.lines[..., 1:]) <= 1).all())
 
 
@@ -149,35 +149,35 @@ def work_list(
     block_columns: int,
     *,
     by_columns: bool = False,
-    whole: bool = True,
+    full: bool = True,
 ) -> WorkList:
     """The blocks of `block_rows` x `block_columns` cells that are seen.
 
-    A block is whole where every row of it sees all of its columns by one span, and it has as many
-    columns as others; it is cut where it is seen otherwise. No block is in two runs.
-    by_columns: a line is a block of columns. Without `whole` all blocks that are seen are listed as
-    cut.
+    A block is full where every row of it sees all of its columns by one span, and it has as many
+    columns as others; it is partial where it is seen otherwise. No block is in two runs.
+    by_columns: a line is a block of columns. Without `full` all blocks that are seen are
+    listed as partial.
     """
     blocks = _blocks(spans, block_rows, block_columns)
     if by_columns:
         blocks = np.ascontiguousarray(blocks.transpose(0, 2, 1))
-    masked = bool(((blocks == _CUT) if whole else blocks).any())
-    if not whole:
-        blocks = np.minimum(blocks, 1) * _CUT
+    masked = bool(((blocks == _PARTIAL) if full else blocks).any())
+    if not full:
+        blocks = np.minimum(blocks, 1) * _PARTIAL
     batch, num_lines, _ = blocks.shape
     line, bounds, kind = _runs(blocks.reshape(batch * num_lines, -1))
     work = np.bincount(line, bounds[:, 1] - bounds[:, 0], batch * num_lines)
     order = np.argsort(-work.reshape(batch, num_lines), axis=-1, kind="stable")
-    # Runs are in the order of lines, the whole ones of a line before the cut ones.
+    # Runs are in the order of lines, the full ones of a line before the partial ones.
     in_order = (order + num_lines * np.arange(batch)[:, None]).reshape(-1)
     rank = np.empty_like(in_order)
     rank[in_order] = np.arange(len(in_order))
     runs = bounds[np.lexsort((kind, rank[line]))]
-    num_whole, num_runs = (
-        np.bincount(lines, minlength=len(rank))[in_order] for lines in (line[kind == _WHOLE], line)
+    num_full, num_runs = (
+        np.bincount(lines, minlength=len(rank))[in_order] for lines in (line[kind == _FULL], line)
     )
     ends = np.cumsum(num_runs)
-    index = np.stack([order.reshape(-1), ends - num_runs, ends - num_runs + num_whole, ends], -1)
+    index = np.stack([order.reshape(-1), ends - num_runs, ends - num_runs + num_full, ends], -1)
     runs = np.concatenate([runs, np.zeros((1, 2), np.int64)])
     return WorkList(
         index.reshape(batch, num_lines, 4).astype(np.int32), runs.astype(np.int32), masked
@@ -187,7 +187,7 @@ def work_list(
 def _blocks(
     spans: ColumnSpans, block_rows: int, block_columns: int
 ) -> np.ndarray[Any, np.dtype[np.int8]]:
-    """0, _WHOLE or _CUT for each block: int8 `[batch or 1, blocks of rows, blocks of columns]`."""
+    """0, _FULL or _PARTIAL, by block: int8 `[batch or 1, blocks of rows, blocks of columns]`."""
     batch, _, _, num_rows = spans.bounds.shape
     across, down = -(-spans.num_columns // block_columns), -(-num_rows // block_rows)
     found = np.empty((batch, down, across), np.int8)
@@ -202,7 +202,7 @@ def _blocks(
         final = np.diff(place, append=-1) != 0
         place, count = place[final], count[final]
         in_line = np.minimum(num_rows - (first + place // width) * block_rows, block_rows)
-        kind = np.where(count >= in_line * _COVERED, _WHOLE, (count > 0) * _CUT)
+        kind = np.where(count >= in_line * _COVERED, _FULL, (count > 0) * _PARTIAL)
         table = np.repeat(np.append(np.int8(0), kind), np.diff(place, prepend=0, append=places))
         found[row, first:last] = table.reshape(-1, width)[:, :across]
     return found

@@ -29,8 +29,9 @@ from burst_rt.planning.masks import (
     Spans,
     positions_of,
     spans_of,
+    structured,
 )
-from burst_rt.planning.masks.pieces import MOST_SPANS, cut
+from burst_rt.planning.masks.pieces import MOST_SPANS, split
 from burst_rt.planning.masks.spans import END, beside, intersect, one_span
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.planning.problem import Problem, ScoreOptions
@@ -211,7 +212,7 @@ class Cached(Mask):
     def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
         """See `Mask.pieces`: of one rank there are few spans, though there may be many ranks."""
         tile = self.columns(q, kv) if q and kv else None
-        return super().pieces(q, kv) if tile is None or tile.width > MOST_SPANS else cut(tile)
+        return super().pieces(q, kv) if tile is None or tile.width > MOST_SPANS else split(tile)
 
     def _places(self, q: Positions) -> Positions:
         """Where the queries stand in their rows, `[rows, queries]`; -1 for none.
@@ -245,8 +246,7 @@ class _Sent(Mask):
     first: int
     room: int
 
-    _steady = True
-
+    @structured(steady=True)
     def spans(self, q: Positions) -> Spans:
         """The same for all queries."""
         starts, stops = self.structure.spans(positions_of(range(self.first, self.room)))

@@ -66,8 +66,8 @@ class Decode:
         return len(bruck_parts(self.world_size)) - 1
 
     @property
-    def way(self) -> Hashable:
-        """See `Program.way`: equal for decodes whose graphs differ in costs only."""
+    def wiring(self) -> Hashable:
+        """See `Program.wiring`: equal for decodes whose graphs differ in costs only."""
         return Decode, self.world_size, self.block_bytes
 
     def wire_bytes(self) -> int:

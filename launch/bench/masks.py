@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from burst_rt.launch.bench.report import Cell, publish
+from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Documents, Full, Mask
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import AGREE, Ring, choose
+from burst_rt.planning.strategies import AGREE, Ring
 from burst_rt.runtime.collectives import all_gather, reduce_scatter
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Schedule
 from burst_rt.scheduler.simulator import Hardware, simulate

@@ -26,9 +26,8 @@ from burst_rt.launch.bench.timing import (
     progress,
     slowest_s,
 )
-from burst_rt.planning.forecast import CANDIDATES, fastest_strategy, forecast
+from burst_rt.planning.choose import CANDIDATES, choose, fastest_strategy, forecast
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import choose
 from burst_rt.runtime.calibrated import HARDWARE_VARIABLE, calibrated_path
 from burst_rt.scheduler.simulator import Hardware
 

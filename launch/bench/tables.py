@@ -25,10 +25,10 @@ from burst_rt.kernels.base import Tile
 from burst_rt.kernels.triton.parts import ascending
 from burst_rt.kernels.triton.tables import CutOfTile, lists_for, same_tables, spans_of_tile
 from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import BALANCED, make_layout
 from burst_rt.planning.masks import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import choose
 from burst_rt.planning.worklist import column_spans, work_list
 
 __all__ = ["main"]

@@ -8,38 +8,44 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
-from rich.table import Table
 
 from burst_rt.baselines.layers import TENSOR_PARALLEL
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.launch.plan.compare import COMPARED, Answer, Question, best_worlds, compare
+from burst_rt.launch.plan.compare import COMPARED, compare
 from burst_rt.launch.plan.model import (
     ACTIVATIONS,
     ATTENTION,
     Activations,
-    Model,
-    ModelForecast,
     Phase,
+    Question,
     forecast_model,
     parse_model,
     parse_strategy,
     published_mask,
 )
+from burst_rt.launch.plan.printed import (
+    about_model,
+    answer_to_json,
+    described,
+    print_forecasts,
+    print_machine,
+    print_worlds,
+    progress,
+    where,
+)
 from burst_rt.launch.plan.words import MASK_HELP, fitting_mask, parse_tokens
 from burst_rt.launch.where import machine_options
+from burst_rt.planning.choose import LAYOUTS
 from burst_rt.planning.machines import load_hardware
-from burst_rt.planning.suited import LAYOUTS
 from burst_rt.runtime.calibrated import calibrated_path
 from burst_rt.scheduler.simulator import Hardware
 
@@ -49,8 +55,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # Maximum number of ranks. Every rank has a graph of its own: for more ranks, planning would take
 # hours.
 _MOST_RANKS = 1024
-# Number of columns of a table that is not printed on a terminal.
-_WIDTH = 120
 
 
 def _worlds(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
@@ -159,6 +163,58 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
     return add
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The options of `_about`, as click gives them."""
+
+    hardware: str
+    model_text: str
+    nodes: int | None
+    seq_text: str
+    batch: int
+    phase: Phase
+    mask: str
+    layout: str
+    kept: str
+    as_json: bool
+
+    def question(self, mask: str) -> Question:
+        """What is to be computed, under a mask. Raises InputError for words that do not fit."""
+        model, seq_len = parse_model(self.model_text), parse_tokens(self.seq_text)
+        fitting_mask(mask, seq_len, self.batch)
+        activations = _activations(self.kept, self.phase)
+        return Question(model, seq_len, self.phase, mask, self.batch, self.layout, activations)
+
+    def machine(self, world: int) -> Hardware:
+        """The machine, with as many ranks a node as --nodes says."""
+        return _spread(load_hardware(self.hardware), world, self.nodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Simulated(_Asked):
+    world: int
+    strategy: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planned(_Asked):
+    worlds: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Calibrated:
+    """The options of `calibrate`."""
+
+    num_ranks: int
+    heads: int
+    head_dim: int
+    dtype: str
+    repeats: int
+    max_tokens: int
+    out: Path | None
+    force: bool
+
+
 @contextmanager
 def _not_collecting() -> Iterator[None]:
     """Surrounds work that makes millions of objects and no cycles: a fifth of its time was Python's
@@ -188,20 +244,7 @@ def _check_layout(strategy: str, layout: str) -> None:
     required=True,
     help=f"{', '.join((*COMPARED, *ATTENTION[-3:]))}; hybrid:N, two-level:N (N ranks in a group).",
 )
-def simulate(
-    hardware: str,
-    model_text: str,
-    world: int,
-    nodes: int | None,
-    seq_text: str,
-    batch: int,
-    phase: Phase,
-    as_json: bool,
-    strategy: str,
-    mask: str,
-    layout: str,
-    kept: str,
-) -> None:
+def simulate(**options: Any) -> None:  # see `_Simulated`
     """Simulate a model on a machine that you need not have: time, communication and memory under
     one strategy.
 
@@ -211,97 +254,58 @@ def simulate(
     burst-rt simulate --hardware a100-pcie --model llama-7b --strategy tensor-parallel+sequence
     --world 8 --seq 128K --json
     """
-    model, machine = parse_model(model_text), _spread(load_hardware(hardware), world, nodes)
-    strategy = parse_strategy(strategy)
+    asked = _Simulated(**options)
+    machine = asked.machine(asked.world)
+    strategy = parse_strategy(asked.strategy)
     chosen = click.get_current_context().get_parameter_source("layout")
     if chosen is ParameterSource.COMMANDLINE:
-        _check_layout(strategy, layout)
-    taken = published_mask(strategy) if mask == "published" else mask
-    fitting_mask(taken, parse_tokens(seq_text), batch)
-    activations = _activations(kept, phase)
-    sizes = (world, parse_tokens(seq_text), machine, phase)
+        _check_layout(strategy, asked.layout)
+    mask = published_mask(strategy) if asked.mask == "published" else asked.mask
+    question = asked.question(mask)
     with _not_collecting():
-        found = forecast_model(
-            model, strategy, *sizes,
-            mask=taken, batch=batch, layout=layout, activations=activations,
-        )  # fmt: skip
-    if as_json:
-        print(json.dumps(_described(model, machine, world, seq_text, batch) | found.to_json()))
+        forecast = forecast_model(question, strategy, asked.world, machine)
+    if asked.as_json:
+        print(json.dumps(described(question, machine, asked.world) | forecast.to_json()))
     else:
-        about = _about_model(model, seq_text, phase, taken, found.layout)
-        _print([found], f"{about}, {_where(world, machine)}", found.layout, phase, machine)
+        title = f"{about_model(question, forecast.layout)}, {where(asked.world, machine)}"
+        print_forecasts([forecast], title, forecast.layout, asked.phase, machine)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @_about(one=False)
-def plan(
-    hardware: str,
-    model_text: str,
-    worlds: tuple[int, ...],
-    nodes: int | None,
-    seq_text: str,
-    batch: int,
-    phase: Phase,
-    as_json: bool,
-    mask: str,
-    layout: str,
-    kept: str,
-) -> None:
+def plan(**options: Any) -> None:  # see `_Planned`
     """Compare all strategies for a model on a machine. Say which one to take, and how many ranks
     the model needs. With several numbers of ranks: say which costs least.
 
     Example: burst-rt plan --world 8,16,32 --hardware h100 --model llama-7b --seq 512K
     """
-    model, seq_len, shipped = (
-        parse_model(model_text),
-        parse_tokens(seq_text),
-        load_hardware(hardware),
-    )
-    machines = {world: _spread(shipped, world, nodes) for world in worlds}
-    fitting_mask(mask, seq_len, batch)
-    activations = _activations(kept, phase)
-    question = Question(model, seq_len, phase, mask, batch, layout, activations)
-    with _not_collecting(), _progress(len(COMPARED) * len(machines)) as each:
+    asked = _Planned(**options)
+    question = asked.question(asked.mask)
+    machines = {world: asked.machine(world) for world in asked.worlds}
+    with _not_collecting(), progress(len(COMPARED) * len(machines)) as strategies_of:
         answers = [
-            compare(question, machine, world, each(f"{world} ranks", COMPARED))
+            compare(question, machine, world, strategies_of(f"{world} ranks", COMPARED))
             for world, machine in machines.items()
         ]
-    if as_json:
+    if asked.as_json:
         said = [
-            _described(model, answer.hardware, answer.world_size, seq_text, batch)
-            | {"phase": phase, "mask": mask}
-            | _json(answer)
+            described(question, answer.hardware, answer.world_size)
+            | {"phase": question.phase, "mask": question.mask}
+            | answer_to_json(answer)
             for answer in answers
         ]
         print(json.dumps(said[0] if len(said) == 1 else said))
         return
-    about = _about_model(model, seq_text, phase, mask, layout)
+    about = about_model(question, question.layout)
     if len(answers) > 1:
-        _print_worlds(answers, f"{about}, {shipped.name}", layout)
+        print_worlds(answers, f"{about}, {load_hardware(asked.hardware).name}", question.layout)
     else:
         (answer,) = answers
-        machine = answer.hardware
-        title = f"{about}, {_where(answer.world_size, machine)}"
-        _print(answer.found, title, layout, phase, machine)
+        title = f"{about}, {where(answer.world_size, answer.hardware)}"
+        print_forecasts(answer.found, title, question.layout, question.phase, answer.hardware)
         for strategy, reason in answer.refused.items():
             print(f"{strategy}: not possible here: {reason}")
         print(*answer.why, sep="\n")
-
-
-def _json(answer: Answer) -> dict[str, object]:
-    best = answer.best
-    fewest, strategy = answer.fewest
-    return {
-        "take": best.strategy if best else None,
-        "layout": best.layout if best else None,
-        "rank_seconds": answer.rank_seconds,
-        "why": " ".join(answer.why),
-        "fewest_ranks": fewest,
-        "fewest_ranks_with": strategy,
-        "tile": answer.tile,
-        "strategies": [each.to_json() for each in answer.found],
-        "refused": answer.refused,
-    }
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -357,16 +361,7 @@ def _json(answer: Answer) -> dict[str, object]:
 @click.option(
     "--force", is_flag=True, help="Write the file even if the machine was busy with something else."
 )
-def calibrate(
-    num_ranks: int,
-    heads: int,
-    head_dim: int,
-    dtype: str,
-    repeats: int,
-    max_tokens: int,
-    out: Path | None,
-    force: bool,
-) -> None:
+def calibrate(**options: Any) -> None:  # see `_Calibrated`
     """Measure this machine, for `simulate` and `plan`, and for strategy="auto" of later jobs.
 
     Takes about four minutes on a CPU. Nothing else should run meanwhile: if the machine was busy,
@@ -378,33 +373,31 @@ def calibrate(
     from burst_rt.launch.run import launch
     from burst_rt.runtime.joining import resolve_device
 
-    path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
+    asked = _Calibrated(**options)
+    path = asked.out or calibrated_path(
+        resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type
+    )
     try:  # now, and not when all has been measured
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise InputError(f"--out: cannot write to {path.parent}: {error.strerror}") from error
-    sizes = [
-        "--heads",
-        str(heads),
-        "--head-dim",
-        str(head_dim),
-        "--dtype",
-        dtype,
-        "--repeats",
-        str(repeats),
-    ]
+    sizes = {
+        "--heads": asked.heads, "--head-dim": asked.head_dim, "--dtype": asked.dtype,
+        "--repeats": asked.repeats, "--max-tokens": asked.max_tokens,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
         made, doubts = Path(folder, "machine.toml"), Path(folder, "doubts")
-        sizes += ["--max-tokens", str(max_tokens), "--out", str(made), "--doubts", str(doubts)]
-        code = launch(["-m", "burst_rt.launch.plan.calibrate", *sizes], num_ranks=num_ranks)
+        words = chain.from_iterable((sizes | {"--out": made, "--doubts": doubts}).items())
+        command = ["-m", "burst_rt.launch.plan.calibrate", *map(str, words)]
+        code = launch(command, num_ranks=asked.num_ranks)
         if code:
             sys.exit(code)
-        found, doubtful = load_hardware(made), doubts.read_text(encoding="utf-8").splitlines()
+        measured, doubtful = load_hardware(made), doubts.read_text(encoding="utf-8").splitlines()
         text = made.read_text(encoding="utf-8")
-    _print_machine(found)
-    if doubtful and not force:
+    print_machine(measured)
+    if doubtful and not asked.force:
         raise ConfigError(
             f"calibrate: the machine was busy: {'; '.join(doubtful)}. Nothing was written to "
             f"{path}; try again when nothing else runs, or use --force"
@@ -413,26 +406,6 @@ def calibrate(
         "".join(f"# Doubtful: {doubt}.\n" for doubt in doubtful) + text, encoding="utf-8"
     )
     print(f"wrote {path}")
-
-
-def _print_machine(found: Hardware) -> None:
-    table = Table(
-        "operation",
-        "launch us",
-        "GFLOP/s",
-        "under a mask",
-        "at its edge",
-        "GB/s",
-        title=escape(found.name),
-        title_justify="left",
-    )
-    for name, rate in found.device.rates.items():
-        flops, memory = (speed and speed / 1e9 for speed in (rate.flops_per_s, rate.bytes_per_s))
-        cells = (rate.launch_s * 1e6, flops, rate.masked, rate.edge, memory)
-        table.add_row(name, *("-" if cell is None else f"{cell:,.3g}" for cell in cells))
-    link = found.node.link
-    Console().print(table)
-    print(f"link: {link.latency_s * 1e6:.3g} us, {link.bytes_per_s / 1e9:.3g} GB/s each way")
 
 
 def _activations(word: str, phase: Phase) -> Activations | None:
@@ -457,93 +430,3 @@ def _spread(hardware: Hardware, world: int, nodes: int | None) -> Hardware:
             "[node] in a machine file of your own"
         )
     return replace(hardware, node=replace(hardware.node, ranks=world // nodes))
-
-
-def _described(
-    model: Model, hardware: Hardware, world: int, seq_text: str, batch: int
-) -> dict[str, object]:
-    sizes = {"model": model.name, "world": world, "seq": parse_tokens(seq_text), "batch": batch}
-    return sizes | {"hardware": hardware.name, "ranks_per_node": min(world, hardware.node.ranks)}
-
-
-def _about_model(model: Model, seq_text: str, phase: str, mask: str, layout: str) -> str:
-    """The start of a title. If each strategy has its own layout, the layouts are in a column."""
-    of = "" if layout == "auto" else f", {layout} layout"
-    return f"{model.name}, {phase}, {parse_tokens(seq_text):,} tokens, {mask}{of}"
-
-
-def _where(world: int, hardware: Hardware) -> str:
-    nodes = -(-world // hardware.node.ranks)
-    return f"{world} ranks on {nodes} node{'s' * (nodes > 1)} of {hardware.name}"
-
-
-def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    """Columns of words, which are never cut, then columns of numbers, then activations."""
-    table = Table(title=escape(title), title_justify="left")
-    for name in words:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("activations", min_width=len("activations"))
-    return table
-
-
-def _show(table: Table, phase: Phase, hardware: Hardware) -> None:
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
-    what = "one step of training" if phase == "train" else "one forward"
-    limit = f"{hardware.device.memory_bytes / 1e9:,.1f}"
-    print(f"time: {what}. idle, sent, memory: the worst rank. A device has {limit} GB.")
-
-
-def _print(
-    found: list[ModelForecast], title: str, layout: str, phase: Phase, hardware: Hardware
-) -> None:
-    own = layout == "auto"
-    words, numbers = ["strategy", *["layout"] * own], ["time s", "idle s", "sent GB", "memory GB"]
-    table = _table(title, words, numbers)
-    for f in found:
-        table.add_row(f.strategy, *[f.layout] * own, *_cells(f))
-    _show(table, phase, hardware)
-
-
-def _cells(f: ModelForecast) -> tuple[str, ...]:
-    time = "out of memory" if f.time_s is None else _seconds(f.time_s)
-    sent, memory = (f"{size / 1e9:,.1f}" for size in (f.sent_bytes, f.memory_bytes))
-    return time, _seconds(f.idle_s), sent, memory, f.activations or ""
-
-
-def _print_worlds(answers: list[Answer], title: str, layout: str) -> None:
-    """The best of each number of ranks; where none fits, the one that lacks least memory."""
-    own = layout == "auto"
-    words = ["ranks", "take", *["layout"] * own]
-    table = _table(title, words, ["time s", "ranks x s", "idle s", "sent GB", "memory GB"])
-    for answer in answers:
-        best, first = answer.best, next(iter(answer.found), None)
-        total = "" if answer.rank_seconds is None else f"{answer.rank_seconds:,.1f}"
-        taken = (best.strategy, best.layout) if best else ("none", "")
-        time, *rest = _cells(first) if first else ("not possible",)
-        table.add_row(str(answer.world_size), *taken[: 1 + own], time, total, *rest)
-    _show(table, answers[0].question.phase, answers[0].hardware)
-    for line in best_worlds(answers):
-        print(line)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.3f}" if value >= 1 or not value else f"{value:.3g}"
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str, Sequence[str]], Iterator[str]]]:
-    """Yields what goes through strategies; shows on a terminal how far along they are."""
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
-        task = bar.add_task("simulating", total=total)
-
-        def each(where: str, strategies: Sequence[str]) -> Iterator[str]:
-            for strategy in strategies:
-                bar.update(task, description=f"{where}, {strategy}")
-                yield strategy
-                bar.advance(task)
-
-        yield each

@@ -13,18 +13,16 @@ from burst_rt.baselines.layers import TENSOR_PARALLEL
 from burst_rt.errors import InputError
 from burst_rt.launch.plan.model import (
     EVERY_UP_TO,
-    Activations,
-    Model,
     ModelForecast,
-    Phase,
+    Question,
     fewest_ranks,
     forecast_model,
     tile_of,
 )
-from burst_rt.planning.forecast import CANDIDATES
+from burst_rt.planning.choose import CANDIDATES
 from burst_rt.scheduler.simulator import Hardware
 
-__all__ = ["COMPARED", "Answer", "Question", "best_worlds", "compare"]
+__all__ = ["COMPARED", "Answer", "best_worlds", "compare"]
 
 # The strategies that are compared; the last two are for comparing only.
 COMPARED = (*CANDIDATES, *TENSOR_PARALLEL)
@@ -32,42 +30,6 @@ _UP_TO = 512
 # Rounded quotient of two times that count as equal.
 _EQUAL = "1.00"
 _NOT_OURS = "burst_attention has no {}: it is Megatron-LM's."
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question: which strategy computes this best, on any number of ranks."""
-
-    model: Model
-    seq_len: int
-    phase: Phase
-    mask: str
-    batch: int
-    layout: str  # or "auto"
-    activations: Activations | None  # None for the first that fits
-
-    def forecast(self, strategy: str, world_size: int, hardware: Hardware) -> ModelForecast:
-        """`forecast_model` of this."""
-        return forecast_model(
-            self.model, strategy, world_size, self.seq_len, hardware, self.phase,
-            mask=self.mask, batch=self.batch, layout=self.layout, activations=self.activations,
-        )  # fmt: skip
-
-    def fewest(
-        self,
-        strategy: str,
-        hardware: Hardware,
-        layout: str,
-        *,
-        keep_attention: bool = False,
-        up_to: int = _UP_TO,
-    ) -> int | None:
-        """`fewest_ranks` of this. keep_attention: on which no attention is computed again."""
-        return fewest_ranks(
-            self.model, strategy, self.seq_len, hardware, self.phase,
-            mask=self.mask, batch=self.batch, layout=layout, up_to=up_to,
-            activations="attention kept" if keep_attention else self.activations,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,17 +51,20 @@ class Answer:
         """
         if self.best is not None:
             name = _plain(self.best.strategy)
-            return self.question.fewest(name, self.hardware, self.best.layout), name
-        layouts = {_plain(each.strategy): each.layout for each in self.found}
+            return self._fewest_with(name, self.best.layout), name
+        layouts = {_plain(f.strategy): f.layout for f in self.found}
         asked = "zigzag" if self.question.layout == "auto" else self.question.layout
         fewest, strategy = None, None
         for name in COMPARED:
             up_to = _UP_TO if fewest is None else fewest - 1
             layout = layouts.get(name, asked)
-            less = self.question.fewest(name, self.hardware, layout, up_to=up_to)
+            less = self._fewest_with(name, layout, up_to=up_to)
             if less is not None:
                 fewest, strategy = less, name
         return fewest, strategy
+
+    def _fewest_with(self, strategy: str, layout: str, *, up_to: int = _UP_TO) -> int | None:
+        return fewest_ranks(replace(self.question, layout=layout), strategy, self.hardware, up_to)
 
     @property
     def rank_seconds(self) -> float | None:
@@ -113,11 +78,8 @@ class Answer:
         """Queries and keys of the best one's largest tile."""
         if self.best is None:
             return None
-        asked, best = self.question, self.best
-        return tile_of(
-            asked.model, best.strategy, self.world_size, asked.seq_len, self.hardware,
-            mask=asked.mask, batch=asked.batch, layout=best.layout,
-        )  # fmt: skip
+        question = replace(self.question, layout=self.best.layout)
+        return tile_of(question, self.best.strategy, self.world_size, self.hardware)
 
     @cached_property
     def why(self) -> tuple[str, ...]:
@@ -131,42 +93,50 @@ class Answer:
             yield f"Take none: no strategy is possible on {_ranks(self.world_size)}: {reasons}."
             return
         if best is None or best.time_s is None:
-            fewest, strategy = self.fewest
-            limit = self.hardware.device.memory_bytes / 1e9
-            yield (
-                f"Take none: on {_ranks(self.world_size)} no strategy fits into a device's "
-                f"{limit:,.1f} GB."
-            )
-            yield (
-                f"None fits on any number of ranks up to {_UP_TO}."
-                if fewest is None
-                else f"The fewest ranks on which one fits are {fewest}, with {strategy}."
-                f"{_tried(fewest)}"
-            )
+            yield from self._of_none()
             return
-        own = best.layout == "zigzag" or best.strategy in TENSOR_PARALLEL
-        on = "" if own else f" with the {best.layout} layout"
+        has_no_layout = best.layout == "zigzag" or best.strategy in TENSOR_PARALLEL
+        on = "" if has_no_layout else f" with the {best.layout} layout"
         total = self.world_size * best.time_s
         together = f", {total:,.{0 if total >= 100 else 1}f} s of all ranks together"
         yield f"Take {best.strategy}{on}: {best.time_s:.3g} s{together * (self.world_size > 1)}."
         if best.strategy in TENSOR_PARALLEL:
             yield from self._of_own(best.strategy, best.time_s)
+        yield from self._of_others(best.time_s)
+        yield from self._of_memory(best)
+        if self.tile is not None:
+            queries, keys = self.tile
+            yield f"The largest call of a kernel has {queries:,} queries x {keys:,} keys."
+
+    def _of_none(self) -> Iterator[str]:
+        """The sentences where no strategy fits into memory."""
+        fewest, strategy = self.fewest
+        limit = self.hardware.device.memory_bytes / 1e9
+        yield (
+            f"Take none: on {_ranks(self.world_size)} no strategy fits into a device's "
+            f"{limit:,.1f} GB."
+        )
+        yield (
+            f"None fits on any number of ranks up to {_UP_TO}."
+            if fewest is None
+            else f"The fewest ranks on which one fits are {fewest}, with {strategy}."
+            f"{_tried(fewest)}"
+        )
+
+    def _of_others(self, best_s: float) -> Iterator[str]:
+        """The sentences on strategies that do the same, and on the next one."""
         same, *others = _alike(f for f in self.found if not f.out_of_memory)
         if len(same) > 1:
             names = " and ".join(f.strategy for f in same[1:])
             yield f"Here {names} {'does' if len(same) == 2 else 'do'} the same."
         if others and others[0][0].time_s:
-            times = f"{others[0][0].time_s / best.time_s:.2f}"
+            times = f"{others[0][0].time_s / best_s:.2f}"
             name = others[0][0].strategy
             yield (
                 f"The next, {name}, is less than 1 % slower: take either."
                 if times == _EQUAL
                 else f"The next, {name}, takes {times} times as long."
             )
-        yield from self._of_memory(best)
-        if self.tile is not None:
-            queries, keys = self.tile
-            yield f"The largest call of a kernel has {queries:,} queries x {keys:,} keys."
 
     def _of_own(self, taken: str, time_s: float) -> Iterator[str]:
         """The sentences for tensor parallelism, which is here only for comparing: they name a
@@ -189,7 +159,8 @@ class Answer:
         yield f"With {name} the model fits on {_ranks(fewest)}, and on no fewer.{_tried(fewest)}"
         if best.activations is None or self.question.activations is not None:
             return
-        keeps = self.question.fewest(name, self.hardware, best.layout, keep_attention=True)
+        kept = replace(self.question, layout=best.layout, activations="attention kept")
+        keeps = fewest_ranks(kept, name, self.hardware, _UP_TO)
         if keeps is not None and keeps > fewest:
             yield f"On fewer than {keeps}, attention is computed again to save memory."
 
@@ -204,7 +175,7 @@ def compare(
     refused: dict[str, str] = {}
     for strategy in strategies:
         try:
-            found.append(question.forecast(strategy, world_size, hardware))
+            found.append(forecast_model(question, strategy, world_size, hardware))
         except InputError as error:
             refused[strategy] = error.message.removeprefix(f"{strategy}: ")
     # Among the strategies that do not fit, the one that lacks least memory comes first.
@@ -215,15 +186,15 @@ def compare(
 
 def best_worlds(answers: Sequence[Answer]) -> Iterator[str]:
     """The fastest of several numbers of ranks, and the one that costs the least time of devices."""
-    able = [each for each in answers if each.best is not None]
+    able = [answer for answer in answers if answer.best is not None]
     if not able:
         yield f"Take none of these: {answers[-1].why[-1]}"
         return
-    for name in dict.fromkeys(each.best.strategy for each in able if each.best):
+    for name in dict.fromkeys(answer.best.strategy for answer in able if answer.best):
         if name in TENSOR_PARALLEL:
             yield _NOT_OURS.format(name)
-    quick = min(able, key=lambda each: (each.best and each.best.time_s) or 0.0)
-    cheap = min(able, key=lambda each: each.rank_seconds or 0.0)
+    quick = min(able, key=lambda answer: (answer.best and answer.best.time_s) or 0.0)
+    cheap = min(able, key=lambda answer: answer.rank_seconds or 0.0)
     yield f"{_ranks(quick.world_size)}: the least time."
     yield f"{_ranks(cheap.world_size)}: the least ranks x s, which is the time of all devices."
 

@@ -15,7 +15,7 @@ outputs fit (`burst_rt.checkpoint`), else all.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Literal, TypeAlias, get_args
@@ -23,15 +23,14 @@ from typing import Literal, TypeAlias, get_args
 from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerMemory, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
 from burst_rt.launch.plan.words import parse_mask
-from burst_rt.planning.forecast import CANDIDATES
+from burst_rt.planning.choose import CANDIDATES, LAYOUTS
 from burst_rt.planning.strategies import check_name
-from burst_rt.planning.suited import LAYOUTS
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
     "ACTIVATIONS", "ATTENTION", "EVERY_UP_TO", "MODELS", "Activations", "Model", "ModelForecast",
-    "Phase", "fewest_ranks", "forecast_model", "parse_model", "parse_strategy", "published_mask",
-    "tile_of",
+    "Phase", "Question", "fewest_ranks", "forecast_model", "parse_model", "parse_strategy",
+    "published_mask", "tile_of",
 ]  # fmt: skip
 
 Phase: TypeAlias = Literal["first-token", "train"]
@@ -122,6 +121,21 @@ def parse_model(text: str) -> Model:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What is to be computed, on any number of ranks."""
+
+    model: Model
+    seq_len: int
+    phase: Phase
+    mask: str = "causal"  # see `parse_mask`
+    batch: int = 1
+    # One of LAYOUTS, or "auto": for each strategy the one with the best forecast.
+    layout: str = "zigzag"
+    # What becomes of activations in training; None: the first of ACTIVATIONS that fits.
+    activations: Activations | None = None
+
+
+@dataclass(frozen=True)
 class ModelForecast:
     """One phase of a model under one strategy. Each number is the worst rank's."""
 
@@ -167,37 +181,23 @@ def published_mask(strategy: str) -> str:
 
 
 def forecast_model(
-    model: Model,
-    strategy: str,
-    world_size: int,
-    seq_len: int,
-    hardware: Hardware,
-    phase: Phase,
-    *,
-    mask: str = "causal",
-    batch: int = 1,
-    layout: str = "zigzag",
-    activations: Activations | None = None,
+    question: Question, strategy: str, world_size: int, hardware: Hardware
 ) -> ModelForecast:
     """Simulates one layer, and multiplies by the number of layers.
 
-    layout: one of LAYOUTS, or "auto" for the one with the best forecast. Tensor parallelism has
-    the whole sequence, or contiguous parts of it.
-    activations: what becomes of them in training; None for the first of ACTIVATIONS that fits.
-
+    Tensor parallelism has no layout: a rank has the whole sequence, or a contiguous part of it.
     Raises InputError for a strategy and sizes that do not go together.
     """
-    if layout == "auto":
+    if question.layout == "auto":
         kinds = LAYOUTS if strategy not in TENSOR_PARALLEL else LAYOUTS[:1]
-        sizes = (model, strategy, world_size, seq_len, hardware, phase)
-        found = [
-            forecast_model(*sizes, mask=mask, batch=batch, layout=kind, activations=activations)
+        forecasts = [
+            forecast_model(replace(question, layout=kind), strategy, world_size, hardware)
             for kind in kinds
         ]
-        return min(found, key=lambda each: (each.out_of_memory, each.time_s or 0.0))
-    layer = _layer(model, strategy, world_size, seq_len, hardware, mask, batch, layout)
+        return min(forecasts, key=lambda f: (f.out_of_memory, f.time_s or 0.0))
+    layer = _layer(question, strategy, world_size, hardware)
     limit = hardware.device.memory_bytes
-    memory, taken = _need(model, layer, phase, limit, activations)
+    memory, taken = _need(question, layer, limit)
     passes = [_direction(layer, hardware, forward=True)]
     if taken is not None:
         passes.append(_direction(layer, hardware, forward=False))
@@ -206,15 +206,15 @@ def forecast_model(
     elif taken == "computed again":
         passes.append(passes[0])
     time_s, idle_s, sent = map(sum, zip(*passes, strict=True))
-    num = model.num_layers
+    num = question.model.num_layers
     fits = memory <= limit
     if strategy in ("hybrid", "two-level"):
         strategy = layer.choice(forward=True).strategy
     return ModelForecast(
         strategy,
         layer.layout.kind,
-        mask,
-        phase,
+        question.mask,
+        question.phase,
         num * time_s if fits else None,
         num * idle_s,
         num * sent,
@@ -225,36 +225,26 @@ def forecast_model(
 
 
 def fewest_ranks(
-    model: Model,
-    strategy: str,
-    seq_len: int,
-    hardware: Hardware,
-    phase: Phase,
-    *,
-    mask: str = "causal",
-    batch: int = 1,
-    layout: str = "zigzag",
-    activations: Activations | None = None,
-    up_to: int = 512,
+    question: Question, strategy: str, hardware: Hardware, up_to: int = 512
 ) -> int | None:
     """The fewest ranks, up to `up_to`, whose devices hold the model.
 
-    Every number up to 64 is tried; above, numbers of whole nodes. activations: as for
-    `forecast_model`. None where no such number is enough.
+    Every number up to 64 is tried; above, numbers of whole nodes. None where no such number is
+    enough.
     """
     limit = hardware.device.memory_bytes
     per_node = hardware.node.ranks
     # "hybrid:8" is what "hybrid" is on one number of ranks.
     name = strategy.partition(":")[0]
     every = range(1, min(up_to, EVERY_UP_TO) + 1)
-    whole = range(EVERY_UP_TO // per_node * per_node + per_node, up_to + 1, per_node)
-    for world_size in chain(every, whole):
+    whole_nodes = range(EVERY_UP_TO // per_node * per_node + per_node, up_to + 1, per_node)
+    for world_size in chain(every, whole_nodes):
         try:
-            layer = _layer(model, name, world_size, seq_len, hardware, mask, batch, layout)
+            layer = _layer(question, name, world_size, hardware)
             # Attention's slots are known from its graphs only, which take long to make.
             if (
-                _need(model, layer, phase, limit, activations, working=False)[0] <= limit
-                and _need(model, layer, phase, limit, activations)[0] <= limit
+                _need(question, layer, limit, working=False)[0] <= limit
+                and _need(question, layer, limit)[0] <= limit
             ):
                 return world_size
         except InputError:
@@ -263,67 +253,46 @@ def fewest_ranks(
 
 
 def tile_of(
-    model: Model,
-    strategy: str,
-    world_size: int,
-    seq_len: int,
-    hardware: Hardware,
-    *,
-    mask: str = "causal",
-    batch: int = 1,
-    layout: str = "zigzag",
+    question: Question, strategy: str, world_size: int, hardware: Hardware
 ) -> tuple[int, int]:
     """Queries and keys of the largest tile of the forward."""
-    layer = _layer(model, strategy, world_size, seq_len, hardware, mask, batch, layout)
+    layer = _layer(question, strategy, world_size, hardware)
     tile = layer.program(forward=True).footprint(0).tile
     return tile.q_len, tile.kv_len
 
 
-def _layer(
-    model: Model,
-    strategy: str,
-    world_size: int,
-    seq_len: int,
-    hardware: Hardware,
-    mask: str,
-    batch: int,
-    layout: str,
-) -> SpreadLayer:
+def _layer(question: Question, strategy: str, world_size: int, hardware: Hardware) -> SpreadLayer:
     per_node = min(hardware.node.ranks, world_size)
     even = per_node if world_size % per_node == 0 else 1
     return SpreadLayer(
-        model.layer,
-        seq_len,
+        question.model.layer,
+        question.seq_len,
         world_size,
         strategy,
-        batch,
+        question.batch,
         _INPUT_BYTES,
-        parse_mask(mask),
-        layout,
+        parse_mask(question.mask),
+        question.layout,
         even,
     )
 
 
 def _need(
-    model: Model,
-    layer: SpreadLayer,
-    phase: Phase,
-    limit: int,
-    chosen: Activations | None,
-    *,
-    working: bool = True,
+    question: Question, layer: SpreadLayer, limit: int, *, working: bool = True
 ) -> tuple[int, Activations | None]:
-    """Bytes of the worst rank, and what becomes of activations: what was chosen, or what fits.
+    """Bytes of the worst rank, and what becomes of activations: what was asked, or what fits.
 
     working: False leaves out what attention and the products hold for a while.
     """
+    training = question.phase == "train"
     rank = max(range(layer.world_size), key=layer.rows)
-    held = layer.memory(rank, backward=phase == "train", working=working)
-    if phase != "train":
-        return _memory_bytes(model, layer, rank, held, None), None
-    need = partial(_memory_bytes, model, layer, rank, held)
+    held = layer.memory(rank, backward=training, working=working)
+    need = partial(_memory_bytes, question.model, layer, rank, held)
+    if not training:
+        return need(None), None
     *larger, smallest = ACTIVATIONS
-    taken = chosen or next((each for each in larger if need(each) <= limit), smallest)
+    fitting = (name for name in larger if need(name) <= limit)
+    taken = question.activations or next(fitting, smallest)
     return need(taken), taken
 
 
@@ -363,9 +332,9 @@ def _memory_bytes(
             num_weights * _INPUT_BYTES + model.num_layers * cached + held.activations + held.working
         )
     states = _ADAMW_BYTES * model.num_weights // layer.world_size
-    each = held.activations
+    of_layer = held.activations
     if activations != "kept":
-        each = layer.checkpointed_bytes(rank, attention=activations == "attention kept")
+        of_layer = layer.checkpointed_bytes(rank, attention=activations == "attention kept")
     # One layer's activations are all there while its backward runs.
-    kept = (model.num_layers - 1) * each + held.activations
+    kept = (model.num_layers - 1) * of_layer + held.activations
     return 2 * num_weights * _INPUT_BYTES + states + kept + held.working

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from burst_rt.launch.bench.report import Cell, publish
-from burst_rt.launch.plan.model import MODELS, forecast_model, published_mask
+from burst_rt.launch.plan.model import MODELS, Question, forecast_model, published_mask
 from burst_rt.planning.machines import load_hardware
 
 __all__ = ["FIRST_TOKEN_S", "FITTED", "OUT_OF_MEMORY", "STRATEGIES", "main"]
@@ -64,9 +64,8 @@ def _first_token(out: Path | None) -> None:
             "row": "fitted" if tokens in FITTED else "forecast",
         }
         for strategy, seconds in zip(STRATEGIES, published, strict=True):
-            found = forecast_model(
-                model, strategy, 8, tokens, hardware, "first-token", mask=published_mask(strategy)
-            )
+            question = Question(model, tokens, "first-token", mask=published_mask(strategy))
+            found = forecast_model(question, strategy, 8, hardware)
             assert found.time_s is not None
             label = _SHORT[strategy]
             row |= {
@@ -75,9 +74,8 @@ def _first_token(out: Path | None) -> None:
                 f"{label} error %": 100 * (found.time_s / seconds - 1),
             }
         for strategy in OUT_OF_MEMORY:
-            fits = not forecast_model(
-                model, strategy, 8, tokens, hardware, "first-token", mask="full"
-            ).out_of_memory
+            question = Question(model, tokens, "first-token", mask="full")
+            fits = not forecast_model(question, strategy, 8, hardware).out_of_memory
             row[f"{_SHORT[strategy]} fits"] = "yes" if fits else "no"
         rows.append(row)
     publish(
@@ -93,7 +91,7 @@ def _training(out: Path | None) -> None:
     hardware, model = load_hardware("a100-pcie"), MODELS["llama-7b"]
     tokens, world = _TRAINING
     trained = [
-        forecast_model(model, name, world, tokens, hardware, "train", mask=mask)
+        forecast_model(Question(model, tokens, "train", mask=mask), name, world, hardware)
         for name, mask in _TRAINED
     ]
     base = next(f for f in trained if f.strategy == STRATEGIES[1])

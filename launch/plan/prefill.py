@@ -23,10 +23,10 @@ from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.bench.report import Cell, publish
 from burst_rt.launch.plan.model import MODELS, Model, parse_model
 from burst_rt.launch.plan.paper import FIRST_TOKEN_S, FITTED, STRATEGIES
-from burst_rt.planning.forecast import fastest_strategy, of_choice
+from burst_rt.planning.choose import choose, fastest_strategy
+from burst_rt.planning.forecast import of_choice
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Full, Mask
-from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Op, Task
 from burst_rt.scheduler.simulator import Hardware, simulate
 from burst_rt.serving.chunks import BatchRows, Cached, Dealt

@@ -10,28 +10,21 @@ from operator import and_, or_
 from pathlib import Path
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import (
-    Causal,
-    Chunked,
-    Documents,
-    First,
-    Full,
-    Mask,
-    Prefix,
-    SlidingWindow,
-)
+from burst_rt.planning.masks import Causal, Documents, Full, Mask, SlidingWindow
+from burst_rt.planning.masks.positions import BY_NUMBER
 
 __all__ = ["MASK_HELP", "fitting_mask", "parse_mask", "parse_tokens"]
 
 # Masks joined by & and |, and bytes of a file of documents.
 _MOST_MASKS, _MOST_BYTES = 64, 16 << 20
 
+_NUMBERED = ", ".join(f"{word}:N" for word in BY_NUMBER)
 MASK_HELP = (
     "Mask of the attention: full, causal, window:LEFT or window:LEFT,RIGHT (keys beside the "
-    "query's own, 4096 or 4K: a model's window of 8192 is window:8191), prefix:N, chunked:N "
-    "(causal), first:N, documents:FILE (causal; FILE has the tokens of each document, such as 4096 "
-    "28672, which add up to --seq). a&b allows what both allow, a|b what either allows; & binds "
-    "tighter."
+    "query's own, 4096 or 4K: a model's window of 8192 is window:8191), "
+    f"{_NUMBERED} (chunked is causal), documents:FILE (causal; FILE has the tokens of each "
+    "document, such as 4096 28672, which add up to --seq). a&b allows what both allow, a|b what "
+    "either allows; & binds tighter."
 )
 
 
@@ -103,9 +96,7 @@ def _of_tokens(kind: Callable[[int], Mask], name: str) -> Callable[[str], Mask]:
 _PLAIN: dict[str, Mask] = {"full": Full(), "causal": Causal()}
 _MASKS: dict[str, Callable[[str], Mask]] = {
     "window": _window,
-    "prefix": _of_tokens(Prefix, "prefix"),
-    "chunked": _of_tokens(lambda size: Causal() & Chunked(size), "chunked"),
-    "first": _of_tokens(First, "first"),
+    **{word: _of_tokens(make, word) for word, make in BY_NUMBER.items()},
     "documents": _documents,
 }
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from burst_rt.errors import ConfigError, InputError, MissingPackage
+from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import KINDS, make_layout
 from burst_rt.planning.masks import Causal
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import STRATEGIES, check_name, choose
+from burst_rt.planning.strategies import STRATEGIES, check_name
 
 __all__ = [
     "CHECKPOINT_NAME", "DTYPES", "LAYOUTS", "ModelConfig", "ProgressMode", "RunOptions",

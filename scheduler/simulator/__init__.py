@@ -15,10 +15,10 @@ from burst_rt.scheduler.simulator.hardware import (
     Switch,
 )
 from burst_rt.scheduler.simulator.payload import BusyPart, EmptyPart, reference
+from burst_rt.scheduler.simulator.progress import Rotated
 from burst_rt.scheduler.simulator.simulate import (
     Deadlock,
     RankTime,
-    Rotated,
     Simulated,
     simulate,
 )

@@ -27,14 +27,8 @@ from burst_rt.errors import BurstError, PeerLost, Stalled
 from burst_rt.scheduler.engine import Engine, Event, PeerGone, Schedule, TaskFailed
 from burst_rt.scheduler.simulator.hardware import Hardware
 from burst_rt.scheduler.simulator.payload import Memory, Values
-from burst_rt.scheduler.simulator.simulate import (
-    Happening,
-    Kind,
-    Side,
-    SimulatedRank,
-    Simulation,
-    Transfer,
-)
+from burst_rt.scheduler.simulator.progress import Happening, Kind, Side, SimulatedRank, Transfer
+from burst_rt.scheduler.simulator.simulate import Simulation
 from burst_rt.scheduler.trace import Span
 
 __all__ = ["Faults", "Loss", "Rehearsal", "Stall", "rehearse", "verdict"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from burst_rt.errors import InputError
-from burst_rt.scheduler.simulator.hardware import Hardware, Link
+from burst_rt.scheduler.simulator.hardware import Hardware, Link, Node
 
 __all__ = ["Flow", "Network", "Path", "Resource", "Traffic"]
 
@@ -153,18 +153,7 @@ class Network:
         self._cores = [
             None if node.cores is None else Resource(node.cores) for _ in range(num_nodes)
         ]
-        switch = node.switch
-        if switch is None:
-            self._switch_of: list[tuple[Resource, ...]] = [()] * world_size
-        else:
-            groups = -(-node.ranks // switch.ranks)
-            made = [
-                Resource(switch.bytes_per_s * switch.efficiency) for _ in range(num_nodes * groups)
-            ]
-            self._switch_of = [
-                (made[rank // node.ranks * groups + rank % node.ranks // switch.ranks],)
-                for rank in range(world_size)
-            ]
+        self._switch_of = _switches(node, world_size)
         self._nics = (
             [] if nics is None else [_both_ways(nics.link) for _ in range(num_nodes * nics.count)]
         )
@@ -197,9 +186,9 @@ class Network:
 
     def _find(self, source: int, destination: int, staged: bool) -> Path:
         node = self._hardware.node
-        here, there = source // node.ranks, destination // node.ranks
-        if here == there:
-            memory = self._host_memory[here]
+        host, other_host = source // node.ranks, destination // node.ranks
+        if host == other_host:
+            memory = self._host_memory[host]
             if staged and memory is not None and node.host_memory is not None:
                 return node.host_memory.latency_s, memory[:1]
             switches = self._switch_of[source] + self._switch_of[destination]
@@ -222,6 +211,20 @@ class Network:
         return self._nics[
             rank // node.ranks * nics.count + rank % node.ranks * nics.count // node.ranks
         ]
+
+
+def _switches(node: Node, world_size: int) -> list[tuple[Resource, ...]]:
+    """The switch that each rank's transfers pass; none where nodes have none."""
+    switch = node.switch
+    if switch is None:
+        return [()] * world_size
+    groups = -(-node.ranks // switch.ranks)
+    num_nodes = -(-world_size // node.ranks)
+    switches = [Resource(switch.bytes_per_s * switch.efficiency) for _ in range(num_nodes * groups)]
+    return [
+        (switches[rank // node.ranks * groups + rank % node.ranks // switch.ranks],)
+        for rank in range(world_size)
+    ]
 
 
 def _both_ways(link: Link) -> tuple[Resource, Resource]:

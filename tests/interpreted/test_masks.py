@@ -21,7 +21,7 @@ import burst_rt
 from burst_rt import BlockSparse, Causal, Documents, First, Mask, Relation, SlidingWindow
 from burst_rt.attention.call import Options, make_call
 from burst_rt.kernels.triton import parts, tables
-from burst_rt.planning import needs
+from burst_rt.planning import sides
 from burst_rt.planning.masks import Function
 
 # Blocks of the interpreter are 32 x 16 and 16 x 32, those of a GPU up to 128 x 128.
@@ -199,7 +199,7 @@ def test_blocks_that_come_in_part(
 ) -> None:
     """What is not sent holds NaN; kernels load whole blocks of rows. Keys travel, then queries."""
     if _TIMES == 1:
-        monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
+        monkeypatch.setattr(sides, "ROWS_TOGETHER", 32)
     length = _TIMES * 256
     case = Case(
         length, heads=1, head_dim=16, batch=2, mask=mask, kind="contiguous", strategy=strategy
@@ -247,7 +247,7 @@ def test_striped_groups_whose_columns_do_not_ascend(
 ) -> None:
     """Kernels count blocks from where each ascending part begins; what is not sent holds NaN."""
     if _TIMES == 1:
-        monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
+        monkeypatch.setattr(sides, "ROWS_TOGETHER", 32)
     length = _TIMES * 304
     case = Case(length, heads=2, mask=mask, kind="striped", strategy="hybrid:2")
     count = _TIMES * 106 if isinstance(mask, First) else 100

@@ -14,9 +14,9 @@ import pytest
 from graphs import problem
 
 from burst_rt.errors import InternalError, PeerLost, Stalled
+from burst_rt.planning.choose import choose
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Full
-from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     DEVICE_LANES,
     HOST_LANES,

@@ -13,8 +13,8 @@ import pytest
 from graphs import problem
 
 from burst_rt.errors import InternalError
+from burst_rt.planning.choose import choose
 from burst_rt.planning.masks import Causal, Full
-from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     COMPUTE,
     CONTROL,

@@ -39,9 +39,9 @@ from burst_rt.errors import (
     InputError,
     PeerLost,
 )
+from burst_rt.planning.choose import choose
 from burst_rt.planning.masks import Positions, Spans, spans_of
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule, check_world
 from burst_rt.scheduler.simulator import Faults, rehearse, verdict
 from burst_rt.scheduler.simulator import reference as of_program_order
@@ -1002,7 +1002,7 @@ def test_chunks_of_a_prompt_share_graphs_and_send_little_more_than_they_must() -
     ways = set()
     for before in range(0, 64 * 512, 512):
         program = choose(_chunk(before, 512, Causal()), "ring-kv", forward=True).program
-        ways.add(program.way)
+        ways.add(program.wiring)
         # Keys and values of all that is cached afterwards, to all other ranks.
         least = (before + 512) * 8 * (64 + 64) * 2 * 3
         most = -(-(before + 512) // 1024) * 1024 if before < 8192 else (before + 512) * 1.125

@@ -16,7 +16,7 @@ from worlds import Case, attend_over_threads
 import burst_rt
 from burst_rt import Causal, Context, Documents, Full, Mask, SlidingWindow
 from burst_rt.kernels import KERNELS, Work, cpu, pick, speed
-from burst_rt.kernels.cuts import PartSize
+from burst_rt.kernels.cpu_calls import PartSize
 from burst_rt.planning.problem import ScoreOptions
 
 _CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def test_what_a_single_call_may_do_is_not_taken_apart(
     causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However small the parts of the others are, out is rounded once, by the call itself."""
-    for name in ("_PART", "_SMALL_PART"):
+    for name in ("PART", "SMALL_PART"):
         monkeypatch.setattr(cpu, name, PartSize(32, 32, 4))
     shapes: list[tuple[int, ...]] = []
     fused = cpu._forward

@@ -13,20 +13,18 @@ from graphs import Window, problem
 from burst_rt.errors import InputError
 from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.naive import UntiledKernel
-from burst_rt.planning.forecast import (
+from burst_rt.planning.choose import (
     CANDIDATES,
+    choose,
     fastest_strategy,
     forecast,
-    memory_bytes,
     rank_strategies,
-    schedules_of,
     typical,
-    untiled_bytes,
 )
+from burst_rt.planning.forecast import memory_bytes, schedules_of, untiled_bytes
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks import BlockSparse, Causal, Documents, Mask, Prefix
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Node, Rate, Rotated, simulate
 

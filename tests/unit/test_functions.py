@@ -18,7 +18,7 @@ from burst_rt import Causal, Documents, Full, Mask, Relation, SlidingWindow
 from burst_rt.attention import function_check
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.kernels import cpu
-from burst_rt.planning.masks import spans_of
+from burst_rt.planning.masks import Shape, spans_of
 
 Function = Callable[[Any, Any, Any, Any], Any]
 
@@ -74,7 +74,7 @@ def test_plans_go_by_within_alone() -> None:
     assert mask.relation(range(10, 12), range(8, 10)) is Relation.PARTIAL
     assert mask.pieces(range(10, 20), range(4)) == ()
     (piece,) = mask.pieces(range(10, 20), range(20))
-    assert piece.masked
+    assert piece.shape is Shape.MASKED
     assert piece.num_cells == spans_of(window, range(10, 20)).num_cells(range(20))
     both, either = mask & Documents([12, 8]), mask | Documents([12, 8])
     assert both.relation(range(12, 20), range(12)) is Relation.EMPTY
@@ -210,7 +210,7 @@ def test_parts_are_bounded_and_inside_within(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a window in 512 tokens, in parts of at most 1,500 cells, heads and batch rows counted."""
-    monkeypatch.setattr(cpu, "_MOST_MASKED", 1500)
+    monkeypatch.setattr(cpu, "MOST_MASKED", 1500)
     monkeypatch.setattr(function_check, "_digest", lambda *rest: "")
     asked: list[tuple[torch.Tensor, ...]] = []
 

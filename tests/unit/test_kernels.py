@@ -35,8 +35,8 @@ from burst_rt.kernels import (
 )
 from burst_rt.kernels.bands import scratch_of_band
 from burst_rt.kernels.base import fold
-from burst_rt.kernels.cuts import PartSize
-from burst_rt.planning.masks import Piece, Relation
+from burst_rt.kernels.cpu_calls import PartSize
+from burst_rt.planning.masks import Piece, Relation, Shape
 from burst_rt.planning.problem import TileShape
 
 # Those that take CPU tensors and any mask; tests/interpreted has the others.
@@ -98,25 +98,24 @@ class Block(NamedTuple):
         )
 
 
-# (q_start, q_stop, kv_start, kv_stop, diagonal, masked) of the pieces of a block of 100 x 130; then
-# upper and band.
+# (q_start, q_stop, kv_start, kv_stop, shape) of the pieces of a block of 100 x 130.
 PIECES: dict[str, list[tuple[Any, ...]]] = {
-    "all": [(0, 100, 0, 130, False, False)],
-    "two halves": [(0, 100, 0, 57, False, False), (0, 100, 57, 130, False, False)],
-    "a corner": [(31, 100, 17, 90, False, False)],
-    "a triangle": [(0, 100, 0, 100, True, False)],
-    "a triangle with offsets": [(9, 80, 30, 101, True, False)],
-    "a wide triangle": [(0, 90, 11, 52, True, False)],
-    "causal": [(0, 100, 0, 30, False, False), (0, 100, 30, 130, True, False)],
-    "the other triangle": [(3, 100, 20, 117, False, False, True)],
-    "a band": [(2, 98, 4, 129, False, False, False, True)],
-    "a narrow band": [(0, 100, 10, 112, False, False, False, True)],
-    "masked": [(0, 100, 0, 130, False, True)],
-    "masked parts": [(0, 60, 0, 130, False, True), (60, 100, 40, 100, False, True)],
+    "all": [(0, 100, 0, 130, Shape.RECTANGLE)],
+    "two halves": [(0, 100, 0, 57, Shape.RECTANGLE), (0, 100, 57, 130, Shape.RECTANGLE)],
+    "a corner": [(31, 100, 17, 90, Shape.RECTANGLE)],
+    "a triangle": [(0, 100, 0, 100, Shape.LOWER)],
+    "a triangle with offsets": [(9, 80, 30, 101, Shape.LOWER)],
+    "a wide triangle": [(0, 90, 11, 52, Shape.LOWER)],
+    "causal": [(0, 100, 0, 30, Shape.RECTANGLE), (0, 100, 30, 130, Shape.LOWER)],
+    "the other triangle": [(3, 100, 20, 117, Shape.UPPER)],
+    "a band": [(2, 98, 4, 129, Shape.BAND)],
+    "a narrow band": [(0, 100, 10, 112, Shape.BAND)],
+    "masked": [(0, 100, 0, 130, Shape.MASKED)],
+    "masked parts": [(0, 60, 0, 130, Shape.MASKED), (60, 100, 40, 100, Shape.MASKED)],
     "of everything": [
-        (0, 40, 0, 20, False, False),
-        (5, 100, 20, 110, True, False),
-        (40, 100, 112, 130, False, True),
+        (0, 40, 0, 20, Shape.RECTANGLE),
+        (5, 100, 20, 110, Shape.LOWER),
+        (40, 100, 112, 130, Shape.MASKED),
     ],
 }
 
@@ -145,11 +144,16 @@ def make_block(
     random[:, 5] = False  # a key nobody sees
     seen = torch.zeros(100, 130, dtype=torch.bool)
     pieces = []
-    for a, b, c, d, diagonal, masked, *shapes in PIECES[name]:
-        part = random[a:b, c:d] if masked else torch.ones(b - a, d - c, dtype=torch.bool)
-        part = part.tril() if diagonal else part.triu() if any(shapes) else part
-        seen[a:b, c:d] = part.tril(d - c - b + a) if any(shapes[1:]) else part
-        pieces.append(Piece(a, b, c, d, diagonal, masked, int(seen[a:b, c:d].sum()), *shapes))
+    for a, b, c, d, shape in PIECES[name]:
+        part = torch.ones(b - a, d - c, dtype=torch.bool)
+        seen[a:b, c:d] = {
+            Shape.RECTANGLE: part,
+            Shape.LOWER: part.tril(),
+            Shape.UPPER: part.triu(),
+            Shape.BAND: part.triu().tril(d - c - b + a),
+            Shape.MASKED: random[a:b, c:d],
+        }[shape]
+        pieces.append(Piece(a, b, c, d, shape, int(seen[a:b, c:d].sum())))
     return Block(q, k, v, dout, dlse, tuple(pieces), Table(seen))
 
 
@@ -229,8 +233,8 @@ def assert_right_in_tiles(kernel: Kernel, block: Block, *, split: bool) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so small that every piece crosses them, and divides by none."""
-    monkeypatch.setattr("burst_rt.kernels.cpu._PART", PartSize(32, 48, 1))
-    monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_PART", PartSize(21, 21, 1))
+    monkeypatch.setattr("burst_rt.kernels.cpu.PART", PartSize(32, 48, 1))
+    monkeypatch.setattr("burst_rt.kernels.cpu.SMALL_PART", PartSize(21, 21, 1))
     monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_SIDE", 21)
 
 
@@ -255,9 +259,9 @@ def test_triangles_and_bands_taken_apart_add_up_to_the_spec(
     dtype: torch.dtype, name: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to 4 rows; blocks alike are batch rows where there is one."""
-    for part in ("_PART", "_SMALL_PART"):
+    for part in ("PART", "SMALL_PART"):
         monkeypatch.setattr(f"burst_rt.kernels.cpu.{part}", PartSize(60, 48, 1, edge=4, largest=60))
-    monkeypatch.setattr("burst_rt.kernels.cuts.STRIP", 7)
+    monkeypatch.setattr("burst_rt.kernels.cpu_calls.STRIP", 7)
     assert_right(KERNELS["cpu"], make_block(name, dtype, batch=batch))
 
 
@@ -276,7 +280,7 @@ def test_bands_in_strips_add_up_to_the_spec(
 ) -> None:
     """Some rows at a time, in strips of 3 rows, two at once; the last one is shorter."""
     part = PartSize(rows, 48, 3, edge=4, largest=60, strips=False)
-    monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_PART", part)
+    monkeypatch.setattr("burst_rt.kernels.cpu.SMALL_PART", part)
     for number, value in {"_ROWS": 12, "_FEWEST": 3, "_STRIP_ROWS": 3}.items():
         monkeypatch.setattr(f"burst_rt.kernels.bands.{number}", value)
     threads = torch.get_num_threads()
@@ -306,7 +310,7 @@ def test_a_bands_errors_are_torchs_own(head_dim: int, sharpness: float) -> None:
     q *= sharpness
     row, column = torch.arange(rows)[:, None], torch.arange(columns)
     table = (column >= row) & (column < row + width)
-    piece = Piece(0, rows, 0, columns, False, False, rows * width, False, True)
+    piece = Piece(0, rows, 0, columns, Shape.BAND, rows * width)
     block = Block(q, k, v, dout, torch.zeros(1, 2, rows), (piece,), Table(table))
     truth = block.truth
     own, lse = run_forward(KERNELS["cpu"], block)
@@ -350,14 +354,14 @@ def test_tiles_larger_than_the_parts() -> None:
     )
     seen = torch.ones(rows, columns, dtype=torch.bool).tril(100)
     pieces = (
-        Piece(0, rows, 0, 100, False, False, rows * 100),
-        Piece(0, rows, 100, columns, True, False, rows * (rows + 1) // 2),
+        Piece(0, rows, 0, 100, Shape.RECTANGLE, rows * 100),
+        Piece(0, rows, 100, columns, Shape.LOWER, rows * (rows + 1) // 2),
     )
     block = Block(q, k, v, dout, torch.zeros(1, 1, rows), pieces, Table(seen))
     assert_right(KERNELS["cpu"], block)
     assert_right(
         KERNELS["cpu"],
-        block._replace(pieces=(Piece(0, rows, 0, columns, False, True, rows * columns),)),
+        block._replace(pieces=(Piece(0, rows, 0, columns, Shape.MASKED, rows * columns),)),
     )
 
 
@@ -376,7 +380,7 @@ def test_a_row_may_see_only_keys_far_into_a_masked_piece() -> None:
         v,
         dout,
         torch.zeros(1, 2, 70),
-        (Piece(0, 70, 0, 1500, False, True, 70 * 1500),),
+        (Piece(0, 70, 0, 1500, Shape.MASKED, 70 * 1500),),
         Table(seen),
     )
     for kernel in KERNELS.values():
@@ -458,7 +462,7 @@ def test_a_query_of_nan_gives_nan(kernel: Kernel, columns: int) -> None:
     """Whatever the number of keys, of which a fused kernel may lose it."""
     q, k, v = (torch.randn(1, n, 2, 8) for n in (20, columns, columns))
     q[:, 3] = torch.nan
-    piece = Piece(0, 20, 0, columns, False, False, 20 * columns)
+    piece = Piece(0, 20, 0, columns, Shape.RECTANGLE, 20 * columns)
     sides = (range(20),), (range(columns),)
     tile = Tile((piece,), *sides, Full(), 1.0, lambda: None, first=True, last=True)
     state = empty_state(q)
@@ -583,7 +587,8 @@ def test_states_merge_as_if_their_tiles_had_been_folded_into_one(dtype: torch.dt
         for some in columns:
             # Rows 2 and 3 see none of the first columns, rows 4 and 5 none at all.
             rows = slice(0, 4) if some.start else slice(0, 2)
-            piece = Piece(rows.start, rows.stop, 0, 3, False, False, 3 * (rows.stop - rows.start))
+            cells = 3 * (rows.stop - rows.start)
+            piece = Piece(rows.start, rows.stop, 0, 3, Shape.RECTANGLE, cells)
             one = Tile((piece,), (range(6),), (range(3),), Full(), 0.5, lambda: None)
             ALL_KERNELS["naive"].forward(QKV(q, k[:, some], v[:, some]), one, state)
         return state
@@ -674,7 +679,7 @@ def test_a_band_takes_no_more_memory_than_scratch_bytes(
     kernel, before = KERNELS["cpu"], torch.get_num_threads()
     q, dout = (torch.randn(2, rows, heads, head_dim, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(2, columns, kv_heads, head_dim, dtype=dtype) for _ in range(2))
-    piece = Piece(0, rows, 0, columns, False, False, rows * width, False, True)
+    piece = Piece(0, rows, 0, columns, Shape.BAND, rows * width)
     block = Block(q, k, v, dout, torch.empty(0), (piece,), Table(torch.empty(0, 0)))
     (tile,) = tiles(block, split=False)
     shape = TileShape(2, heads, kv_heads, head_dim, rows, columns, banded=True)

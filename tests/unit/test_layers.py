@@ -10,9 +10,9 @@ import pytest
 
 from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
+from burst_rt.planning.choose import choose
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Full
-from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import NCCL_LANES, Schedule, check_world
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Node, Rate, Rotated, simulate
 

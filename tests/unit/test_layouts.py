@@ -13,11 +13,11 @@ from worlds import Case
 
 import burst_rt
 from burst_rt import BlockSparse, Causal, Context, Documents
-from burst_rt.attention import planner
 from burst_rt.errors import InputError
+from burst_rt.planning import choose as choose_module
+from burst_rt.planning.choose import fastest_layout
 from burst_rt.planning.layouts import KINDS, Layout, make_layout
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.suited import fastest_layout
 
 _LENGTHS = (1, 2, 3, 7, 8, 63, 100, 1000, 1009)
 _WORLDS = (1, 2, 3, 4, 5, 8)
@@ -146,7 +146,7 @@ def test_auto_is_one_layout_on_all_ranks(machine: str, monkeypatch: pytest.Monke
         asked.append(problem.head_dim)
         return fastest_layout(problem, *args, **options)
 
-    monkeypatch.setattr(planner, "fastest_layout", counted)
+    monkeypatch.setattr(choose_module, "fastest_layout", counted)
 
     def layouts(ctx: Context) -> list[Layout]:
         options: dict[str, Any] = {"heads": (6, 3), "head_dim": 32, "dtype": torch.float32}

@@ -12,7 +12,7 @@ import torch
 from burst_rt import Causal, Full, Mask, Relation
 from burst_rt.attention.mask_check import check_mask
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Piece
+from burst_rt.planning.masks import Piece, Shape
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ BAD: dict[str, tuple[Mask, str]] = {
         Mine(
             said=_always(Relation.FULL),
             seen=Full().allows,
-            cut=lambda q, kv: 2 * (Piece(0, len(q), 0, len(kv), False, False, 1),),
+            cut=lambda q, kv: 2 * (Piece(0, len(q), 0, len(kv), Shape.RECTANGLE, 1),),
         ),
         "pieces for q .* must cover the pairs for which allows is true, each pair once",
     ),

@@ -27,7 +27,7 @@ from burst_rt import (
     SlidingWindow,
 )
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.kernels.cuts import PartSize
+from burst_rt.kernels.cpu_calls import PartSize
 from burst_rt.planning.masks import pieces
 
 _ROWS = list(all_pairs(FACTORS))
@@ -184,7 +184,7 @@ def test_parts_of_long_tiles(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> Non
     """Tiles larger than what the fused kernel is given at once."""
     from burst_rt.kernels import cpu
 
-    monkeypatch.setattr(cpu, "_SMALL_PART", PartSize(48, 80, 1))
+    monkeypatch.setattr(cpu, "SMALL_PART", PartSize(48, 80, 1))
     case = Case(512, heads=4, kv_heads=2, batch=2, mask=mask)
     truth = reference(*case.inputs(), mask=cells_of(mask, Sizes(512, 512, 2)))
     for world in (1, 2, 3):

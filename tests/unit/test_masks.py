@@ -15,7 +15,7 @@ from spec import seen
 from burst_rt import Causal, Full, Mask
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import MASKS as ALL_MASKS
-from burst_rt.planning.masks import Both, Piece, Relation, Rule
+from burst_rt.planning.masks import Both, Piece, Relation, Rule, Shape
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def _cells(piece: Piece, mask: Mask, q: range, kv: range) -> set[tuple[int, int]
         (i, j)
         for i in range(piece.q_start, piece.q_stop)
         for j in range(piece.kv_start, piece.kv_stop)
-        if not (piece.diagonal and j - piece.kv_start > i - piece.q_start)
-        and (not piece.masked or mask.allows(q[i], kv[j]))
+        if not (piece.shape is Shape.LOWER and j - piece.kv_start > i - piece.q_start)
+        and (piece.shape is not Shape.MASKED or mask.allows(q[i], kv[j]))
     }
 
 
@@ -84,9 +84,9 @@ def test_pieces_are_exactly_what_is_seen(name: str) -> None:
         for piece, computed in zip(pieces, cells, strict=True):
             assert 0 <= piece.q_start < piece.q_stop <= len(q)
             assert 0 <= piece.kv_start < piece.kv_stop <= len(kv)
-            assert not (piece.diagonal and piece.masked)
+            assert piece.shape in (Shape.RECTANGLE, Shape.LOWER, Shape.MASKED)
             bound = (piece.q_stop - piece.q_start) * (piece.kv_stop - piece.kv_start)
-            known = mask.has_spans or not piece.masked
+            known = mask.has_spans or piece.shape is not Shape.MASKED
             most = len(computed) if known else bound
             assert len(computed) <= piece.num_cells <= most, (q, kv, piece)
 
@@ -95,13 +95,16 @@ def test_pieces_are_exactly_what_is_seen(name: str) -> None:
 def test_only_a_clash_of_steps_needs_a_boolean_mask(name: str) -> None:
     for q, kv in _random_ranges():
         if q.step == kv.step:
-            assert not any(piece.masked for piece in MASKS[name].pieces(q, kv)), (q, kv)
+            assert not any(piece.shape is Shape.MASKED for piece in MASKS[name].pieces(q, kv)), (
+                q,
+                kv,
+            )
 
 
 def test_the_worked_example_of_causal_pieces() -> None:
     rectangle, triangle = Causal().pieces(range(4, 8), range(2, 8))
-    assert rectangle == Piece(0, 4, 0, 2, False, False, 8)
-    assert triangle == Piece(0, 4, 2, 6, True, False, 10)
+    assert rectangle == Piece(0, 4, 0, 2, Shape.RECTANGLE, 8)
+    assert triangle == Piece(0, 4, 2, 6, Shape.LOWER, 10)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

@@ -18,12 +18,12 @@ from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
 from burst_rt import BlockSparse, Causal, Documents, First, Mask, Prefix, SlidingWindow
-from burst_rt.planning import needs
+from burst_rt.planning import intervals, needs, sides
+from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import KINDS, Layout, blocks_of, make_layout
 from burst_rt.planning.masks import Spans
 from burst_rt.planning.masks.spans import Positions
 from burst_rt.planning.needs import Needed, num_rows, united
-from burst_rt.planning.strategies import choose
 
 _TOKENS = 1100
 
@@ -52,8 +52,9 @@ def test_a_rank_needs_the_rows_that_it_computes_with(
     name: str, rows: int, kv_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more and no fewer, in groups; plain loops say which cells there are."""
-    monkeypatch.setattr(needs, "ROWS_TOGETHER", rows)
-    monkeypatch.setattr(needs, "_SOME", 10 if rows == 1 else 150)  # a few rows at a time
+    monkeypatch.setattr(sides, "ROWS_TOGETHER", rows)
+    for module in (intervals, needs):  # a few rows at a time
+        monkeypatch.setattr(module, "SOME", 10 if rows == 1 else 150)
     sizes = Sizes(40, kv_len, 2)
     truth = truth_of(name, sizes)
     assert truth is not None
@@ -105,8 +106,9 @@ class _Narrow(Causal):
 )
 @pytest.mark.parametrize("some", [10, 1 << 22])
 def test_masks_that_are_combined(mask: Mask, some: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "ROWS_TOGETHER", 4)
-    monkeypatch.setattr(needs, "_SOME", some)
+    monkeypatch.setattr(sides, "ROWS_TOGETHER", 4)
+    for module in (intervals, needs):
+        monkeypatch.setattr(module, "SOME", some)
     at = torch.arange(40)
     cells = mask.allows(at[:, None], at).reshape(-1, 40, 40).any(0)
     for kind in sorted(KINDS):
@@ -213,7 +215,7 @@ def test_memory_that_no_row_was_sent_to_is_not_read(
     strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fresh memory holds NaN in all tests; where blocks come in part, a read of the rest shows."""
-    monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
+    monkeypatch.setattr(sides, "ROWS_TOGETHER", 32)
     for name, mask in _MASKS.items():
         case = _case(mask).but(kind=kind, strategy=strategy)
         truth = _truth_of_the_function() if name == "function" else case.truth
@@ -222,20 +224,20 @@ def test_memory_that_no_row_was_sent_to_is_not_read(
 
 
 @pytest.mark.parametrize(("strategy", "forward"), [("ring-q", True), ("burst", False)])
-def test_sums_come_home_in_several_stretches(
+def test_sums_return_in_several_row_ranges(
     strategy: str, forward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
+    monkeypatch.setattr(sides, "ROWS_TOGETHER", 32)
     mask = _drawn(_TOKENS, random.Random(4))
     layout = make_layout("balanced", _TOKENS, 4, mask)
     p = replace(problem(_TOKENS, _TOKENS, 4, mask=mask), q_layout=layout, kv_layout=layout)
     ring = as_ring(choose(p, strategy, forward=forward).program)
     home = [
         ring.sum_rows[owner][block][hop]
-        for owner, blocks in enumerate(ring.legs)
-        for block, legs in enumerate(blocks)
-        for hop, leg in legs.items()
-        if leg.home
+        for owner, blocks in enumerate(ring.sum_hops)
+        for block, hops in enumerate(blocks)
+        for hop, sum_hop in hops.items()
+        if sum_hop.returns_to_owner
     ]
     assert max(map(len, home)) > 1
     case = Case(_TOKENS, head_dim=8, mask=mask, kind="balanced", strategy=strategy)

@@ -21,6 +21,9 @@ from burst_rt.launch.plan.model import (
     ACTIVATIONS,
     ATTENTION,
     MODELS,
+    ModelForecast,
+    Phase,
+    Question,
     fewest_ranks,
     forecast_model,
     parse_model,
@@ -30,13 +33,20 @@ from burst_rt.launch.plan.model import (
 )
 from burst_rt.launch.plan.paper import FIRST_TOKEN_S, OUT_OF_MEMORY, STRATEGIES
 from burst_rt.launch.plan.words import parse_mask, parse_tokens
+from burst_rt.planning.choose import LAYOUTS
 from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.planning.masks import Causal, Chunked, Documents, First, Full, Prefix, SlidingWindow
-from burst_rt.planning.suited import LAYOUTS
+from burst_rt.scheduler.simulator import Hardware
 
 _LLAMA = MODELS["llama-7b"]
 _A100 = load_hardware("a100-pcie")
 _LLAMA_3_8B = "layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256"
+
+
+def _forecast(
+    strategy: str, world: int, tokens: int, machine: Hardware, phase: Phase, **options: Any
+) -> ModelForecast:
+    return forecast_model(Question(_LLAMA, tokens, phase, **options), strategy, world, machine)
 
 
 def test_the_models_are_as_large_as_they_are_called() -> None:
@@ -47,23 +57,21 @@ def test_the_models_are_as_large_as_they_are_called() -> None:
 @pytest.mark.parametrize("tokens", FIRST_TOKEN_S)
 def test_the_papers_first_token_latencies_come_out(tokens: int) -> None:
     for strategy, seconds in zip(STRATEGIES, FIRST_TOKEN_S[tokens], strict=True):
-        found = forecast_model(
-            _LLAMA, strategy, 8, tokens, _A100, "first-token", mask=published_mask(strategy)
-        )
+        found = _forecast(strategy, 8, tokens, _A100, "first-token", mask=published_mask(strategy))
         assert found.time_s == pytest.approx(seconds, rel=0.15), strategy
 
 
 @pytest.mark.parametrize(("strategy", "first"), OUT_OF_MEMORY.items())
 def test_what_the_paper_ran_out_of_memory_with_does_so_here(strategy: str, first: int) -> None:
     for tokens in FIRST_TOKEN_S:
-        found = forecast_model(_LLAMA, strategy, 8, tokens, _A100, "first-token", mask="full")
+        found = _forecast(strategy, 8, tokens, _A100, "first-token", mask="full")
         assert found.out_of_memory is (tokens >= first)
         assert (found.time_s is None) is found.out_of_memory
 
 
 def test_a_training_step_is_a_forward_and_a_backward_and_sums_gradients() -> None:
-    first = forecast_model(_LLAMA, "burst", 8, 32768, _A100, "first-token")
-    step = forecast_model(_LLAMA, "burst", 8, 32768, _A100, "train")
+    first = _forecast("burst", 8, 32768, _A100, "first-token")
+    step = _forecast("burst", 8, 32768, _A100, "train")
     assert first.time_s is not None
     assert step.time_s is not None
     assert step.time_s > 3 * first.time_s
@@ -75,10 +83,9 @@ def test_a_training_step_is_a_forward_and_a_backward_and_sums_gradients() -> Non
 def test_activations_that_do_not_fit_are_computed_again_attention_last() -> None:
     """The less is kept, the longer a step takes. Attention kept, nothing more is sent."""
     kept, attention, again = (
-        forecast_model(_LLAMA, "burst", 8, 32768, _A100, "train", activations=each)
-        for each in ACTIVATIONS
+        _forecast("burst", 8, 32768, _A100, "train", activations=each) for each in ACTIVATIONS
     )
-    first = forecast_model(_LLAMA, "burst", 8, 32768, _A100, "first-token")
+    first = _forecast("burst", 8, 32768, _A100, "first-token")
     times = [each.time_s or 0.0 for each in (kept, attention, again)]
     assert 0 < times[0] < times[1] < times[2]
     assert times[2] - times[0] == pytest.approx(first.time_s)
@@ -88,22 +95,25 @@ def test_activations_that_do_not_fit_are_computed_again_attention_last() -> None
     outputs = 4096 * (4096 * 2 + 32 * 4)
     assert attention.memory_bytes - again.memory_bytes == 31 * outputs
     for tokens, taken in ((1 << 15, kept), (1 << 17, attention)):
-        chosen = forecast_model(_LLAMA, "burst", 8, tokens, _A100, "train")
+        chosen = _forecast("burst", 8, tokens, _A100, "train")
         assert chosen.activations == taken.activations
 
 
 def test_the_fewest_ranks_hold_the_model_and_one_fewer_do_not() -> None:
-    fewest = fewest_ranks(_LLAMA, "burst", 1 << 18, _A100, "train")
+    fewest = fewest_ranks(Question(_LLAMA, 1 << 18, "train"), "burst", _A100)
     assert fewest is not None
-    assert not forecast_model(_LLAMA, "burst", fewest, 1 << 18, _A100, "train").out_of_memory
-    assert forecast_model(_LLAMA, "burst", fewest - 1, 1 << 18, _A100, "train").out_of_memory
+    assert not _forecast("burst", fewest, 1 << 18, _A100, "train").out_of_memory
+    assert _forecast("burst", fewest - 1, 1 << 18, _A100, "train").out_of_memory
     # A model that is too large for a device stays so: every rank of a ring holds all weights.
     huge = parse_model("layers=200,dim=8192,heads=64,kv_heads=8,ffn=28672")
-    assert fewest_ranks(huge, "burst", 1 << 15, _A100, "train") is None
+    assert fewest_ranks(Question(huge, 1 << 15, "train"), "burst", _A100) is None
 
 
-def test_the_tile_is_a_block_of_the_ring_and_the_shard_at_home() -> None:
-    assert tile_of(_LLAMA, "ring-kv", 8, 1 << 17, _A100) == (1 << 14, 1 << 13)
+def test_the_tile_is_a_block_of_the_ring_and_the_resident_shard() -> None:
+    assert tile_of(Question(_LLAMA, 1 << 17, "first-token"), "ring-kv", 8, _A100) == (
+        1 << 14,
+        1 << 13,
+    )
 
 
 def test_a_model_by_its_sizes() -> None:
@@ -186,8 +196,7 @@ def test_a_first_token_needs_no_memory_for_a_backward() -> None:
     layer = SpreadLayer(_LLAMA.layer, 131072, 8, "ring-kv")
     assert layer.memory(0, backward=False).working < layer.memory(0).working
     ring, burst = (
-        forecast_model(_LLAMA, strategy, 8, 131072, _A100, "first-token")
-        for strategy in ("ring-kv", "burst")
+        _forecast(strategy, 8, 131072, _A100, "first-token") for strategy in ("ring-kv", "burst")
     )
     assert ring.memory_bytes == burst.memory_bytes
 
@@ -420,8 +429,8 @@ def test_where_no_strategy_is_possible_the_reason_is_named(tmp_path: Path) -> No
 
 
 def test_above_64_ranks_whole_nodes_are_tried() -> None:
-    h100, sizes = load_hardware("h100-sxm"), (parse_model(_LLAMA_3_8B), "hybrid", 1 << 23)
-    fewest = fewest_ranks(*sizes, h100, "train")
+    question = Question(parse_model(_LLAMA_3_8B), 1 << 23, "train")
+    fewest = fewest_ranks(question, "hybrid", load_hardware("h100-sxm"))
     assert fewest is not None
     assert (fewest > 64, fewest % 8) == (True, 0)
 

@@ -12,9 +12,10 @@ from graphs import KIND_PAIRS, MASKS, SIZES, bytes_of, check_shares, graphs_of, 
 
 from burst_rt import Causal, SlidingWindow
 from burst_rt.errors import InputError
+from burst_rt.planning.choose import choose
 from burst_rt.planning.operations import ForwardTile
 from burst_rt.planning.roles import Role
-from burst_rt.planning.strategies import Hybrid, Ring, check_name, choose
+from burst_rt.planning.strategies import Hybrid, Ring, check_name
 from burst_rt.scheduler import Graph, check_world
 
 

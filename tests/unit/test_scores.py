@@ -21,9 +21,9 @@ from burst_rt import BlockSparse, Causal, Context, Documents, Full, SlidingWindo
 from burst_rt.attention import autograd
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.kernels import KERNELS, Work, sum_dtype
-from burst_rt.kernels.cuts import PartSize
+from burst_rt.kernels.cpu_calls import PartSize
+from burst_rt.planning.choose import choose
 from burst_rt.planning.problem import ScoreOptions, TileShape
-from burst_rt.planning.strategies import choose
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import check_world
 
@@ -91,9 +91,9 @@ def test_parts_of_long_tiles(terms: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Tiles that the CPU kernel does in parts, with an edge of the mask in many of them."""
     from burst_rt.kernels import cpu
 
-    for name in ("_PART", "_SMALL_PART", "_DISTANCES_PART"):
+    for name in ("PART", "SMALL_PART", "DISTANCES_PART"):
         monkeypatch.setattr(cpu, name, PartSize(21, 32, 1))
-    monkeypatch.setattr(cpu, "_matrix_part", lambda heads: PartSize(21, 32, 1))
+    monkeypatch.setattr(cpu, "matrix_part", lambda heads: PartSize(21, 32, 1))
     for mask, batch in ((Causal(), 2), (SlidingWindow(70, 5), 2), (SlidingWindow(70, 5), 1)):
         _assert_right(2, _BASE.but(**_TERMS[terms], q_len=200, mask=mask, batch=batch))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -33,7 +34,7 @@ from burst_rt import (
 )
 from burst_rt.attention.mask_check import check_mask
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Piece, Relation, pieces, spans_of
+from burst_rt.planning.masks import Piece, Relation, Shape, pieces, spans_of
 from burst_rt.planning.masks.spans import END
 
 _SIZES = [Sizes(24, 24, 1), Sizes(40, 40, 3), Sizes(17, 33, 2), Sizes(33, 17, 1), Sizes(1, 6, 1)]
@@ -210,14 +211,14 @@ def _cells(piece: Piece, mask: Mask, q: range, kv: range) -> torch.Tensor:
     cells = torch.zeros(len(q), len(kv), dtype=torch.bool)
     shape = piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start
     part = torch.ones(shape, dtype=torch.bool)
-    if piece.diagonal:
+    if piece.shape is Shape.LOWER:
         part = part.tril()
-    elif piece.upper:
+    elif piece.shape is Shape.UPPER:
         assert shape[0] == shape[1]
         part = part.triu()
-    elif piece.band:
+    elif piece.shape is Shape.BAND:
         part = part.triu().tril(shape[1] - shape[0])
-    elif piece.masked:
+    elif piece.shape is Shape.MASKED:
         rows, columns = (torch.tensor([*x]) for x in (q[piece.rows], kv[piece.columns]))
         part = mask.allows(rows[:, None], columns[None, :])
     cells[piece.rows, piece.columns] = part
@@ -246,18 +247,18 @@ def test_pieces_are_what_is_seen_each_once(
 @pytest.mark.parametrize(
     ("mask", "kinds"),
     [
-        (SlidingWindow(99), {"diagonal": 1, "band": 1, "upper": 0, "whole": 0, "masked": 0}),
-        (Causal() & Documents([300, 500, 200]), {"diagonal": 3, "upper": 0, "masked": 0}),
-        (Prefix(400), {"diagonal": 1, "upper": 0, "whole": 2, "masked": 0}),
-        (Causal() & Chunked(250), {"diagonal": 4, "upper": 0, "whole": 0, "masked": 0}),
-        (Documents([10] * 100), {"diagonal": 0, "upper": 0, "whole": 0, "masked": 2}),
-        (SlidingWindow(20), {"diagonal": 1, "band": 1, "upper": 0, "whole": 0, "masked": 0}),
+        (SlidingWindow(99), {Shape.LOWER: 1, Shape.BAND: 1}),
+        (Causal() & Documents([300, 500, 200]), {Shape.LOWER: 3}),
+        (Prefix(400), {Shape.LOWER: 1, Shape.RECTANGLE: 2}),
+        (Causal() & Chunked(250), {Shape.LOWER: 4}),
+        (Documents([10] * 100), {Shape.MASKED: 2}),
+        (SlidingWindow(20), {Shape.LOWER: 1, Shape.BAND: 1}),
     ],
     ids=str,
 )
-def test_masks_in_rectangles_and_triangles(mask: Mask, kinds: dict[str, int]) -> None:
+def test_masks_in_rectangles_and_triangles(mask: Mask, kinds: dict[Shape, int]) -> None:
     found = mask.pieces(range(1000), range(1000))
-    assert {kind: sum(getattr(piece, kind) for piece in found) for kind in kinds} == kinds, found
+    assert Counter(piece.shape for piece in found) == kinds, found
     seen = int(cells_of(mask, Sizes(1000, 1000, 1)).sum())
     assert sum(piece.num_cells for piece in found) == seen
 
@@ -265,7 +266,7 @@ def test_masks_in_rectangles_and_triangles(mask: Mask, kinds: dict[str, int]) ->
 def test_wide_windows_are_triangles(monkeypatch: pytest.MonkeyPatch) -> None:
     """On either side of a rectangle, for each run of rows as long as the window."""
     monkeypatch.setattr(pieces, "WIDEST_BAND", 90)
-    kinds = {"diagonal": 11, "upper": 10, "whole": 10, "band": 0, "masked": 0}
+    kinds = {Shape.LOWER: 11, Shape.UPPER: 10, Shape.RECTANGLE: 10}
     test_masks_in_rectangles_and_triangles(SlidingWindow(99), kinds)
 
 

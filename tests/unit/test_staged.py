@@ -11,7 +11,7 @@ from graphs import problem
 
 from burst_rt import Causal, Full
 from burst_rt.errors import ConfigError
-from burst_rt.planning.strategies import choose
+from burst_rt.planning.choose import choose
 from burst_rt.scheduler import DEVICE_LANES, Graph, GraphBuilder, Schedule, check_world
 from burst_rt.scheduler.simulator import Faults, reference, rehearse
 from burst_rt.transport.staged import ToDevice, ToHost, staged

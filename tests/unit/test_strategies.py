@@ -27,13 +27,14 @@ from tolerances import BALANCE
 
 from burst_rt import Causal
 from burst_rt.errors import InternalError
-from burst_rt.planning import needs
+from burst_rt.planning import sides
+from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import KINDS
-from burst_rt.planning.masks import Piece, Relation
+from burst_rt.planning.masks import Piece, Relation, Shape
 from burst_rt.planning.operations import BackwardTile, Finish, ForwardTile, Merge
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import Role
-from burst_rt.planning.strategies import Ring, choose
+from burst_rt.planning.strategies import Ring
 from burst_rt.planning.strategies.ring import backward_ring, forward_ring
 from burst_rt.planning.strategies.routes import OneRing, Route, Straight
 from burst_rt.scheduler import Graph, check_world
@@ -83,13 +84,13 @@ def test_each_seen_cell_is_computed_once_and_no_other(
                     q = torch.tensor(q_positions[piece.q_start : piece.q_stop])
                     kv = torch.tensor(kv_positions[piece.kv_start : piece.kv_stop])
                     cells = torch.ones(len(q), len(kv), dtype=torch.bool)
-                    if piece.diagonal:
+                    if piece.shape is Shape.LOWER:
                         cells = cells.tril()
-                    if piece.masked:
+                    if piece.shape is Shape.MASKED:
                         cells = p.mask.allows(q[:, None], kv[None, :])
                     else:
                         assert piece.num_cells == int(cells.sum())
-                    assert cells.any() or piece.masked
+                    assert cells.any() or piece.shape is Shape.MASKED
                     times[q[:, None] - shift, kv[None, :]] += cells
         assert torch.equal(times, seen(p.mask, q_len, kv_len).long())
 
@@ -108,7 +109,7 @@ def test_only_what_somebody_further_on_needs_is_sent(
     """A row goes as far as the last rank that computes with it; a sum starts at the first and goes
     home from the last. By rows, from booleans; `direct` sends what is needed and nothing else.
     """
-    monkeypatch.setattr(needs, "ROWS_TOGETHER", 2)
+    monkeypatch.setattr(sides, "ROWS_TOGETHER", 2)
     p = problem(q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds)
     for ring in map(replace, (*rings(p), *rings(p, Straight(world_size)))):
         straight = isinstance(ring.route, Straight)
@@ -181,10 +182,10 @@ def test_causal_contiguous_never_sends_the_last_keys(world_size: int) -> None:
         graphs = graphs_of(ring)
         if ring.queries_travel:
             # Queries of the first rank see no keys but its own.
-            assert not any(ring.legs[0])
+            assert not any(ring.sum_hops[0])
             assert not any(map(any, ring.bundles[0]))
             continue
-        assert not any(ring.legs[-1])
+        assert not any(ring.sum_hops[-1])
         assert not any(map(any, ring.bundles[-1]))
         for graph in graphs:
             named = {part.id: part.buffer for part in graph.parts}
@@ -433,14 +434,14 @@ def test_shards_travel_whole_where_every_rank_needs_all_of_them() -> None:
             for forward in (True, False):
                 ring = as_ring(choose(p, strategy, forward=forward).program)
                 assert bool(ring.sums) is (not forward or strategy == "ring-q")
-                whole = with_sums if ring.sums else without_sums
-                assert ring.whole is whole
-                assert {len(blocks) for blocks in ring.travelling} == {1 if whole else 2}
+                single = with_sums if ring.sums else without_sums
+                assert ring.single_block is single
+                assert {len(blocks) for blocks in ring.travelling} == {1 if single else 2}
                 # As many bytes as block by block.
                 route = OneRing(4, (1, 1)) if isinstance(ring.route, OneRing) else ring.route
-                halved = replace(ring, whole=False, route=route)
-                assert not whole or ring.wire_bytes() == halved.wire_bytes()
-        assert not as_ring(choose(p, "bidirectional", forward=True).program).whole
+                halved = replace(ring, single_block=False, route=route)
+                assert not single or ring.wire_bytes() == halved.wire_bytes()
+        assert not as_ring(choose(p, "bidirectional", forward=True).program).single_block
 
 
 def test_sums_leave_block_by_block() -> None:

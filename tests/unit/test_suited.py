@@ -9,8 +9,8 @@ from graphs import Window
 from mixes import check_fastest_layout, mix, packed_problem
 
 from burst_rt import Causal, Documents, Full, Mask, SlidingWindow
+from burst_rt.planning.choose import fastest_layout
 from burst_rt.planning.machines import load_hardware
-from burst_rt.planning.suited import fastest_layout
 from burst_rt.scheduler.simulator import Rate
 
 _H100 = load_hardware("h100-sxm")

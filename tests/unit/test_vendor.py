@@ -25,7 +25,7 @@ from burst_rt import Causal, Context, Full
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream, Work
 from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
-from burst_rt.planning.masks import Both, Mask, Piece
+from burst_rt.planning.masks import Both, Mask, Piece, Shape
 from burst_rt.planning.problem import TileShape
 
 _16_BIT = (torch.bfloat16, torch.float16)
@@ -232,7 +232,8 @@ def _tile(
     for a, b, c, d, diagonal in PIECES[name][0]:
         part = torch.ones(b - a, d - c, dtype=torch.bool)
         visible[a:b, c:d] = part.tril() if diagonal else part
-        pieces.append(Piece(a, b, c, d, diagonal, False, int(visible[a:b, c:d].sum())))
+        shape = Shape.LOWER if diagonal else Shape.RECTANGLE
+        pieces.append(Piece(a, b, c, d, shape, int(visible[a:b, c:d].sum())))
     tile = Tile(
         tuple(pieces),
         (range(20, 80),),
@@ -330,7 +331,7 @@ def test_parts_of_several_tiles_add_up() -> None:
     tile, (q, k, v, *_), _ = _tile("a rectangle", torch.bfloat16)
     state = _state(q)
     for i, columns in enumerate((slice(30), slice(30, 31), slice(31, 80))):
-        piece = Piece(0, 60, 0, columns.stop - (columns.start or 0), False, False, 0)
+        piece = Piece(0, 60, 0, columns.stop - (columns.start or 0), Shape.RECTANGLE, 0)
         part = tile._replace(pieces=(piece,), first=i == 0, last=i == 2)
         KERNELS["flash"].forward(QKV(q, k[:, columns], v[:, columns]), part, state)
     truth = reference(q, k, v, torch.zeros_like(q), scale=0.3)
@@ -459,10 +460,10 @@ def test_which_gradients_they_write_without_sums(name: str) -> None:
     """Those of a tile that one call does from end to end."""
     shape = TileShape(1, 2, 2, 64, 8, 8)
     for piece, writes in (
-        (Piece(0, 8, 0, 8, True, False, 36), True),
-        (Piece(0, 8, 0, 8, False, False, 64), True),
-        (Piece(0, 8, 0, 5, False, False, 40), False),
-        (Piece(2, 8, 0, 8, False, False, 48), False),
+        (Piece(0, 8, 0, 8, Shape.LOWER, 36), True),
+        (Piece(0, 8, 0, 8, Shape.RECTANGLE, 64), True),
+        (Piece(0, 8, 0, 5, Shape.RECTANGLE, 40), False),
+        (Piece(2, 8, 0, 8, Shape.RECTANGLE, 48), False),
     ):
         work = Work(torch.device("cuda"), torch.bfloat16, 64, Full(), False, tiles=((piece,),))
         assert KERNELS[name].writes_gradients(work, shape) is writes
@@ -470,7 +471,7 @@ def test_which_gradients_they_write_without_sums(name: str) -> None:
 
 def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    square = ((Piece(0, 8, 0, 8, True, False, 36),),)
+    square = ((Piece(0, 8, 0, 8, Shape.LOWER, 36),),)
     fine = Work(cuda, torch.bfloat16, 64, Causal(), tiles=square)
     for name in ("cudnn", "flash"):
         kernel = KERNELS[name]
@@ -482,7 +483,7 @@ def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
             (fine._replace(head_dim=264), "a multiple of 8, at most"),
             (
                 fine._replace(
-                    mask=Both(Causal(), Full()), tiles=((Piece(0, 8, 0, 8, False, True, 64),),)
+                    mask=Both(Causal(), Full()), tiles=((Piece(0, 8, 0, 8, Shape.MASKED, 64),),)
                 ),
                 "into other shapes",
             ),
@@ -493,7 +494,7 @@ def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
             assert why in reason
     assert "at most 128" in str(KERNELS["cudnn"].refuses(fine._replace(head_dim=136)))
     assert "at least 2 keys" in str(
-        KERNELS["cudnn"].refuses(fine._replace(tiles=((Piece(0, 8, 0, 1, False, False, 8),),)))
+        KERNELS["cudnn"].refuses(fine._replace(tiles=((Piece(0, 8, 0, 1, Shape.RECTANGLE, 8),),)))
     )
     monkeypatch.setattr("torch.backends.cuda.is_flash_attention_available", lambda: False)
     monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: True)

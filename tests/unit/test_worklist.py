@@ -37,7 +37,7 @@ from burst_rt.planning.worklist import (
     work_list,
 )
 
-_EMPTY, _WHOLE, _CUT = 0, 1, 2
+_EMPTY, _FULL, _PARTIAL = 0, 1, 2
 
 
 class _Tile(NamedTuple):
@@ -129,7 +129,7 @@ def _listed(found: WorkList, batch: int, across: int) -> torch.Tensor:
                 first, last = found.runs[run]
                 assert 0 <= first < last <= across
                 assert not blocks[row, number, first:last].any(), "a block stands in two runs"
-                blocks[row, number, first:last] = _WHOLE if run < cut else _CUT
+                blocks[row, number, first:last] = _FULL if run < cut else _PARTIAL
     return blocks
 
 
@@ -142,7 +142,7 @@ def _expected(spans: ColumnSpans, cells: torch.Tensor, m: int, n: int) -> torch.
         block = cells[b, i * m : (i + 1) * m, j * n : (j + 1) * n]
         at = (b % len(starts), slice(None), slice(i * m, (i + 1) * m))
         by_one = ((starts[at] <= j * n) & (stops[at] >= (j + 1) * n)).any(0).all()
-        found[b, i, j] = (_WHOLE if by_one else _CUT) if block.any() else _EMPTY
+        found[b, i, j] = (_FULL if by_one else _PARTIAL) if block.any() else _EMPTY
         assert not by_one or (block.all() and block.shape[1] == n)
     return found
 
@@ -163,15 +163,15 @@ def test_spans_and_lists_are_what_the_cells_say(seed: int) -> None:
         found = work_list(tile.spans, m, n, by_columns=by_columns)
         blocks = expected.transpose(1, 2) if by_columns else expected
         assert torch.equal(_listed(found, len(expected), blocks.shape[2]), blocks), tile.told
-        assert found.masked == bool((expected == _CUT).any())
+        assert found.masked == bool((expected == _PARTIAL).any())
         assert found.lines.dtype == found.runs.dtype == np.int32
         for row, lines in enumerate(found.lines):
             work = (blocks[row][lines[:, 0]] > 0).sum(-1).tolist()
             assert work == sorted(work, reverse=True)
         assert found.single == bool(np.diff(found.lines[..., 1:]).max() <= 1)
-        cut = work_list(tile.spans, m, n, by_columns=by_columns, whole=False)
+        cut = work_list(tile.spans, m, n, by_columns=by_columns, full=False)
         assert torch.equal(
-            _listed(cut, len(expected), blocks.shape[2]), torch.where(blocks > 0, _CUT, 0)
+            _listed(cut, len(expected), blocks.shape[2]), torch.where(blocks > 0, _PARTIAL, 0)
         )
 
 

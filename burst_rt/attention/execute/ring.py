@@ -265,7 +265,7 @@ class Run(SlotRun):
             # A later call outside inference mode could not write to views made inside it.
             with torch.inference_mode(False):
                 view = self.storage[part][:size].view(dtype).view(shape)
-                # Tokens come first on the wire: some rows of a block are one stretch of bytes.
+                # Tokens come first on the wire: some rows of a block are one range of bytes.
                 view = view if role.pairs else view.transpose(0, 1)
             self.slots.views[part, owner] = view
         return view

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.kernels.base import QKV, Places, Tile, some_of
-from burst_rt.planning.masks import Mask, Piece, Relation
+from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.planning.problem import TileShape
 
@@ -112,7 +112,7 @@ def parts_of(qkv: QKV, tile: Tile) -> Iterator[Part]:
     batch, q_len, num_heads, _ = qkv.q.shape
     kv_len, num_kv_heads = qkv.k.shape[1:3]
     group = num_heads // num_kv_heads
-    every = Piece(0, q_len, 0, kv_len, False, True, q_len * kv_len)
+    every = Piece(0, q_len, 0, kv_len, Shape.MASKED, q_len * kv_len)
     sides = _columns_of_parts(tile.mask, (tile.q_positions, tile.kv_positions), batch * group)
     longest = max(columns.stop - columns.start for columns in sides)
     some = max(1, _MOST_CELLS // (batch * q_len * group * longest))

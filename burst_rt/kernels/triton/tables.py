@@ -190,7 +190,7 @@ def lists_of(
     def make() -> _Kept:
         spans = spans_of_tile(tile, device).host
         assert spans is not None
-        found = work_list(spans, *blocks, by_columns=by_columns, whole=tile.mask.has_spans)
+        found = work_list(spans, *blocks, by_columns=by_columns, full=tile.mask.has_spans)
         return _kept_lists(found, device)
 
     key = ("lists", *_key(tile, device), blocks, by_columns)
@@ -267,7 +267,7 @@ def _sizes_of_tables(mask: Mask, places: Places, cuts: Iterable[CutOfTile]) -> l
     for cut in cuts:
 
         def make(blocks: tuple[int, int], columns: bool = cut.by_columns) -> WorkList:
-            return work_list(spans, *blocks, by_columns=columns, whole=whole)
+            return work_list(spans, *blocks, by_columns=columns, full=whole)
 
         for found in cut.lists(_width_of(spans) if whole else CELLS, make):
             arrays += [found.lines, found.runs]

@@ -1,27 +1,26 @@
 """import burst_rt.planning.masks: which query sees which key.
 
-`base` says what a mask is and combines masks; `spans` holds what rows of queries see; `positions`,
-`documents`, `blocks` and `function` hold the masks.
+`base` says what a mask is, `pairs` combines masks; `spans` holds what rows of queries see;
+`positions`, `documents`, `blocks` and `function` hold the masks.
 """
 
 from burst_rt.planning.masks.base import (
     MASKS,
-    Both,
     Cells,
-    Either,
     Mask,
     Relation,
     Rule,
-    columns_seen,
-    in_place_of,
     positions_of,
     sees_few,
     spans_of,
+    structured,
 )
 from burst_rt.planning.masks.blocks import BlockSparse
+from burst_rt.planning.masks.columns import columns_seen, in_place_of
 from burst_rt.planning.masks.documents import Documents
 from burst_rt.planning.masks.function import Function
-from burst_rt.planning.masks.pieces import MOST_SPANS, WIDEST_BAND, Piece
+from burst_rt.planning.masks.pairs import Both, Either
+from burst_rt.planning.masks.pieces import MOST_SPANS, WIDEST_BAND, Piece, Shape
 from burst_rt.planning.masks.positions import Causal, Chunked, First, Full, Prefix, SlidingWindow
 from burst_rt.planning.masks.spans import Positions, Spans
 
@@ -45,6 +44,7 @@ __all__ = [
     "Prefix",
     "Relation",
     "Rule",
+    "Shape",
     "SlidingWindow",
     "Spans",
     "columns_seen",
@@ -52,4 +52,5 @@ __all__ = [
     "positions_of",
     "sees_few",
     "spans_of",
+    "structured",
 ]

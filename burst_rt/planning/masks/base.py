@@ -18,48 +18,39 @@ mask: ranks compare masks by `repr`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import Enum
-from functools import lru_cache, reduce
+from functools import lru_cache
 from inspect import get_annotations
-from math import gcd
-from operator import and_
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks.pieces import MOST_SPANS, Piece, cut
+from burst_rt.planning.masks.pieces import MOST_SPANS, Piece, Shape, split
 from burst_rt.planning.masks.spans import (
     BEGIN,
     END,
     Positions,
     Spans,
-    beside,
-    intersect,
     one_span,
-    unite,
 )
 from burst_rt.planning.numbers import UNNUMBERED, Numbers, is_tracing
 
 __all__ = [
     "MASKS",
-    "Both",
     "Cells",
-    "Either",
     "Mask",
     "Relation",
     "Rule",
-    "columns_seen",
-    "in_place_of",
     "positions_of",
     "sees_few",
     "spans_of",
+    "structured",
 ]
 
-# Maximum number of masks made by `|` and combined by `&` of which all combinations are looked at.
-_MOST_EITHER = 3
+_Spans = TypeVar("_Spans", bound=Callable[..., Spans])
+
 # Number of rows that are sampled to say whether a tile's rows see many spans each.
 _SAMPLED_ROWS = 256
 
@@ -101,6 +92,23 @@ class Cells(Protocol):
         """The answers of the function of a `Function`, whatever `within` shows."""
 
 
+def structured(
+    *, steady: bool = False, period: Callable[[Any], int] | None = None
+) -> Callable[[_Spans], _Spans]:
+    """Says what planning may rely on about the `spans` that it decorates.
+
+    The words belong to the function: a subclass that writes other `spans` has said nothing about
+    them. steady: see `Mask._steady`. period: of a mask; see `Mask._period`.
+    The names of the two begin with an underscore so that a field of a user's mask cannot hide them.
+    """
+
+    def marked(spans: _Spans) -> _Spans:
+        vars(spans).update(steady=steady, period=period)
+        return spans
+
+    return marked
+
+
 class Mask:
     """The (query, key) pairs that attend. Immutable, hashable, comparable.
 
@@ -113,16 +121,13 @@ class Mask:
     # The rule whose special code in kernels computes this mask. A class that sets no rule has OWN:
     # a rule is not inherited, because a subclass may allow something else.
     rule: ClassVar[Rule] = Rule.OWN
-    # Whether all queries between two `changes` see the same keys. This and `_period` describe the
-    # spans of the class that sets them: a subclass that defines other spans has `Mask`'s values
-    # again.
-    _steady: ClassVar[bool] = False
     # Whether `spans` defines the mask. False again if a subclass defines it otherwise.
     _spanned: ClassVar[bool] = False
     # By this number compiled programs know the mask; no other mask has it.
     _burst_rt_number: int
-    # What `from_function` makes: the subclass that was defined with `of_function=True`.
-    _of_function: ClassVar[Callable[[Any, Mask | None, str | None], Mask]]
+    # The subclasses that `&`, `|` and `from_function` make. They are defined with `made_by`, above
+    # this module, which knows them by no other way.
+    _made_by: ClassVar[dict[str, Callable[..., Mask]]] = {}
 
     def __new__(cls, *args: object, **options: object) -> Self:
         mask = super().__new__(cls)
@@ -139,21 +144,14 @@ class Mask:
         own = {name: value for name, value in slots.items() if name != "_burst_rt_number"}
         return (fields, own) if own else fields
 
-    def __init_subclass__(cls, *, of_function: bool = False, **options: object) -> None:
+    def __init_subclass__(cls, *, made_by: str | None = None, **options: object) -> None:
         super().__init_subclass__(**options)
-        if of_function:
-            Mask._of_function = cls
+        if made_by is not None:
+            Mask._made_by[made_by] = cls
         if "spans" in cls.__dict__:
             cls._spanned = True
         elif {"allows", "relation", "pieces"} & set(cls.__dict__):
             cls._spanned = False
-        for name in ("_steady", "_period"):
-            shows, says = (
-                next(place for place, each in enumerate(cls.__mro__) if which in each.__dict__)
-                for which in ("spans", name)
-            )
-            if shows < says:
-                setattr(cls, name, getattr(Mask, name))
         if "rule" in cls.__dict__:
             return
         if "rule" in get_annotations(cls):
@@ -190,7 +188,7 @@ class Mask:
         booleans, or other answers the second time, the call raises InputError on every rank. A
         function that raises on other cells only fails in the middle of a call, as lost ranks do.
         """
-        return Mask._of_function(function, within, key)
+        return Mask._made_by["function"](function, within, key)
 
     @property
     def has_spans(self) -> bool:
@@ -219,15 +217,22 @@ class Mask:
         return False
 
     @property
+    def _steady(self) -> bool:
+        """Whether all queries between two `changes` see the same keys; see `structured`."""
+        steady: bool = getattr(type(self).spans, "steady", False)
+        return steady
+
+    @property
     def _period(self) -> int:
         """A number that says for which steps of a strided layout equally spaced positions look
-        alike.
+        alike; see `structured`.
 
         For each step that divides it, whether the query at q sees the key at k follows from
         q // step, k // step, and whether k % step is larger than q % step. Every step divides 0,
         and only 1 divides 1, which says nothing.
         """
-        return 1
+        period: Callable[[Mask], int] | None = getattr(type(self).spans, "period", None)
+        return 1 if period is None else period(self)
 
     @property
     def alike(self) -> Mask:
@@ -354,28 +359,27 @@ class Mask:
         relation = self.relation(q, kv)
         if relation is Relation.EMPTY:
             return ()
-        masked = relation is Relation.PARTIAL
-        num_cells = len(q) * len(kv)
-        if masked:
+        shape, num_cells = Shape.RECTANGLE, len(q) * len(kv)
+        if relation is Relation.PARTIAL:
             if self.has_spans and sees_few(self, q):
-                return cut(self.columns(q, kv))
-            some = _sampled(q)
-            num_cells = spans_of(self, some).num_cells(kv) * len(q) // len(some)
-        return (Piece(0, len(q), 0, len(kv), False, masked, num_cells),)
+                return split(self.columns(q, kv))
+            shape, sample = Shape.MASKED, _sampled(q)
+            num_cells = spans_of(self, sample).num_cells(kv) * len(q) // len(sample)
+        return (Piece(0, len(q), 0, len(kv), shape, num_cells),)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             raise InputError(f"mask & other: expected another Mask, got {type(other).__name__}")
         if other.rule is Rule.EVERYTHING or self == other:
             return self
-        return other if self.rule is Rule.EVERYTHING else Both(self, other)
+        return other if self.rule is Rule.EVERYTHING else Mask._made_by["&"](self, other)
 
     def __or__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             raise InputError(f"mask | other: expected another Mask, got {type(other).__name__}")
         if self.rule is Rule.EVERYTHING or self == other:
             return self
-        return other if other.rule is Rule.EVERYTHING else Either(self, other)
+        return other if other.rule is Rule.EVERYTHING else Mask._made_by["|"](self, other)
 
 
 def positions_of(positions: range) -> Positions:
@@ -383,84 +387,10 @@ def positions_of(positions: range) -> Positions:
     return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
 
 
-def _moved(mask: Mask, q: Positions, places: Positions, *, deep: bool) -> Spans:
-    """The keys that queries see in a mask that is combined by `&` with a mover, or that contains
-    the mover.
-
-    q: int64 `[rows]`, where the mover itself has them. places: `[batch or 1, rows]`, where all
-    other masks have them. deep: whether the masks joined with the mover by `|` do, too.
-    """
-    if isinstance(mask, Both) or (deep and isinstance(mask, Either)):
-        join = intersect if isinstance(mask, Both) else unite
-        return join(*(_moved(part, q, places, deep=deep) for part in (mask.first, mask.second)))
-    if mask.mover is not None:
-        return mask.spans(q)
-    if len(places) == 1:
-        return mask.spans(places[0])
-    rows = [mask.spans(row) for row in places]
-    return beside([spans.row(number) for number, spans in enumerate(rows)], axis=0)
-
-
 @lru_cache(maxsize=16)
 def spans_of(mask: Mask, *q: range) -> Spans:
     """`Mask.outline` of ranges of positions. Cached, because planning asks many times."""
     return mask.outline(np.concatenate([positions_of(run) for run in q]))
-
-
-def columns_seen(mask: Mask, q: tuple[range, ...], kv: tuple[range, ...]) -> Spans:
-    """The columns that queries at positions `q` see, among keys at positions `kv`; the first key is
-    column 0.
-
-    kv: ascending, along all the runs. Spans may touch. Some may be empty: these stop where they
-    start, or before, and may lie between others. A mask with labels may have many spans; the spans
-    of a label are made once for all its rows.
-    """
-    first, end = kv[0][0], kv[-1][-1] + 1
-    apart = mask.by_label()
-    if apart is None:
-        return spans_of(mask, *q).meeting(first, end).columns(*kv)
-    labelled, others = apart
-    spans, label = _spans_by_label(labelled, *q)
-    spans = spans.meeting(first, end).columns(*kv).packed()
-    seen = Spans(*(bound[:, label] for bound in spans))
-    if others.rule is Rule.EVERYTHING:
-        return seen
-    theirs = columns_seen(others, q, kv)
-    if theirs.width > 1:
-        return intersect(seen, theirs)
-    return Spans(np.maximum(seen.starts, theirs.starts), np.minimum(seen.stops, theirs.stops))
-
-
-@lru_cache(maxsize=16)
-def _spans_by_label(labelled: Mask, *q: range) -> tuple[Spans, Positions]:
-    """The spans of each label of these queries; and for each query, which of these are its own."""
-    places = np.concatenate([positions_of(run) for run in q])
-    _, shown, label = np.unique(labelled.labels(places), return_index=True, return_inverse=True)
-    return labelled.spans(places[shown]), label
-
-
-def in_place_of(
-    mask: Mask, q: tuple[range, ...], kv: tuple[range, ...]
-) -> tuple[tuple[range, ...], tuple[range, ...]]:
-    """Positions at which a mask shows the same cells as at these, by its `_period`.
-
-    Most tiles of a striped layout get the same positions, so that tables of a mask's spans are made
-    once for all of them. The cells may be other spans there: of two that touch, or of one.
-    """
-    step = q[0].step
-    if step < 2 or any(run.step != step for run in (*q, *kv)):
-        return q, kv
-    if not mask.has_spans or mask._period % step:
-        return q, kv
-    places = [{run.start % step for run in side} for side in (q, kv)]
-    if any(len(side) != 1 for side in places):
-        return q, kv
-    of_q, of_kv = (side.pop() for side in places)
-    return _shifted(q, -of_q), _shifted(kv, int(of_kv > of_q) - of_kv)
-
-
-def _shifted(runs: tuple[range, ...], distance: int) -> tuple[range, ...]:
-    return tuple(range(run.start + distance, run.stop + distance, run.step) for run in runs)
 
 
 def sees_few(mask: Mask, q: range) -> bool:
@@ -473,205 +403,6 @@ def sees_few(mask: Mask, q: range) -> bool:
 
 def _sampled(q: range) -> range:
     return q[:: -(-len(q) // _SAMPLED_ROWS)]
-
-
-@dataclass(frozen=True)
-class _Pair(Mask):
-    """Two masks as one."""
-
-    first: Mask
-    second: Mask
-
-    def __post_init__(self) -> None:
-        movers = [part.mover for part in (self.first, self.second) if part.mover]
-        if len(movers) == 2 and movers[0] != movers[1]:
-            raise InputError(
-                f"{movers[0]!r} and {movers[1]!r}: both say where queries stand in their "
-                "documents; combine the lengths into one Documents"
-            )
-        batches = {self.first.batch, self.second.batch} - {1}
-        if len(batches) == 2:
-            raise InputError(
-                f"{type(self).__name__}: {self.first!r} and {self.second!r} are for different "
-                f"numbers of batch rows, {self.first.batch} and {self.second.batch}"
-            )
-
-    @property
-    def has_spans(self) -> bool:
-        """See `Mask.has_spans`: both masks do."""
-        return self.first.has_spans and self.second.has_spans
-
-    @property
-    def batch(self) -> int:
-        """See `Mask.batch`."""
-        return max(self.first.batch, self.second.batch)
-
-    def num_apart(self, batch: int, heads: int) -> int:
-        """See `Mask.num_apart`."""
-        return max(part.num_apart(batch, heads) for part in (self.first, self.second))
-
-    @property
-    def mover(self) -> Mask | None:
-        """See `Mask.mover`."""
-        return self.first.mover or self.second.mover
-
-    @property
-    def by_index(self) -> bool:
-        """See `Mask.by_index`."""
-        return self.first.by_index or self.second.by_index
-
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return gcd(self.first._period, self.second._period)
-
-    @property
-    def alike(self) -> Mask:
-        """See `Mask.alike`."""
-        return self._of(self.first.alike, self.second.alike)
-
-    @property
-    def sent(self) -> Mask:
-        """See `Mask.sent`."""
-        return self._of(self.first.sent, self.second.sent)
-
-    def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
-        """See `Mask.refuses`."""
-        sizes = (q_len, kv_len, batch)
-        return self.first.refuses(*sizes) or self.second.refuses(*sizes)
-
-    def bound(self, q_len: int, kv_len: int) -> Mask:
-        """See `Mask.bound`."""
-        return self._of(self.first.bound(q_len, kv_len), self.second.bound(q_len, kv_len))
-
-    def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]] | bool:
-        """See `Mask.changes`."""
-        return self.first.changes(q) | self.second.changes(q)
-
-    def _of(self, first: Mask, second: Mask) -> Mask:
-        """The same combination of two other masks; this mask itself, if they are its own two."""
-        same = first is self.first and second is self.second
-        return self if same else type(self)(first, second)
-
-
-class Both(_Pair):
-    """Allows what two masks both allow; made by `a & b`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mover is not None and (self.by_index or not self.has_spans):
-            raise InputError(
-                f"{self.first!r} & {self.second!r}: Documents(q_lengths, kv_lengths) combines with "
-                "masks that have spans, and not with BlockSparse; write `spans` for a mask of your "
-                "own, and give a function all other masks as `within`"
-            )
-
-    _period = _Pair._period  # repeated in the class that defines `spans`, which it describes
-
-    def spans(self, q: Positions) -> Spans:
-        """See `Mask.spans`."""
-        mover = self.mover
-        if mover is None:
-            return intersect(self.first.spans(q), self.second.spans(q))
-        # A mover moves all that it is combined with by `&`, and what is within that.
-        deep = any(part.mover and not isinstance(part, _Pair) for part in self._parts())
-        return _moved(self, q, mover.places(q), deep=deep)
-
-    def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
-        """See `Mask.seen_together`. Rows are looked at where the masks' structure will not do."""
-        parts = list(self._parts())
-        few = sum(isinstance(part, Either) for part in parts) <= _MOST_EITHER
-        for part in parts if few and self.mover is None else ():
-            if not (part._steady or isinstance(part, Either)):
-                continue
-            others = reduce(and_, (other for other in parts if other is not part))
-            if isinstance(part, Either):
-                some = ((each & others) for each in (part.first, part.second))
-                return unite(*(mask.seen_together(q, firsts, end) for mask in some))
-            # Where both tell batch rows apart, what any row sees of each says too little.
-            if 1 in (part.batch, others.batch):
-                return intersect(*(x.seen_together(q, firsts, end) for x in (part, others)))
-        return super().seen_together(q, firsts, end)
-
-    def by_label(self) -> tuple[Mask, Mask] | None:
-        """See `Mask.by_label`: the first of the masks that has labels, and all others."""
-        parts = list(self._parts())
-        for part in parts:
-            if part.by_label():
-                return part, reduce(and_, (other for other in parts if other is not part))
-        return None
-
-    def _parts(self) -> Iterator[Mask]:
-        """All masks that this one combines by `&`."""
-        for part in (self.first, self.second):
-            yield from part._parts() if isinstance(part, Both) else (part,)
-
-    def outline(self, q: Positions) -> Spans:
-        """See `Mask.outline`."""
-        if self.has_spans:
-            return self.spans(q)
-        return intersect(self.first.outline(q), self.second.outline(q))
-
-    def seen_cells(self, cells: Cells) -> Any:
-        """See `Mask.seen_cells`."""
-        if self.has_spans:
-            return cells.by_spans(self)
-        return self.first.seen_cells(cells) & self.second.seen_cells(cells)
-
-    def relation(self, q: range, kv: range) -> Relation:
-        """EMPTY if either mask says EMPTY, FULL if both say FULL."""
-        if self.mover:
-            return super().relation(q, kv)
-        relations = {self.first.relation(q, kv), self.second.relation(q, kv)}
-        if Relation.EMPTY in relations:
-            return Relation.EMPTY
-        return Relation.FULL if relations == {Relation.FULL} else Relation.PARTIAL
-
-    def allows(self, q_position: Any, kv_position: Any) -> Any:
-        """True where both masks allow the pair."""
-        if self.has_spans:
-            return super().allows(q_position, kv_position)
-        asked = (q_position, kv_position)
-        return self.first.allows(*asked) & self.second.allows(*asked)
-
-
-class Either(_Pair):
-    """Allows what one of two masks allows; made by `a | b`."""
-
-    _period = _Pair._period  # repeated in the class that defines `spans`, which it describes
-
-    def spans(self, q: Positions) -> Spans:
-        """See `Mask.spans`."""
-        return unite(self.first.spans(q), self.second.spans(q))
-
-    def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
-        """See `Mask.seen_together`."""
-        parts = (self.first, self.second)
-        return unite(*(part.seen_together(q, firsts, end) for part in parts))
-
-    def outline(self, q: Positions) -> Spans:
-        """See `Mask.outline`."""
-        return unite(self.first.outline(q), self.second.outline(q))
-
-    def seen_cells(self, cells: Cells) -> Any:
-        """See `Mask.seen_cells`."""
-        if self.has_spans:
-            return cells.by_spans(self)
-        return self.first.seen_cells(cells) | self.second.seen_cells(cells)
-
-    def relation(self, q: range, kv: range) -> Relation:
-        """FULL if either mask says FULL, EMPTY if both say EMPTY."""
-        relations = {self.first.relation(q, kv), self.second.relation(q, kv)}
-        if Relation.FULL in relations:
-            return Relation.FULL
-        return Relation.EMPTY if relations == {Relation.EMPTY} else Relation.PARTIAL
-
-    def allows(self, q_position: Any, kv_position: Any) -> Any:
-        """True where either mask allows the pair."""
-        if self.has_spans:
-            return super().allows(q_position, kv_position)
-        asked = (q_position, kv_position)
-        return self.first.allows(*asked) | self.second.allows(*asked)
 
 
 # All live masks, by number.

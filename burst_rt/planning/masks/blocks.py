@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks.base import Mask, Relation
+from burst_rt.planning.masks.base import Mask, Relation, structured
 from burst_rt.planning.masks.positions import Full, integer
 from burst_rt.planning.masks.spans import END, Positions, Spans
 
@@ -32,8 +32,6 @@ class BlockSparse(Mask):
     Raises InputError for anything else. `Causal() & BlockSparse(...)` cuts the blocks on the
     diagonal.
     """
-
-    _steady = True
 
     def __init__(self, table: Any, block: int) -> None:
         try:
@@ -85,11 +83,6 @@ class BlockSparse(Mask):
         """See `Mask.by_index`: yes."""
         return True
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return gcd(self._block, self._shift)
-
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
         """See `Mask.refuses`: the table must have a block for every token, and no more."""
         _, rows, columns = self._table.shape
@@ -123,6 +116,7 @@ class BlockSparse(Mask):
         """See `Mask.labels`: the rows of the table."""
         return (q - self._shift) // self._block
 
+    @structured(steady=True, period=lambda mask: gcd(mask._block, mask._shift))
     def spans(self, q: Positions) -> Spans:
         """The runs of blocks that the query's row of the table names."""
         block = self.labels(q)

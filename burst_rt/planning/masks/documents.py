@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks.base import Mask, Relation
+from burst_rt.planning.masks.base import Mask, Relation, structured
 from burst_rt.planning.masks.positions import Chunked, is_count
 from burst_rt.planning.masks.spans import END, Positions, Spans
 
@@ -49,8 +49,6 @@ class Documents(Mask):
     All tokens of the sequence must be in the lengths, before it is cut over ranks. Raises
     InputError for anything else.
     """
-
-    _steady = True
 
     def __init__(
         self,
@@ -159,6 +157,7 @@ class Documents(Mask):
             ]
         )
 
+    @structured(steady=True)
     def spans(self, q: Positions) -> Spans:
         """The keys of the query's document."""
         by_row = [_keys(row, document) for row, _, document in self._found(q)]

@@ -16,7 +16,7 @@ from burst_rt.planning.masks.spans import Positions, Spans
 __all__ = ["Function"]
 
 
-class Function(Mask, of_function=True):
+class Function(Mask, made_by="function"):
     """See `Mask.from_function`."""
 
     def __init__(self, function: Any, within: Mask | None = None, key: str | None = None) -> None:

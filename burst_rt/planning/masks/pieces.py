@@ -8,6 +8,7 @@ in blocks, causal cells between two ranks are stairs: a triangle of whole blocks
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from burst_rt.planning.masks.spans import Positions, Spans
 
-__all__ = ["MOST_SPANS", "Piece", "cut"]
+__all__ = ["MOST_SPANS", "WIDEST_BAND", "Piece", "Shape", "split"]
 
 # Minimum number of rows that are worth a call of a kernel: fewer go under the mask, many at a time.
 _FEW_ROWS = 64
@@ -29,28 +30,37 @@ MOST_SPANS = 8
 _MOST_RUNS = 1024
 
 
+class Shape(Enum):
+    """Which cells of a box of rows and columns are seen; both are counted from the box's corner."""
+
+    RECTANGLE = "rectangle"  # every cell
+    LOWER = "lower triangle"  # row i sees columns j <= i
+    UPPER = "upper triangle"  # row i sees columns j >= i; as many rows as columns
+    # row i sees columns i to i + columns - rows; at least as many columns as rows
+    BAND = "band"
+    # row i sees columns j < (i // step + 1) * step; as many rows as columns
+    STAIRS = "stairs"
+    MASKED = "masked"  # the mask itself says which cells are seen
+
+    # Kernels look up work by tuples of pieces in every call. Enum's own hash is a Python function.
+    __hash__ = object.__hash__
+
+
 class Piece(NamedTuple):
     """A part of a tile that a kernel can do in one go.
 
-    Rows are counted from the start of the q-block, columns from the start of the kv-block. Without
-    diagonal, upper, band and masked, every cell is seen.
+    Rows are counted from the start of the q-block, columns from the start of the kv-block.
     """
 
     q_start: int
     q_stop: int  # one after the last row
     kv_start: int
     kv_stop: int  # one after the last column
-    diagonal: bool  # row i of the piece sees columns j <= i
-    masked: bool  # the mask itself says which cells are seen
+    shape: Shape
     # Number of cells that are seen; the mean if batch rows differ; without spans, the cells of the
     # outline.
     num_cells: int
-    upper: bool = False  # row i of the piece sees columns j >= i; as many rows as columns
-    # row i of the piece sees columns i to i + columns - rows; at least as many columns as rows
-    band: bool = False
-    # If not 0, row i of the piece sees columns j < (i // stairs + 1) * stairs; as many rows as
-    # columns
-    stairs: int = 0
+    step: int = 0  # rows, and columns, of a step of stairs; 0 for other shapes
 
     @property
     def rows(self) -> slice:
@@ -62,29 +72,28 @@ class Piece(NamedTuple):
         """The piece's columns of the tile."""
         return slice(self.kv_start, self.kv_stop)
 
-    @property
-    def whole(self) -> bool:
-        """Whether every cell of the piece is seen."""
-        return not (self.diagonal or self.upper or self.band or self.stairs or self.masked)
-
     def levels(self) -> Iterator[Piece]:
         """Stairs as rectangles, one for each level."""
-        for number, start in enumerate(range(self.q_start, self.q_stop, self.stairs), 1):
-            box = (start, min(start + self.stairs, self.q_stop), self.kv_start)
-            stop = min(self.kv_start + number * self.stairs, self.kv_stop)
+        for number, start in enumerate(range(self.q_start, self.q_stop, self.step), 1):
+            box = (start, min(start + self.step, self.q_stop), self.kv_start)
+            stop = min(self.kv_start + number * self.step, self.kv_stop)
             cells = (box[1] - box[0]) * (stop - self.kv_start)
-            yield Piece(*box, stop, False, False, cells)
+            yield Piece(*box, stop, Shape.RECTANGLE, cells)
 
     def shows(self, row: Any, column: Any) -> Any:  # ints, or tensors that broadcast
         """Whether the piece's shape leaves a cell seen; counted from the piece's corner."""
-        if self.diagonal:
-            return column <= row
-        if self.upper:
-            return column >= row
-        if self.stairs:
-            return column // self.stairs <= row // self.stairs
-        reach = self.kv_stop - self.kv_start - (self.q_stop - self.q_start)
-        return (column >= row) & (column <= row + reach) if self.band else True
+        match self.shape:
+            case Shape.LOWER:
+                return column <= row
+            case Shape.UPPER:
+                return column >= row
+            case Shape.STAIRS:
+                return column // self.step <= row // self.step
+            case Shape.BAND:
+                reach = self.kv_stop - self.kv_start - (self.q_stop - self.q_start)
+                return (column >= row) & (column <= row + reach)
+            case Shape.RECTANGLE | Shape.MASKED:
+                return True
 
 
 class _Run(NamedTuple):
@@ -116,8 +125,8 @@ class _Run(NamedTuple):
             return rows * (self.end - self.first) + rows * (rows - stairs) // 2
         return rows * (self.end - self.first) + rows * (rows - 1) // 2 * (self.grows - self.leans)
 
-    def some(self, start: int, stop: int) -> _Run:
-        """Some of the rows, counted from the start of the tile."""
+    def between(self, start: int, stop: int) -> _Run:
+        """The rows from `start` up to before `stop`, counted from the start of the tile."""
         on = start - self.start
         return self._replace(
             start=start,
@@ -127,7 +136,7 @@ class _Run(NamedTuple):
         )
 
 
-def cut(columns: Spans) -> tuple[Piece, ...]:
+def split(columns: Spans) -> tuple[Piece, ...]:
     """The cells of a tile as pieces that do not overlap.
 
     columns: the rows' spans, by columns of the tile. Many short runs of rows become one piece under
@@ -158,8 +167,7 @@ def _box(columns: Spans) -> Piece:
         int(rows[-1]) + 1,
         int(starts[filled].min()),
         int(stops[filled].max()),
-        False,
-        True,
+        Shape.MASKED,
         -(-int((stops - starts).sum()) // len(starts)),
     )
 
@@ -175,8 +183,8 @@ def _runs(starts: Positions, stops: Positions) -> Iterator[_Run]:
     row = 0  # the first row that is in no run yet
 
     def alone(stop: int) -> Iterator[_Run]:
-        for here in (row + np.flatnonzero(filled[row:stop])).tolist():
-            yield _Run(here, here + 1, int(starts[here]), int(stops[here]), False, False)
+        for at in (row + np.flatnonzero(filled[row:stop])).tolist():
+            yield _Run(at, at + 1, int(starts[at]), int(stops[at]), False, False)
 
     # Steps from row a to row a + 1, and so on to row b, are of one kind.
     for a, b in pairwise(edges.tolist()):
@@ -197,11 +205,11 @@ def _pieces(run: _Run) -> Iterator[Piece]:
         yield from _corners(run)
     elif width <= WIDEST_BAND:
         box = (run.start, run.stop, run.first, run.far_end)
-        yield Piece(*box, False, False, run.num_cells, band=True)
+        yield Piece(*box, Shape.BAND, run.num_cells)
     else:
         # A run has so few rows at a time that the triangles on both sides do not overlap.
-        for some in _split(run, width - 1):
-            yield from _corners(some)
+        for rows in _split_run(run, width - 1):
+            yield from _corners(rows)
 
 
 def _corners(run: _Run) -> Iterator[Piece]:
@@ -210,36 +218,37 @@ def _corners(run: _Run) -> Iterator[Piece]:
     if run.stairs:
         corner = end - run.stairs
         if first < corner:
-            yield Piece(run.start, run.stop, first, corner, False, False, rows * (corner - first))
+            box = (run.start, run.stop, first, corner)
+            yield Piece(*box, Shape.RECTANGLE, rows * (corner - first))
         box = (run.start, run.stop, corner, run.far_end)
         num_cells = rows * (rows + run.stairs) // 2
-        yield Piece(*box, False, False, num_cells, stairs=run.stairs)
+        yield Piece(*box, Shape.STAIRS, num_cells, run.stairs)
         return
     triangle = rows * (rows + 1) // 2
     if run.leans:
         box = (run.start, run.stop, first, first + rows)
-        yield Piece(*box, False, False, triangle, upper=True)
+        yield Piece(*box, Shape.UPPER, triangle)
         first += rows
     if run.grows:
         end -= 1
     if first < end:
-        yield Piece(run.start, run.stop, first, end, False, False, rows * (end - first))
+        yield Piece(run.start, run.stop, first, end, Shape.RECTANGLE, rows * (end - first))
     if run.grows:
-        yield Piece(run.start, run.stop, end, end + rows, True, False, triangle)
+        yield Piece(run.start, run.stop, end, end + rows, Shape.LOWER, triangle)
 
 
-def _split(run: _Run, most_rows: int) -> Iterator[_Run]:
+def _split_run(run: _Run, most_rows: int) -> Iterator[_Run]:
     """The run in parts of about the same number of rows."""
     parts = -(-run.num_rows // most_rows)
     edges = [run.start + run.num_rows * part // parts for part in range(parts + 1)]
-    yield from (run.some(start, stop) for start, stop in pairwise(edges))
+    yield from (run.between(start, stop) for start, stop in pairwise(edges))
 
 
 def _climbed(runs: list[_Run]) -> list[_Run]:
     """The runs, with stairs as one run: as many rows each, and as many columns more each."""
-    found: list[_Run] = []
+    climbed: list[_Run] = []
     for run in runs:
-        below = found[-1] if found else run
+        below = climbed[-1] if climbed else run
         rows = below.stairs or below.num_rows
         climbs = (
             _FEW_ROWS <= rows <= below.end - below.first
@@ -249,8 +258,8 @@ def _climbed(runs: list[_Run]) -> list[_Run]:
             and run.end == below.far_end + rows
             and not (below.leans or below.grows or run.leans or run.grows)
         )
-        found.append(found.pop()._replace(stop=run.stop, stairs=rows) if climbs else run)
-    return found
+        climbed.append(climbed.pop()._replace(stop=run.stop, stairs=rows) if climbs else run)
+    return climbed
 
 
 def _few_together(runs: list[_Run]) -> Iterator[Piece]:
@@ -275,7 +284,7 @@ def _together(runs: list[_Run]) -> Iterator[Piece]:
     first = min(run.first for run in runs)
     end = max(run.far_end for run in runs)
     num_cells = sum(run.num_cells for run in runs)
-    yield Piece(runs[0].start, runs[-1].stop, first, end, False, True, num_cells)
+    yield Piece(runs[0].start, runs[-1].stop, first, end, Shape.MASKED, num_cells)
 
 
 def _apart(pieces: tuple[Piece, ...]) -> bool:

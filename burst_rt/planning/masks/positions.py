@@ -6,7 +6,7 @@ query's index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from operator import index
@@ -15,11 +15,21 @@ from typing import Any
 import numpy as np
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks.base import Mask, Relation, Rule
-from burst_rt.planning.masks.pieces import Piece
+from burst_rt.planning.masks.base import Mask, Relation, Rule, structured
+from burst_rt.planning.masks.pieces import Piece, Shape
 from burst_rt.planning.masks.spans import BEGIN, END, Positions, Spans, one_span
 
-__all__ = ["Causal", "Chunked", "First", "Full", "Prefix", "SlidingWindow", "integer", "is_count"]
+__all__ = [
+    "BY_NUMBER",
+    "Causal",
+    "Chunked",
+    "First",
+    "Full",
+    "Prefix",
+    "SlidingWindow",
+    "integer",
+    "is_count",
+]
 
 # Maximum distance, more than between any query and any key; larger numbers mean the same.
 _FAR = 1 << 60
@@ -30,13 +40,8 @@ class Full(Mask):
     """Every query sees every key."""
 
     rule = Rule.EVERYTHING
-    _steady = True
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return 0
-
+    @structured(steady=True, period=lambda mask: 0)
     def spans(self, q: Positions) -> Spans:
         """Every key."""
         return one_span(BEGIN, END, like=q)
@@ -56,11 +61,7 @@ class Causal(Mask):
 
     rule = Rule.NOT_LATER
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return 0
-
+    @structured(period=lambda mask: 0)
     def spans(self, q: Positions) -> Spans:
         """[0, i + 1)."""
         return one_span(BEGIN, q + 1, like=q)
@@ -98,11 +99,11 @@ class Causal(Mask):
         rows = len(q) - first_row
         if first_column:
             box = (first_row, len(q), 0, first_column)
-            pieces.append(Piece(*box, False, False, rows * first_column))
+            pieces.append(Piece(*box, Shape.RECTANGLE, rows * first_column))
         columns = min(len(kv) - first_column, rows)
         num_cells = columns * (columns + 1) // 2 + (rows - columns) * columns
         box = (first_row, len(q), first_column, first_column + columns)
-        pieces.append(Piece(*box, True, False, num_cells))
+        pieces.append(Piece(*box, Shape.LOWER, num_cells))
         return tuple(pieces)
 
 
@@ -128,11 +129,7 @@ class SlidingWindow(Mask):
                     f"end, got {number!r}"
                 )
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return gcd(self.left + 1, max(0, self.right))
-
+    @structured(period=lambda mask: gcd(mask.left + 1, max(0, mask.right)))
     def spans(self, q: Positions) -> Spans:
         """[i - left, i + right + 1)."""
         starts = BEGIN if self.left == -1 else q - min(self.left, _FAR)
@@ -185,11 +182,7 @@ class Prefix(Mask):
         step = 1 << max(0, mean.bit_length() - 3)
         return Prefix(-(-mean // step) * step)
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return gcd(*self._each)
-
+    @structured(period=lambda mask: gcd(*mask._each))
     def spans(self, q: Positions) -> Spans:
         """[0, max(length, i + 1))."""
         lengths = np.array([min(length, _FAR) for length in self._each], np.int64)[:, None]
@@ -214,8 +207,6 @@ class First(Mask):
 
     count: int
 
-    _steady = True
-
     def __post_init__(self) -> None:
         count = integer(self.count, 0)
         if count is None:
@@ -224,11 +215,7 @@ class First(Mask):
             )
         object.__setattr__(self, "count", count)
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return self.count
-
+    @structured(steady=True, period=lambda mask: mask.count)
     def spans(self, q: Positions) -> Spans:
         """[0, count)."""
         return one_span(BEGIN, min(self.count, _FAR), like=q)
@@ -258,11 +245,7 @@ class Chunked(Mask):
             )
         object.__setattr__(self, "size", size)
 
-    @property
-    def _period(self) -> int:
-        """See `Mask._period`."""
-        return self.size
-
+    @structured(period=lambda mask: mask.size)
     def spans(self, q: Positions) -> Spans:
         """The query's chunk."""
         size = min(self.size, _FAR)
@@ -278,6 +261,15 @@ class Chunked(Mask):
             return Relation.EMPTY
         one = first_q == last_q == first_kv == last_kv
         return Relation.FULL if one else Relation.PARTIAL
+
+
+# Masks that one number makes, by their word on a command line: "prefix:1024". `chunked` is causal
+# there, as models have it.
+BY_NUMBER: dict[str, Callable[[int], Mask]] = {
+    "prefix": Prefix,
+    "chunked": lambda size: Causal() & Chunked(size),
+    "first": First,
+}
 
 
 def is_count(number: object, least: int) -> bool:

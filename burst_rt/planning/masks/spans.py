@@ -123,9 +123,9 @@ class Spans(NamedTuple):
 
 
 def apart(starts: Positions, stops: Positions) -> tuple[Positions, Positions]:
-    """The starts and stops of stretches, in order, with overlapping and touching ones merged.
+    """The starts and stops of ranges, in order, with overlapping and touching ones merged.
 
-    starts, stops: of stretches that are not empty, in any order, int64 `[stretches]`.
+    starts, stops: of ranges that are not empty, in any order, int64 `[ranges]`.
     """
     order = np.argsort(starts, kind="stable")
     starts, reach = starts[order], np.maximum.accumulate(stops[order])

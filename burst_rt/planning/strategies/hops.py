@@ -1,10 +1,10 @@
 """Hops: where the blocks of a travelling side are, step by step, and which of their rows.
 
 Everything makes W-1 hops along a `Route`. A shard travels as two blocks of one or more runs of
-positions, or as one (`ring.travels_whole`). A row is sent as far as the last rank that computes
-with it, and no farther; see `planning/needs.py`. The sums of a block travel from the first rank
-after the owner that adds to them to the last, which sends them home; on a route that does not carry
-sums, every rank sends its own.
+positions, or as one (`ring.sends_single_blocks`). A row is sent as far as the last rank that
+computes with it, and no farther; see `planning/needs.py`. The sums of a block travel from the first
+rank after the owner that adds to them to the last, which returns them to the owner; on a route that
+does not carry sums, every rank returns its own.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from typing import NamedTuple, TypeVar
 
 from burst_rt.errors import InternalError
 from burst_rt.planning.layouts import Block, blocks_of
-from burst_rt.planning.masks import Piece, Rule
+from burst_rt.planning.masks import Piece, Rule, Shape
 from burst_rt.planning.needs import Needed, Rows, united
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies.routes import Route
 
-__all__ = ["Hops", "Leg", "num_blocks", "num_tokens"]
+__all__ = ["Hops", "SumHop", "num_blocks", "num_tokens"]
 
 _T = TypeVar("_T")
 
 
-class Leg(NamedTuple):
-    """The fate of a block's sums at the rank that does the block's tile of a hop."""
+class SumHop(NamedTuple):
+    """What becomes of a block's sums at the rank that does the block's tile of a hop."""
 
     starts: bool  # whether the tile starts the sums
-    home: bool  # whether they go home from there; else to the next hop
+    returns_to_owner: bool  # whether they go to the owner from there; else to the next hop
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hops:
-    """One side's way past the other side."""
+    """How one side travels past the other side, which is resident."""
 
     problem: Problem
     queries_travel: bool  # whether the query side travels; else keys and values do
-    route: Route  # the way round the ring
-    whole: bool = False  # whether a shard travels as one block
+    route: Route  # the order in which blocks visit the ranks
+    single_block: bool = False  # whether a shard travels as one block
 
     @cached_property
     def travelling(self) -> tuple[tuple[Block, ...], ...]:
         """Blocks of the travelling side, by owner. Every owner has as many; some may be empty."""
         runs = self.problem.q_runs if self.queries_travel else self.problem.kv_runs
-        return tuple(blocks_of(own, self.num_blocks) for own in runs)
+        return tuple(blocks_of(shard, self.num_blocks) for shard in runs)
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks as which a shard travels."""
-        return num_blocks(self.problem, self.whole)
+        return num_blocks(self.problem, self.single_block)
 
     @cached_property
     def resident(self) -> tuple[tuple[range, ...], ...]:
-        """Runs of the side at home, by rank."""
+        """Runs of the resident side, by rank."""
         return self.problem.kv_runs if self.queries_travel else self.problem.q_runs
 
     @cached_property
@@ -71,7 +71,7 @@ class Hops:
 
     @cached_property
     def resident_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The bounds of the shard at home, which is one part, by rank."""
+        """The bounds of the resident shard, which is one part, by rank."""
         return tuple(((0, num_tokens(runs)),) for runs in self.resident)
 
     def block_len(self, owner: int, block: int) -> int:
@@ -82,19 +82,19 @@ class Hops:
     @cached_property
     def _first_runs(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """Numbers among all runs of a side: of each travelling block's first run, by owner and
-        block; of each shard's first run at home, by rank.
+        block; of each resident shard's first run, by rank.
         """
         numbers, at = [], 0
         for blocks in self.travelling:
             starts = list(accumulate(map(len, blocks), initial=at))
             at = starts.pop()
             numbers.append(tuple(starts))
-        homes = list(accumulate(map(len, self.resident), initial=0))
-        return tuple(numbers), tuple(homes[:-1])
+        residents = list(accumulate(map(len, self.resident), initial=0))
+        return tuple(numbers), tuple(residents[:-1])
 
     def forget(self) -> None:
         """See `Program.forget`."""
-        for name in ("needed", "needed_at", "holders", "bundles", "legs", "sum_rows"):
+        for name in ("needed", "needed_at", "holders", "bundles", "sum_hops", "sum_rows"):
             vars(self).pop(name, None)
         self.problem.forget()
 
@@ -109,46 +109,45 @@ class Hops:
     def pieces(self, owner: int, block: int, rank: int) -> tuple[Piece, ...]:
         """The pieces that a rank has to compute with a travelling block.
 
-        Rows and columns are counted along the block and along the whole shard at home.
+        Rows and columns are counted along the block and along the whole resident shard.
         """
         moving, staying = self.travelling[owner][block], self.resident[rank]
         problem, queries_travel = self.problem, self.queries_travel
         if problem.mask.rule is Rule.EVERYTHING:
             lengths = (num_tokens(moving), num_tokens(staying))
             rows, columns = lengths if queries_travel else reversed(lengths)
-            whole = Piece(0, rows, 0, columns, False, False, rows * columns)
-            return (whole,) if rows and columns else ()
-        numbers, homes = self._first_runs
+            full = Piece(0, rows, 0, columns, Shape.RECTANGLE, rows * columns)
+            return (full,) if rows and columns else ()
+        numbers, residents = self._first_runs
         meet = problem.needs.met if queries_travel else problem.needs.met.T
-        there = self.needed[owner][block][rank]
-        found: list[Piece] = []
+        needed = self.needed[owner][block][rank]
+        pieces: list[Piece] = []
         start = 0
         for number, moved in enumerate(moving, numbers[owner][block]):
             first = 0
-            for home, stays in enumerate(staying, homes[rank]):
+            for resident, stays in enumerate(staying, residents[rank]):
                 q, kv, rows, columns = (
                     (moved, stays, start, first) if queries_travel else (stays, moved, first, start)
                 )
-                for piece in problem.pieces(q, kv) if meet[number, home] else ():
-                    for here in _there(_moved(piece, rows, columns), there, queries_travel):
-                        found.append(
-                            _joined(found.pop(), here)
-                            if found and _touch(found[-1], here)
-                            else here
-                        )
+                for of_runs in problem.pieces(q, kv) if meet[number, resident] else ():
+                    for piece in _arrived(_moved(of_runs, rows, columns), needed, queries_travel):
+                        touching = bool(pieces) and _touch(pieces[-1], piece)
+                        pieces.append(_joined(pieces.pop(), piece) if touching else piece)
                 first += len(stays)
             start += len(moved)
-        return tuple(found)
+        return tuple(pieces)
 
     @cached_property
     def needed(self) -> Needed:
         """The rows of a block that a rank computes with, by owner, block and rank."""
         if self.problem.mask.rule is Rule.EVERYTHING:
-            there = [any(runs) for runs in self.resident]
+            has_residents = [any(runs) for runs in self.resident]
 
             def of(owner: int, block: int) -> tuple[Rows, ...]:
                 length = self.block_len(owner, block)
-                return tuple(((0, length),) if length and other else () for other in there)
+                return tuple(
+                    ((0, length),) if length and any_at else () for any_at in has_residents
+                )
 
             return self._by_block(of)
         needs = self.problem.needs
@@ -158,15 +157,15 @@ class Hops:
     def holders(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """The rank that has a block, by hop, block and owner. Raises InternalError."""
         ranks, blocks = range(self.problem.world_size), range(self.num_blocks)
-        found = tuple(
+        holders = tuple(
             tuple(
                 tuple(self.route.holder(owner, hop, block) for owner in ranks) for block in blocks
             )
             for hop in ranks
         )
-        if any(len(set(at)) < len(ranks) for each in found for at in each):
+        if any(len(set(by_owner)) < len(ranks) for at_hop in holders for by_owner in at_hop):
             raise InternalError(f"{self.route} has two blocks at one rank")
-        return found
+        return holders
 
     @cached_property
     def needed_at(self) -> Needed:
@@ -194,7 +193,7 @@ class Hops:
         The rank at that hop computes with them, or passes them on to a rank that does.
         """
         world = self.problem.world_size
-        passes = [each for hop in range(world) for each in self.route.passes(hop)]
+        passes = [step for hop in range(world) for step in self.route.passes(hop)]
         onward = sorted(((to, hop) for hop, to in passes if hop), reverse=True)
 
         def of(owner: int, block: int) -> tuple[Rows, ...]:
@@ -207,19 +206,20 @@ class Hops:
         return self._by_block(of)
 
     @cached_property
-    def legs(self) -> tuple[tuple[dict[int, Leg], ...], ...]:
+    def sum_hops(self) -> tuple[tuple[dict[int, SumHop], ...], ...]:
         """The hops at which the sums of a block are in transit, by owner and block."""
         world = self.problem.world_size
 
-        def of(owner: int, block: int) -> dict[int, Leg]:
+        def of(owner: int, block: int) -> dict[int, SumHop]:
             needed = self.needed_at[owner][block]
             adding = [hop for hop in range(1, world) if needed[hop]]
             if not self.route.carries_sums or len(adding) < 2:
-                return dict.fromkeys(adding, Leg(starts=True, home=True))
+                return dict.fromkeys(adding, SumHop(starts=True, returns_to_owner=True))
             first, last = adding[0], adding[-1]
-            found = dict.fromkeys(range(first, last + 1), Leg(starts=False, home=False))
-            found[first], found[last] = Leg(starts=True, home=False), Leg(starts=False, home=True)
-            return found
+            on = SumHop(starts=False, returns_to_owner=False)
+            hops = dict.fromkeys(range(first, last + 1), on)
+            hops[first], hops[last] = on._replace(starts=True), on._replace(returns_to_owner=True)
+            return hops
 
         return self._by_block(of)
 
@@ -233,25 +233,25 @@ class Hops:
     @cached_property
     def sum_rows(self) -> tuple[tuple[dict[int, Rows], ...], ...]:
         """The rows of a block's sums that leave after the tile of a hop, by owner, block and hop of
-        `legs`.
+        `sum_hops`.
 
         Sums that go along with their block hold the rows that any rank adds to.
         """
 
         def of(owner: int, block: int) -> dict[int, Rows]:
-            legs, needed = self.legs[owner][block], self.needed_at[owner][block]
+            hops, needed = self.sum_hops[owner][block], self.needed_at[owner][block]
             if self.route.carries_sums:
-                return dict.fromkeys(legs, united(chain(*set(needed[1:]))))
-            return {hop: needed[hop] for hop in legs}
+                return dict.fromkeys(hops, united(chain(*set(needed[1:]))))
+            return {hop: needed[hop] for hop in hops}
 
         return self._by_block(of)
 
 
-def num_blocks(problem: Problem, whole: bool = False) -> int:
-    """Number of blocks as which a shard travels: one if it is whole or nothing travels, else
-    two.
+def num_blocks(problem: Problem, single_block: bool = False) -> int:
+    """Number of blocks as which a shard travels: two, unless it is a single block or nothing
+    travels.
     """
-    return 1 if whole or problem.world_size == 1 else 2
+    return 1 if single_block or problem.world_size == 1 else 2
 
 
 def num_tokens(runs: Iterable[range]) -> int:
@@ -270,33 +270,33 @@ def _moved(piece: Piece, rows: int, columns: int) -> Piece:
     )
 
 
-def _there(piece: Piece, there: Rows, queries_travel: bool) -> Iterator[Piece]:
-    """The piece; of a piece under the mask, the parts whose rows, or columns, are there.
+def _arrived(piece: Piece, arrived: Rows, queries_travel: bool) -> Iterator[Piece]:
+    """The piece; of a piece under the mask, the parts whose rows, or columns, have arrived.
 
     Kernels read all rows and columns of a piece under the mask. `num_cells` of a part is its share
     by length, and not counted: it may be 0 where cells are seen.
     """
-    if not piece.masked:
+    if piece.shape is not Shape.MASKED:
         yield piece
         return
     start, stop = piece[:2] if queries_travel else piece[2:4]
-    parts = [(max(a, start), min(b, stop)) for a, b in there if a < stop and start < b]
+    parts = [(max(a, start), min(b, stop)) for a, b in arrived if a < stop and start < b]
     total, done, cells = sum(b - a for a, b in parts), 0, 0
     for a, b in parts:
         done += b - a
         share = piece.num_cells * done // total - cells
         cells += share
-        here = piece._replace(num_cells=share)
+        part = piece._replace(num_cells=share)
         yield (
-            here._replace(q_start=a, q_stop=b)
+            part._replace(q_start=a, q_stop=b)
             if queries_travel
-            else here._replace(kv_start=a, kv_stop=b)
+            else part._replace(kv_start=a, kv_stop=b)
         )
 
 
 def _touch(a: Piece, b: Piece) -> bool:
     """Whether two full rectangles, the second further on, form one rectangle."""
-    if not a.whole or not b.whole:
+    if a.shape is not Shape.RECTANGLE or b.shape is not Shape.RECTANGLE:
         return False
     if a[:2] == b[:2]:
         return a.kv_stop == b.kv_start

@@ -35,11 +35,10 @@ from burst_rt.planning.roles import GRADIENTS, Role
 from burst_rt.planning.strategies.program import Footprint
 from burst_rt.planning.strategies.ring import (
     Ring,
-    RingBuilder,
     backward_ring,
-    dsinks,
     forward_ring,
 )
+from burst_rt.planning.strategies.ring_builder import RingBuilder, dsinks
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part, Transfer
 
 __all__ = ["Hybrid", "Keep", "Pack", "Unpack", "backward_hybrid", "forward_hybrid"]
@@ -99,12 +98,12 @@ class Hybrid:
         return self.problem.world_size // self.group_size
 
     @property
-    def way(self) -> Hashable:
-        """See `Program.way`."""
+    def wiring(self) -> Hashable:
+        """See `Program.wiring`."""
         roles, ranks = (*self.gathered, *self.returned), range(self.problem.world_size)
         lengths = tuple(self.shard_len(role, rank) for role in (Role.Q, Role.K) for rank in ranks)
         sizes = tuple((role, self.token_bytes(role)) for role in roles)
-        return self.ring.way, self.group_size, lengths, sizes, self.problem.sink_bytes
+        return self.ring.wiring, self.group_size, lengths, sizes, self.problem.sink_bytes
 
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """See `Program.graph`."""
@@ -280,9 +279,9 @@ class _HybridBuilder:
         recvs: list[tuple[Part, int]] = []
         arrived: list[tuple[Unpack, Part]] = []
         for role in roles:
-            whole: list[Buffer | Part] = self._whole(role)
+            gathered: list[Buffer | Part] = self._gathered(role)
             local: list[Buffer | Part] = [self.local[role]]
-            source, target = (local, whole) if gather else (whole, local)
+            source, target = (local, gathered) if gather else (gathered, local)
             # On the way there a message has as many tokens as its sender's shard, on the way back
             # as its receiver's.
             for member in range(hybrid.group_size):
@@ -314,7 +313,7 @@ class _HybridBuilder:
                 reads=[self.inner.agreed],
             )
         for unpack, part in arrived:
-            target = self._whole(unpack.tensor) if gather else [self.local[unpack.tensor]]
+            target = self._gathered(unpack.tensor) if gather else [self.local[unpack.tensor]]
             self._copy(f"unpack {unpack.member}", unpack, [part], accumulates=target)
 
     def _copy(
@@ -337,12 +336,13 @@ class _HybridBuilder:
             cost=cost,
         )
 
-    def _whole(self, role: Role) -> list[Buffer | Part]:
+    def _gathered(self, role: Role) -> list[Buffer | Part]:
         """The ring's buffer for the tensor."""
         ring = self.inner
         if role in (Role.OUT, Role.LSE):
-            return [ring.home_sums[Role.STATE]]
-        return [(ring.home | ring.own | ring.home_sums | ring.own_sums)[role]]
+            return [ring.resident_sums[Role.STATE]]
+        buffers = ring.resident | ring.owner_bundle | ring.resident_sums | ring.owner_sums
+        return [buffers[role]]
 
 
 @lru_cache(maxsize=8)

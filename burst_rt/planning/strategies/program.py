@@ -5,13 +5,13 @@ A program is the graphs of all ranks for one direction, and what the ranks send 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from burst_rt.planning.problem import Problem, TileShape
 from burst_rt.scheduler import HOST_LANES, Graph, Lane, Op, Transfer
 
-__all__ = ["AGREE", "Footprint", "Program"]
+__all__ = ["AGREE", "Choice", "Footprint", "Program"]
 
 # Every graph of an attention call opens with this task; nothing is sent before it is done.
 AGREE = Op("agree")
@@ -54,7 +54,7 @@ class Program(Protocol):
         """
 
     @property
-    def way(self) -> Hashable:
+    def wiring(self) -> Hashable:
         """A description of what goes where: equal for programs whose graphs differ only in pieces
         and costs.
 
@@ -88,3 +88,14 @@ class Program(Protocol):
 
     def __str__(self) -> str:
         """A description of what travels, in words."""
+
+
+class Choice(NamedTuple):
+    """The program taken, and what it was chosen from."""
+
+    program: Program
+    strategy: str  # the name of the strategy taken
+    candidates: dict[str, int]  # bytes that all ranks together would send with each candidate
+    kernel: str | None = None  # the tile kernel that belongs to the strategy, if there is one
+    # the forecast time of each candidate, where forecasts were made
+    seconds: Mapping[str, float] | None = None

@@ -24,7 +24,8 @@ from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies.hops import num_blocks
 from burst_rt.planning.strategies.program import Footprint
-from burst_rt.planning.strategies.ring import Ring, RingBuilder, forward_ring
+from burst_rt.planning.strategies.ring import Ring, forward_ring
+from burst_rt.planning.strategies.ring_builder import RingBuilder
 from burst_rt.planning.strategies.routes import OneRing
 from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane, Transfer
 
@@ -100,16 +101,16 @@ class RingNaive:
         return self.problem.world_size
 
     @property
-    def way(self) -> Hashable:
-        """See `Program.way`."""
-        return self.forward, tuple(ring.way for ring in self.rounds)
+    def wiring(self) -> Hashable:
+        """See `Program.wiring`."""
+        return self.forward, tuple(ring.wiring for ring in self.rounds)
 
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """See `Program.graph`."""
         g = GraphBuilder(rank, self.problem.world_size, lanes)
         first, *rest = (RingBuilder(ring, rank, g) for ring in self.rounds)
         first.agree()
-        scores = first.home_sums[Role.SCORES]
+        scores = first.resident_sums[Role.SCORES]
         if not self.forward:
             first.deltas()
         if any(self.problem.q_runs[rank]):
@@ -122,14 +123,16 @@ class RingNaive:
             g.compute(
                 "softmax",
                 Softmax(),
-                accumulates=[scores, rest[0].home_sums[Role.STATE]],
+                accumulates=[scores, rest[0].resident_sums[Role.STATE]],
                 cost=cost,
             )
         for builder in rest:
             tag = builder.go_round(tag)
         if self.forward and any(self.problem.q_runs[rank]):
             cost = Cost(0, 3 * self.problem.q_layout.shard_len(rank) * self.problem.out_sum_bytes)
-            g.compute("finish", Finish(), accumulates=[rest[0].home_sums[Role.STATE]], cost=cost)
+            g.compute(
+                "finish", Finish(), accumulates=[rest[0].resident_sums[Role.STATE]], cost=cost
+            )
         return g.build()
 
     def messages(self, rank: int) -> Iterator[Transfer]:
@@ -195,23 +198,30 @@ def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
     keys_travel = partial(Ring, problem=problem, queries_travel=False, route=route)
     if forward:
         rounds = [
-            keys_travel(operation=Scores, bundle=k, home=(Role.Q,), home_sums=(Role.SCORES,)),
-            keys_travel(operation=Weigh, bundle=v, home=(Role.SCORES,), home_sums=(Role.STATE,)),
+            keys_travel(
+                operation=Scores, bundle=k, resident_roles=(Role.Q,), resident_sums=(Role.SCORES,)
+            ),
+            keys_travel(
+                operation=Weigh,
+                bundle=v,
+                resident_roles=(Role.SCORES,),
+                resident_sums=(Role.STATE,),
+            ),
         ]
         return RingNaive(problem, True, tuple(rounds))
     rounds = [
         keys_travel(
             operation=Probabilities,
             bundle=k,
-            home=(Role.Q, Role.ROWS),
-            home_sums=(Role.SCORES,),
+            resident_roles=(Role.Q, Role.ROWS),
+            resident_sums=(Role.SCORES,),
         ),
         keys_travel(
             operation=ScoreGradients,
             bundle=v,
             sums=((Role.DV, problem.v_sum_bytes),) if needs_v else (),
-            home=(Role.DOUT, Role.ROWS),
-            home_sums=(Role.SCORES,),
+            resident_roles=(Role.DOUT, Role.ROWS),
+            resident_sums=(Role.SCORES,),
         ),
     ]
     if needs_k or needs_q:
@@ -220,8 +230,8 @@ def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
                 operation=Products,
                 bundle=k,
                 sums=((Role.DK, problem.k_sum_bytes),) if needs_k else (),
-                home=(Role.Q, Role.SCORES),
-                home_sums=(Role.DQ,) if needs_q else (),
+                resident_roles=(Role.Q, Role.SCORES),
+                resident_sums=(Role.DQ,) if needs_q else (),
             )
         )
     return RingNaive(problem, False, tuple(rounds))

@@ -23,16 +23,16 @@ Nothing is computed here; all is numbers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from burst_rt.kernels.base import Tile
-from burst_rt.planning.masks import Piece, Relation
+from burst_rt.planning.masks import Piece, Relation, Shape
 
-__all__ = ["STRIP", "STRIP_COLUMNS", "Cut", "PartSize", "parts_of", "parts_under_the_mask"]
+__all__ = ["STRIP", "STRIP_COLUMNS", "KernelCall", "PartSize", "parts_of", "parts_under_the_mask"]
 
 # The relation of the mask to some rows and columns of a tile.
 _Relation: TypeAlias = Callable[[slice, slice], Relation]
@@ -61,62 +61,67 @@ class PartSize(NamedTuple):
     strips: bool = True  # whether bands are strips for the fused kernel; else they are left whole
 
 
-class Cut(NamedTuple):
-    """One call of the fused kernel, a block of the tile or several alike along a diagonal; or a
-    band.
+class KernelCall(NamedTuple):
+    """One call of the fused kernel: a block of the tile, or several alike along a diagonal.
+
+    A band that is left whole is a call, too (see `bands.py`).
     """
 
     rows: slice  # rows of the tile that the first block has
     columns: slice  # columns of the tile that the first block has
-    triangle: bool = False  # whether row i sees only the columns j <= i
-    upper: bool = False  # whether row i sees only the columns j >= i
-    band: bool = False  # whether row i sees only the columns i to i + columns - rows
-    piece: Piece | None = None  # the piece whose mask hides cells, if there is one
+    shape: Shape = Shape.RECTANGLE  # the cells that are seen; no stairs
     num_blocks: int = 1
     step: int = 0  # rows, and columns, from one block to the next
-    first: bool = False  # whether it comes before any other cut of its rows
+    first: bool = False  # whether it comes before any other call for its rows
 
     @property
     def overlaps(self) -> bool:
         """Whether blocks share columns."""
         return self.num_blocks > 1 and self.columns.stop - self.columns.start > self.step
 
-    def apart(self) -> Iterator[Cut]:
-        """Each block by itself."""
+    def block_by_block(self) -> Iterator[KernelCall]:
+        """Each block as a call of its own."""
         for number in range(self.num_blocks):
             rows, columns = (_moved(x, number * self.step) for x in (self.rows, self.columns))
             yield self._replace(rows=rows, columns=columns, num_blocks=1, step=0)
 
-    def alone(self) -> Piece:
+    def first_block(self) -> Piece:
         """The first block as a piece of the tile."""
         (a, b), (c, d) = ((x.start, x.stop) for x in (self.rows, self.columns))
-        return Piece(a, b, c, d, self.triangle, self.piece is not None, 0, self.upper, self.band)
+        return Piece(a, b, c, d, self.shape, 0)
+
+
+class _Seen(NamedTuple):
+    """What some rows see of a piece that has all of them."""
+
+    full: Sequence[tuple[int, int]] = ()  # first and end of columns that all the rows see
+    # The calls for all else. Each iterator begins with calls that together have all the rows once.
+    partial: Sequence[Iterator[KernelCall]] = ()
 
 
 @lru_cache(maxsize=64)
 def parts_of(
-    pieces: tuple[Piece, ...], part: PartSize, together: bool
-) -> tuple[tuple[slice, tuple[Cut, ...]], ...]:
-    """The pieces of a tile in runs of rows of bounded size, each with its cuts.
+    pieces: tuple[Piece, ...], part: PartSize, batched: bool
+) -> tuple[tuple[slice, tuple[KernelCall, ...]], ...]:
+    """The pieces of a tile in runs of rows of bounded size, each with its calls.
 
-    pieces: none of them under the mask. together: whether a cut may have several blocks. These are
-    batch rows of its call, so a tensor that already has batch rows cannot have them. The parts are
-    kept, for calls that come again.
+    pieces: none of them under the mask. batched: whether a call may have several blocks. These are
+    batch rows of the call, so a tensor that already has batch rows cannot have them. The parts are
+    kept, for tiles that come again.
     """
-    found = _parts(pieces, part, together, None)
-    return tuple((rows, tuple(cuts)) for rows, cuts in found)
+    return tuple((rows, tuple(calls)) for rows, calls in _parts(pieces, part, batched, None))
 
 
 def parts_under_the_mask(
-    tile: Tile, part: PartSize, together: bool
-) -> Iterator[tuple[slice, Iterator[Cut]]]:
-    """The cuts that `parts_of` returns, for a tile that has pieces under the mask."""
-    return _parts(tile.pieces, part, together, tile.relation)
+    tile: Tile, part: PartSize, batched: bool
+) -> Iterator[tuple[slice, Iterator[KernelCall]]]:
+    """The calls that `parts_of` returns, for a tile that has pieces under the mask."""
+    return _parts(tile.pieces, part, batched, tile.relation)
 
 
 def _parts(
-    all_pieces: tuple[Piece, ...], part: PartSize, together: bool, relation: _Relation | None
-) -> Iterator[tuple[slice, Iterator[Cut]]]:
+    all_pieces: tuple[Piece, ...], part: PartSize, batched: bool, relation: _Relation | None
+) -> Iterator[tuple[slice, Iterator[KernelCall]]]:
     edges = sorted({edge for piece in all_pieces for edge in (piece.q_start, piece.q_stop)})
     pieces: list[Piece] = []
     to_come = deque(sorted(all_pieces, key=itemgetter(0)))  # sorted by first row
@@ -125,97 +130,122 @@ def _parts(
         while to_come and to_come[0].q_start == top:
             pieces.append(to_come.popleft())
         q_len = part.q_len
-        for piece in pieces:  # whole levels
-            q_len -= q_len % piece.stairs if 0 < piece.stairs < q_len else 0
+        for piece in pieces:  # whole levels of stairs
+            q_len -= q_len % piece.step if 0 < piece.step < q_len else 0
         for a in range(top, bottom, q_len) if pieces else ():
             rows = slice(a, min(a + q_len, bottom))
-            cuts = _cuts(relation, pieces, rows, part)
-            yield rows, cuts if together else (one for cut in cuts for one in cut.apart())
+            calls = _calls_for(rows, pieces, part, relation)
+            yield (
+                rows,
+                calls if batched else (one for call in calls for one in call.block_by_block()),
+            )
 
 
-def _cuts(
-    relation: _Relation | None, pieces: list[Piece], rows: slice, part: PartSize
-) -> Iterator[Cut]:
-    """The cuts for some rows that are all in every piece.
+def _calls_for(
+    rows: slice, pieces: list[Piece], part: PartSize, relation: _Relation | None
+) -> Iterator[KernelCall]:
+    """The calls for some rows that are all in every piece.
 
     Full rectangles come first, joined where they touch.
     """
-    full: list[tuple[int, int]] = []
-    rest: list[Iterator[Cut]] = []  # each begins with cuts that together have all rows once
-    for piece in pieces:
-        if piece.masked:
-            assert relation is not None
-            for columns in _split(piece.kv_start, piece.kv_stop, part.kv_len):
-                seen = relation(rows, columns)
-                if seen is Relation.FULL:
-                    full.append((columns.start, columns.stop))
-                elif seen is Relation.PARTIAL:
-                    rest.append(iter([Cut(rows, columns, piece=piece, first=True)]))
-            continue
-        # The column at which the diagonal of a triangle, or of a band, enters these rows.
-        left = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop)
-        if piece.band:
-            width = piece.kv_stop - piece.kv_start - (piece.q_stop - piece.q_start) + 1
-            rest.append(_band(rows, slice(left, left + width), part))
-            continue
-        if piece.stairs:
-            first, cuts = _stairs(rows, piece)
-            full.append((piece.kv_start, first))
-            rest.append(cuts)
-            continue
-        right = min(left + rows.stop - rows.start, piece.kv_stop)
-        if piece.diagonal:
-            full.append((piece.kv_start, left))
-        elif piece.upper:
-            full.append((right, piece.kv_stop))
-        else:
-            full.append((piece.kv_start, piece.kv_stop))
-        if left < right and (piece.diagonal or piece.upper):
-            columns = slice(left, right)
-            cut = Cut(rows, columns, triangle=piece.diagonal, upper=piece.upper, first=True)
-            whole = piece.diagonal and right - left > part.largest
-            rest.append(iter([cut]) if whole else _taken_apart(cut, part.edge, right - left))
-    columns_of = (x for touching in _joined(full) for x in _split(*touching, part.kv_len))
+    seen = [_seen_of(piece, rows, part, relation) for piece in pieces]
+    full = _joined([columns for of_piece in seen for columns in of_piece.full])
+    columns_of = (columns for touching in full for columns in _split(*touching, part.kv_len))
+    rectangles = (iter([KernelCall(rows, columns, first=True)]) for columns in columns_of)
     first = True
-    for cuts in (*(iter([Cut(rows, columns, first=True)]) for columns in columns_of), *rest):
-        for cut in cuts:
-            yield cut._replace(first=first and cut.first)
+    for calls in (*rectangles, *(calls for of_piece in seen for calls in of_piece.partial)):
+        for call in calls:
+            yield call._replace(first=first and call.first)
         first = False
 
 
-def _stairs(rows: slice, piece: Piece) -> tuple[int, Iterator[Cut]]:
+def _seen_of(piece: Piece, rows: slice, part: PartSize, relation: _Relation | None) -> _Seen:
+    """What some rows see of a piece."""
+    match piece.shape:
+        case Shape.RECTANGLE:
+            return _Seen(full=[(piece.kv_start, piece.kv_stop)])
+        case Shape.LOWER | Shape.UPPER:
+            return _triangle(piece, rows, part)
+        case Shape.BAND:
+            left = _diagonal(piece, rows)
+            width = piece.kv_stop - piece.kv_start - (piece.q_stop - piece.q_start) + 1
+            return _Seen(partial=[_band(rows, slice(left, left + width), part)])
+        case Shape.STAIRS:
+            first, calls = _stairs(rows, piece)
+            return _Seen(full=[(piece.kv_start, first)], partial=[calls])
+        case Shape.MASKED:
+            assert relation is not None
+            return _under_the_mask(piece, rows, part, relation)
+
+
+def _diagonal(piece: Piece, rows: slice) -> int:
+    """The column at which the diagonal of a triangle, or of a band, enters some rows."""
+    entry: int = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop)
+    return entry
+
+
+def _under_the_mask(piece: Piece, rows: slice, part: PartSize, relation: _Relation) -> _Seen:
+    """What the mask leaves of some rows of a piece, asked about some columns at a time."""
+    full, partial = [], []
+    for columns in _split(piece.kv_start, piece.kv_stop, part.kv_len):
+        match relation(rows, columns):
+            case Relation.FULL:
+                full.append((columns.start, columns.stop))
+            case Relation.PARTIAL:
+                partial.append(iter([KernelCall(rows, columns, Shape.MASKED, first=True)]))
+    return _Seen(full, partial)
+
+
+def _triangle(piece: Piece, rows: slice, part: PartSize) -> _Seen:
+    """Some rows of a triangle: columns that all of them see, beside a smaller triangle."""
+    left, lower = _diagonal(piece, rows), piece.shape is Shape.LOWER
+    right = min(left + rows.stop - rows.start, piece.kv_stop)
+    full = [(piece.kv_start, left) if lower else (right, piece.kv_stop)]
+    if left >= right:
+        return _Seen(full)
+    call = KernelCall(rows, slice(left, right), piece.shape, first=True)
+    if lower and right - left > part.largest:
+        return _Seen(full, [iter([call])])
+    return _Seen(full, [_taken_apart(call, part.edge, right - left)])
+
+
+def _stairs(rows: slice, piece: Piece) -> tuple[int, Iterator[KernelCall]]:
     """Some rows of stairs: the column up to which all of them see, and what they see beyond it."""
-    size, at = piece.stairs, rows.start - piece.q_start
+    size, at = piece.step, rows.start - piece.q_start
     level = at // size * size
     first = min(piece.kv_start + level + size, piece.kv_stop)
     height = rows.stop - rows.start
     if level < at or height % size:
         below = (x for x in piece.levels() if rows.start < x.q_stop and x.q_start < rows.stop)
         levels = ((max(x.q_start, rows.start), min(x.q_stop, rows.stop), x.kv_stop) for x in below)
-        return first, (Cut(slice(a, b), slice(first, c)) for a, b, c in levels if first < c)
+        return first, (KernelCall(slice(a, b), slice(first, c)) for a, b, c in levels if first < c)
     # The levels are whole: the first one has nothing left, and the others are stairs again.
     above = slice(rows.start + size, rows.stop), slice(first, first + height - size)
-    cut = Cut(*above, triangle=True)
-    return first, _taken_apart(cut, size, height, whole=True) if size < height else iter(())
+    if size >= height:
+        return first, iter(())
+    triangle = KernelCall(*above, Shape.LOWER)
+    return first, _taken_apart(triangle, size, height, squares=True)
 
 
-def _taken_apart(cut: Cut, edge: int, most: int, *, whole: bool = False) -> Iterator[Cut]:
+def _taken_apart(
+    triangle: KernelCall, edge: int, most: int, *, squares: bool = False
+) -> Iterator[KernelCall]:
     """A triangle as small ones and the squares between them that have fewer than `most` rows.
 
-    whole: whether the small ones are squares, too: stairs.
+    squares: whether the small ones are squares, too, as in stairs.
     """
-    rows, columns = cut.rows, cut.columns
+    rows, columns = triangle.rows, triangle.columns
     size = columns.stop - columns.start
-    small = cut._replace(triangle=False) if whole else cut
+    small = triangle._replace(shape=Shape.RECTANGLE) if squares else triangle
     if not 0 < edge < size:
         yield small
         return
     if rows.start + size < rows.stop:  # below a triangle of more rows than columns
-        yield Cut(slice(rows.start + size, rows.stop), columns, first=True)
+        yield KernelCall(slice(rows.start + size, rows.stop), columns, first=True)
 
     def blocks(
-        like: Cut, at: tuple[int, int], lengths: tuple[int, int], many: int, step: int
-    ) -> Cut:
+        like: KernelCall, at: tuple[int, int], lengths: tuple[int, int], many: int, step: int
+    ) -> KernelCall:
         (a, c), (q_len, kv_len) = at, lengths
         a, c = a + rows.start, c + columns.start
         return like._replace(
@@ -224,29 +254,30 @@ def _taken_apart(cut: Cut, edge: int, most: int, *, whole: bool = False) -> Iter
 
     for start, length, many in _blocks_of(size, edge, edge):
         yield blocks(small, (start, start), (length, length), many, edge)
-    square = Cut(rows, columns)
+    square = KernelCall(rows, columns)
     while edge < min(size, most):
         for start, length, many in _blocks_of(size - edge, edge, 2 * edge):
             low = ((start + edge, start), (length, edge))
-            at, lengths = low if cut.triangle else (x[::-1] for x in low)
+            at, lengths = low if triangle.shape is Shape.LOWER else (x[::-1] for x in low)
             yield blocks(square, at, lengths, many, 2 * edge)
         edge *= 2
 
 
-def _band(rows: slice, window: slice, part: PartSize) -> Iterator[Cut]:
+def _band(rows: slice, window: slice, part: PartSize) -> Iterator[KernelCall]:
     """A band. window: what its first row sees."""
     width, num_rows = window.stop - window.start, rows.stop - rows.start
     if not part.strips:
-        yield Cut(rows, slice(window.start, window.stop - 1 + num_rows), band=True, first=True)
+        columns = slice(window.start, window.stop - 1 + num_rows)
+        yield KernelCall(rows, columns, Shape.BAND, first=True)
         return
     most = max(1, STRIP_COLUMNS // (width + STRIP))  # strips in a call
     for start, length, many in _blocks_of(num_rows, STRIP, STRIP):
         for number in range(0, many, most):
             on = start + number * STRIP
-            some = _moved(slice(0, length), rows.start + on)
+            strip = _moved(slice(0, length), rows.start + on)
             columns = _moved(slice(0, width + length - 1), window.start + on)
             count = min(most, many - number)
-            yield Cut(some, columns, band=True, num_blocks=count, step=STRIP, first=True)
+            yield KernelCall(strip, columns, Shape.BAND, count, STRIP, first=True)
 
 
 def _blocks_of(size: int, length: int, step: int) -> Iterator[tuple[int, int, int]]:

@@ -11,45 +11,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burst_rt import Causal
-from burst_rt.kernels.cuts import Cut, PartSize, parts_of
-from burst_rt.planning.masks import Piece
-from burst_rt.planning.masks.pieces import cut
+from burst_rt.kernels.cpu_calls import KernelCall, PartSize, parts_of
+from burst_rt.planning.masks import Piece, Shape
+from burst_rt.planning.masks.pieces import split
 from burst_rt.planning.masks.spans import Spans
 
 
-def _shape(kind: str, rows: int, columns: int, step: int = 0) -> torch.Tensor:
-    whole = torch.ones(rows, columns, dtype=torch.bool)
-    if kind == "stairs":
+def _cells(shape: Shape, rows: int, columns: int, step: int = 0) -> torch.Tensor:
+    box = torch.ones(rows, columns, dtype=torch.bool)
+    if shape is Shape.STAIRS:
         level = torch.arange(max(rows, columns)) // step
         return level[:columns] <= level[:rows, None]
-    if kind == "band":
-        return whole.triu().tril(columns - rows)
-    return {"whole": whole, "diagonal": whole.tril(), "upper": whole.triu()}[kind]
+    if shape is Shape.BAND:
+        return box.triu().tril(columns - rows)
+    return {Shape.RECTANGLE: box, Shape.LOWER: box.tril(), Shape.UPPER: box.triu()}[shape]
 
 
 @st.composite
-def _piece(draw: st.DrawFn) -> tuple[Piece, str]:
+def _piece(draw: st.DrawFn) -> Piece:
     """A piece of any shape but the mask's own, at any place."""
-    kind = draw(st.sampled_from(["whole", "diagonal", "upper", "band", "stairs"]))
+    shape = draw(st.sampled_from([shape for shape in Shape if shape is not Shape.MASKED]))
     rows, extra = draw(st.integers(1, 90)), draw(st.integers(0, 60))
-    step = draw(st.integers(1, 20)) if kind == "stairs" else 0
-    if kind == "stairs":
+    step = draw(st.integers(1, 20)) if shape is Shape.STAIRS else 0
+    if shape is Shape.STAIRS:
         rows = step * draw(st.integers(2, 7))
-    columns = {"whole": extra + 1, "band": rows + extra, "upper": rows}.get(kind, rows)
-    if kind == "diagonal":
+    columns = {Shape.RECTANGLE: extra + 1, Shape.BAND: rows + extra}.get(shape, rows)
+    if shape is Shape.LOWER:
         rows += extra
     top, left = draw(st.integers(0, 9)), draw(st.integers(0, 9))
     box = (top, top + rows, left, left + columns)
-    upper, band = kind == "upper", kind == "band"
-    return Piece(*box, kind == "diagonal", False, 0, upper, band, step), kind
+    return Piece(*box, shape, 0, step)
 
 
-def _cells_of(cut: Cut) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    for one in cut.apart():
+def _cells_of(call: KernelCall) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    for one in call.block_by_block():
         rows, columns = (x.stop - x.start for x in (one.rows, one.columns))
-        kinds = {"diagonal": one.triangle, "upper": one.upper, "band": one.band}
-        kind = next((name for name, is_it in kinds.items() if is_it), "whole")
-        yield one.rows, one.columns, _shape(kind, rows, columns)
+        yield one.rows, one.columns, _cells(one.shape, rows, columns)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -67,29 +64,28 @@ def _cells_of(cut: Cut) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     st.booleans(),
     st.sampled_from([3, 64]),
 )
-def test_cuts_are_what_is_seen_each_once(
-    drawn: tuple[Piece, str], part: PartSize, together: bool, strip: int
+def test_calls_are_what_is_seen_each_once(
+    piece: Piece, part: PartSize, batched: bool, strip: int
 ) -> None:
-    piece, kind = drawn
     truth = torch.zeros(200, 200, dtype=torch.int64)
-    truth[piece.rows, piece.columns] += _shape(
-        kind, piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start, piece.stairs
+    truth[piece.rows, piece.columns] += _cells(
+        piece.shape, piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start, piece.step
     )
     found = torch.zeros_like(truth)
-    begun = torch.zeros(200, dtype=torch.bool)  # rows that a cut has had
+    begun = torch.zeros(200, dtype=torch.bool)  # rows that a call has had
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("burst_rt.kernels.cuts.STRIP", strip)
-        parts = parts_of.__wrapped__((piece,), part, together)  # kept ones may be of other strips
-        found_cuts = [(rows, cut) for rows, cuts in parts for cut in cuts]
-    for rows, one in found_cuts:
-        assert together or one.num_blocks == 1
+        patch.setattr("burst_rt.kernels.cpu_calls.STRIP", strip)
+        parts = parts_of.__wrapped__((piece,), part, batched)  # kept ones may be of other strips
+        found_calls = [(rows, call) for rows, calls in parts for call in calls]
+    for rows, one in found_calls:
+        assert batched or one.num_blocks == 1
         blocks = [*_cells_of(one)]
         here = torch.zeros(200, dtype=torch.int64)
         for some, columns, cells in blocks:
             assert rows.start <= some.start < some.stop <= rows.stop
             found[some, columns] += cells
             here[some] += 1
-        # Blocks of a call share no rows, and columns only where the cut says so.
+        # Blocks of a call share no rows, and columns only where the call says so.
         assert here.max() == 1
         shared = torch.zeros(200, dtype=torch.int64)
         for _, columns, _ in blocks:
@@ -115,20 +111,24 @@ def test_stairs_are_found_and_hold_what_is_seen(
     truth = torch.arange(2000) < torch.from_numpy(stops)[:, None]
     truth &= torch.arange(2000) >= first
     found = torch.zeros(rows, 2000, dtype=torch.int64)
-    pieces = cut(Spans(starts[None, :, None], stops[None, :, None]))
+    pieces = split(Spans(starts[None, :, None], stops[None, :, None]))
     for piece in pieces:
         row = torch.arange(piece.q_stop - piece.q_start)[:, None]
         column = torch.arange(piece.kv_stop - piece.kv_start)
-        cells = truth[piece.rows, piece.columns] if piece.masked else piece.shows(row, column)
+        cells = (
+            truth[piece.rows, piece.columns]
+            if piece.shape is Shape.MASKED
+            else piece.shows(row, column)
+        )
         found[piece.rows, piece.columns] += cells
-        if piece.stairs:
+        if piece.shape is Shape.STAIRS:
             assert piece.num_cells == int(cells.sum())
             levels = sum(level.num_cells for level in piece.levels())
             assert levels == piece.num_cells
     assert found.equal(truth.long())
     whole_levels = (rows + begun) // step - (begun > 0)
     if whole_levels > 2 and ahead >= first and most == 2000:
-        assert any(piece.stairs == step for piece in pieces)
+        assert any(piece.step == step for piece in pieces)
 
 
 def test_alike_blocks_are_one_call() -> None:
@@ -137,5 +137,5 @@ def test_alike_blocks_are_one_call() -> None:
     """
     for size, edge, expected in ((4, 1, [4, 2, 1]), (1000, 128, [7, 1, 3, 1, 1, 1, 1])):
         (piece,) = Causal().pieces(range(size), range(size))
-        ((_, cuts),) = parts_of((piece,), PartSize(4096, 4096, 1, edge, largest=1024), True)
-        assert [cut.num_blocks for cut in cuts] == expected
+        ((_, calls),) = parts_of((piece,), PartSize(4096, 4096, 1, edge, largest=1024), True)
+        assert [call.num_blocks for call in calls] == expected

@@ -1,0 +1,163 @@
+"""What `burst-rt simulate`, `plan` and `calibrate` print: tables, JSON, and titles."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from burst_rt.launch.plan.compare import Answer, best_worlds
+from burst_rt.launch.plan.model import ModelForecast, Phase, Question
+from burst_rt.scheduler.simulator import Hardware
+
+__all__ = [
+    "about_model", "answer_to_json", "described", "print_forecasts", "print_machine",
+    "print_worlds", "progress", "where",
+]  # fmt: skip
+
+# Number of columns of a table that is not printed on a terminal.
+_WIDTH = 120
+
+
+def answer_to_json(answer: Answer) -> dict[str, object]:
+    """An answer, for JSON."""
+    best = answer.best
+    fewest, strategy = answer.fewest
+    return {
+        "take": best.strategy if best else None,
+        "layout": best.layout if best else None,
+        "rank_seconds": answer.rank_seconds,
+        "why": " ".join(answer.why),
+        "fewest_ranks": fewest,
+        "fewest_ranks_with": strategy,
+        "tile": answer.tile,
+        "strategies": [forecast.to_json() for forecast in answer.found],
+        "refused": answer.refused,
+    }
+
+
+def print_machine(machine: Hardware) -> None:
+    """Prints the rates and the link of a measured machine."""
+    table = Table(
+        "operation",
+        "launch us",
+        "GFLOP/s",
+        "under a mask",
+        "at its edge",
+        "GB/s",
+        title=escape(machine.name),
+        title_justify="left",
+    )
+    for name, rate in machine.device.rates.items():
+        flops, memory = (speed and speed / 1e9 for speed in (rate.flops_per_s, rate.bytes_per_s))
+        cells = (rate.launch_s * 1e6, flops, rate.masked, rate.edge, memory)
+        table.add_row(name, *("-" if cell is None else f"{cell:,.3g}" for cell in cells))
+    link = machine.node.link
+    Console().print(table)
+    print(f"link: {link.latency_s * 1e6:.3g} us, {link.bytes_per_s / 1e9:.3g} GB/s each way")
+
+
+def described(question: Question, hardware: Hardware, world: int) -> dict[str, object]:
+    """What was asked, for JSON."""
+    return {
+        "model": question.model.name,
+        "world": world,
+        "seq": question.seq_len,
+        "batch": question.batch,
+        "hardware": hardware.name,
+        "ranks_per_node": min(world, hardware.node.ranks),
+    }
+
+
+def about_model(question: Question, layout: str) -> str:
+    """The start of a title. If each strategy has its own layout, the layouts are in a column."""
+    of = "" if layout == "auto" else f", {layout} layout"
+    asked = f"{question.phase}, {question.seq_len:,} tokens, {question.mask}"
+    return f"{question.model.name}, {asked}{of}"
+
+
+def where(world: int, hardware: Hardware) -> str:
+    """The end of a title: the ranks and their nodes."""
+    nodes = -(-world // hardware.node.ranks)
+    return f"{world} ranks on {nodes} node{'s' * (nodes > 1)} of {hardware.name}"
+
+
+def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Columns of words, which are never cut, then columns of numbers, then activations."""
+    table = Table(title=escape(title), title_justify="left")
+    for name in words:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("activations", min_width=len("activations"))
+    return table
+
+
+def _show(table: Table, phase: Phase, hardware: Hardware) -> None:
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+    what = "one step of training" if phase == "train" else "one forward"
+    limit = f"{hardware.device.memory_bytes / 1e9:,.1f}"
+    print(f"time: {what}. idle, sent, memory: the worst rank. A device has {limit} GB.")
+
+
+def print_forecasts(
+    forecasts: list[ModelForecast], title: str, layout: str, phase: Phase, hardware: Hardware
+) -> None:
+    """Prints a table of forecasts, one a line."""
+    by_strategy = layout == "auto"  # each strategy has its own layout
+    words, numbers = (
+        ["strategy", *["layout"] * by_strategy],
+        ["time s", "idle s", "sent GB", "memory GB"],
+    )
+    table = _table(title, words, numbers)
+    for f in forecasts:
+        table.add_row(f.strategy, *[f.layout] * by_strategy, *_cells(f))
+    _show(table, phase, hardware)
+
+
+def _cells(f: ModelForecast) -> tuple[str, ...]:
+    time = "out of memory" if f.time_s is None else _seconds(f.time_s)
+    sent, memory = (f"{size / 1e9:,.1f}" for size in (f.sent_bytes, f.memory_bytes))
+    return time, _seconds(f.idle_s), sent, memory, f.activations or ""
+
+
+def print_worlds(answers: list[Answer], title: str, layout: str) -> None:
+    """The best of each number of ranks; where none fits, the one that lacks least memory."""
+    by_strategy = layout == "auto"
+    words = ["ranks", "take", *["layout"] * by_strategy]
+    table = _table(title, words, ["time s", "ranks x s", "idle s", "sent GB", "memory GB"])
+    for answer in answers:
+        best, first = answer.best, next(iter(answer.found), None)
+        total = "" if answer.rank_seconds is None else f"{answer.rank_seconds:,.1f}"
+        taken = (best.strategy, best.layout) if best else ("none", "")
+        time, *rest = _cells(first) if first else ("not possible",)
+        table.add_row(str(answer.world_size), *taken[: 1 + by_strategy], time, total, *rest)
+    _show(table, answers[0].question.phase, answers[0].hardware)
+    for line in best_worlds(answers):
+        print(line)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.3f}" if value >= 1 or not value else f"{value:.3g}"
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str, Sequence[str]], Iterator[str]]]:
+    """Yields what goes through strategies; shows on a terminal how far along they are."""
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        task = bar.add_task("simulating", total=total)
+
+        def strategies_of(what: str, strategies: Sequence[str]) -> Iterator[str]:
+            for strategy in strategies:
+                bar.update(task, description=f"{what}, {strategy}")
+                yield strategy
+                bar.advance(task)
+
+        yield strategies_of
