@@ -40,7 +40,7 @@ from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.stopping import ask_to_stop, listen, read_word
 from burst_rt.launch.verdict import verdict
 from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES, machine_options, telemetry_options
-from burst_rt.telemetry.starting import RunningHub, start_hub
+from burst_rt.telemetry.hub.starting import RunningHub, start_hub
 from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
 
 __all__ = [

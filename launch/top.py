@@ -23,7 +23,7 @@ from burst_rt.launch.watch import open_reader, viewer_options
 if TYPE_CHECKING:
     from burst_rt.dashboard.links import LinkView
     from burst_rt.dashboard.reader import Reader
-    from burst_rt.telemetry.views import JobView, RankView, Snapshot
+    from burst_rt.telemetry.model.views import JobView, RankView, Snapshot
 
 __all__ = ["command", "render"]
 

@@ -52,8 +52,8 @@ def export(run: Path, output: Path) -> None:
     """Write one trace of all ranks: tasks by lane, messages as arrows, waits, power and use of
     GPUs.
     """
-    from burst_rt.telemetry.chrome import write_trace
-    from burst_rt.telemetry.record import Record
+    from burst_rt.telemetry.read.chrome import write_trace
+    from burst_rt.telemetry.read.record import Record
 
     num_events = write_trace(Record(run), output)
     click.echo(f"{output}: {num_events:,} events; open it in ui.perfetto.dev or chrome://tracing")
@@ -69,8 +69,8 @@ def summary(run: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from burst_rt.telemetry.record import Record
-    from burst_rt.telemetry.summary import summarise
+    from burst_rt.telemetry.read.record import Record
+    from burst_rt.telemetry.read.summary import summarise
 
     found = summarise(Record(run))
     if as_json:

@@ -17,7 +17,7 @@ from burst_rt.errors import PeerLost
 from burst_rt.job.flight import read_flight
 from burst_rt.job.reports import RankReport, Waiting, crash_path, primary_failure, read_reports
 from burst_rt.launch.ranks import Ranks
-from burst_rt.telemetry.views import Lost
+from burst_rt.telemetry.model.views import Lost
 
 __all__ = ["verdict"]
 

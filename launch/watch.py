@@ -58,8 +58,8 @@ def open_reader(attach: int | None, replay: Path | None, until: float | None) ->
     from burst_rt.dashboard.reader import HubReader, ModelReader
 
     if replay is not None:
-        from burst_rt.telemetry.record import Record
-        from burst_rt.telemetry.record import replay as replayed
+        from burst_rt.telemetry.read.record import Record
+        from burst_rt.telemetry.read.record import replay as replayed
 
         if attach is not None:
             raise click.UsageError("--attach and --replay cannot be used together; choose one")
@@ -67,8 +67,8 @@ def open_reader(attach: int | None, replay: Path | None, until: float | None) ->
         return
     if until is not None:
         raise click.UsageError("--until works only with --replay")
-    from burst_rt.telemetry.jobs import find_job
-    from burst_rt.telemetry.viewer import Viewer
+    from burst_rt.telemetry.hub.jobs import find_job
+    from burst_rt.telemetry.read.viewer import Viewer
 
     job = find_job(attach)
     with Viewer(job.address, job.secret) as viewer:

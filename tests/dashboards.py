@@ -23,7 +23,7 @@ import pytest
 from burst_rt.dashboard.reader import ModelReader
 from burst_rt.dashboard.server import Served, Where
 from burst_rt.launch.run import kill_job
-from burst_rt.telemetry.job_model import JobModel
+from burst_rt.telemetry.model.job_model import JobModel
 
 __all__ = ["RunningCommand", "Serving", "command", "installed", "kill_rank", "serving"]
 

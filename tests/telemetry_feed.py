@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     VERSION,
     Counters,
@@ -25,8 +24,9 @@ from burst_rt.telemetry.messages import (
     Source,
     TaskInfo,
 )
-from burst_rt.telemetry.record import Recorder
-from burst_rt.telemetry.timeline import SPAN
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.model.timeline import SPAN
+from burst_rt.telemetry.read.record import Recorder
 
 __all__ = [
     "SECRET",

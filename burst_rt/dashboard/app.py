@@ -28,7 +28,7 @@ from burst_rt.dashboard.links import WINDOW_S, Links, LinkView
 from burst_rt.dashboard.reader import Reader
 from burst_rt.errors import BurstError, Stalled
 from burst_rt.telemetry.metrics import METRICS, THROTTLE_REASONS
-from burst_rt.telemetry.views import (
+from burst_rt.telemetry.model.views import (
     EventView,
     JobView,
     ProgressView,

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from burst_rt.telemetry.views import SpanView, TimelineView
+from burst_rt.telemetry.model.views import SpanView, TimelineView
 
 __all__ = ["UNITS_PER_S", "compact"]
 
@@ -39,8 +39,8 @@ class CompactTimeline(msgspec.Struct, kw_only=True):
     units_per_s: float
     names: list[str]
     calls: list[CallRows]
-    waits: list[Any]  # rows as in `telemetry.views`
-    flows: list[Any]  # rows as in `telemetry.views`
+    waits: list[Any]  # rows as in `telemetry.model.views`
+    flows: list[Any]  # rows as in `telemetry.model.views`
     complete: int
     left_out: int
 

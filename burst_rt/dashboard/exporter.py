@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from burst_rt.dashboard.links import LinkView
 from burst_rt.telemetry.metrics import METRICS
-from burst_rt.telemetry.views import RankView, Snapshot, SourceView
+from burst_rt.telemetry.model.views import RankView, Snapshot, SourceView
 
 __all__ = ["CONTENT_TYPE", "DCGM", "exposition"]
 

@@ -1,6 +1,6 @@
 """The hub's process: the hub, its record and, where asked for, the dashboard.
 
-`telemetry.starting.start_hub` starts it as `python -m burst_rt.dashboard.hub_process`.
+`telemetry.hub.starting.start_hub` starts it as `python -m burst_rt.dashboard.hub_process`.
 
 It joins the hub (`telemetry.hub`) with what shows the job to people: the record and, where it is
 asked for, the dashboard. The job's secret comes by the environment, all other settings as
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import BurstError
-from burst_rt.telemetry.hub import Hub, serve
-from burst_rt.telemetry.record import Recorder
+from burst_rt.telemetry.hub.hub import Hub, serve
+from burst_rt.telemetry.read.record import Recorder
 from burst_rt.telemetry.wire import SECRET_VARIABLE
 from burst_rt.version import __version__
 

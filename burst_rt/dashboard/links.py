@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from burst_rt.telemetry.views import RankView, Snapshot, TimelineView
+from burst_rt.telemetry.model.views import RankView, Snapshot, TimelineView
 
 __all__ = ["WINDOW_S", "LinkView", "Links"]
 

@@ -2,7 +2,7 @@
 
 A model in its own process is the hub's, or a replay's.
 
-All of them answer in the types of `telemetry.views`, so whatever shows a job works on any of them.
+All of them answer in the types of `views`, so whatever shows a job works on any of them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from burst_rt.telemetry.job_model import JobModel
-from burst_rt.telemetry.viewer import Viewer
-from burst_rt.telemetry.views import SeriesView, Snapshot, TimelineView
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.model.views import SeriesView, Snapshot, TimelineView
+from burst_rt.telemetry.read.viewer import Viewer
 
 __all__ = ["HubReader", "ModelReader", "Reader"]
 

@@ -20,7 +20,7 @@ from burst_rt.dashboard.app import Dashboard, make_app, metrics_app
 from burst_rt.dashboard.guard import Guard
 from burst_rt.dashboard.reader import Reader
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.telemetry.starting import is_port
+from burst_rt.telemetry.hub.starting import is_port
 
 __all__ = ["DEFAULT_PORT", "Served", "Where"]
 

@@ -32,6 +32,7 @@ __all__ = [
     "connect",
     "frame",
     "read_settings",
+    "readable",
     "until_beat_s",
 ]
 
@@ -82,6 +83,11 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         dashboard=shown,
         metrics_port=port,
     )
+
+
+def readable(text: str) -> str:
+    """The text as it can be sent: question marks replace characters that UTF-8 cannot encode."""
+    return text.encode(errors="replace").decode()
 
 
 def frame(payload: bytes) -> bytes:

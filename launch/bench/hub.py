@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 import psutil
 
-import burst_rt.telemetry.hub  # noqa: F401  (what a hub imports counts as idle)
+import burst_rt.telemetry.hub.hub  # noqa: F401  (what a hub imports counts as idle)
 from burst_rt.launch.bench.report import Cell, publish
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     VERSION,
     Counters,
@@ -31,7 +30,8 @@ from burst_rt.telemetry.messages import (
     Source,
     TaskInfo,
 )
-from burst_rt.telemetry.timeline import SPAN
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.model.timeline import SPAN
 
 __all__ = ["main"]
 

@@ -28,9 +28,9 @@ from burst_rt.scheduler import (
     Schedule,
     run,
 )
-from burst_rt.telemetry.calls import CallLog, Described, Totals
 from burst_rt.telemetry.messages import EndedCall, Group, PlanSummary
-from burst_rt.telemetry.timeline import SPAN
+from burst_rt.telemetry.model.timeline import SPAN
+from burst_rt.telemetry.rank.call_log import CallLog, Described, Totals
 from burst_rt.transport import LocalWorld, NoticeKind
 
 _COPIES = (Lane("d2h", ordered=True, device=0), Lane("h2d", ordered=True, device=0))

@@ -36,7 +36,7 @@ from burst_rt.scheduler.simulator import reference as of_program_order
 from burst_rt.serving.bruck import bruck_gather, bruck_parts
 from burst_rt.serving.decode_graph import Decode
 from burst_rt.serving.decode_plan import DecodePlan, bucket_of
-from burst_rt.telemetry.describe import describe
+from burst_rt.telemetry.rank.describe import describe
 from burst_rt.transport.staged import staged
 
 _WORLDS = (1, 2, 3, 4, 5)

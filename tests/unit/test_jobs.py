@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.main import cli
-from burst_rt.telemetry.jobs import RunningJob, announce, find_job, running_jobs
-from burst_rt.telemetry.starting import start_hub
+from burst_rt.telemetry.hub.jobs import RunningJob, announce, find_job, running_jobs
+from burst_rt.telemetry.hub.starting import start_hub
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +89,8 @@ def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) ->
 
     from burst_rt.dashboard.links import Links
     from burst_rt.launch.top import render
-    from burst_rt.telemetry.job_model import JobModel
     from burst_rt.telemetry.messages import Presence
+    from burst_rt.telemetry.model.job_model import JobModel
 
     model = JobModel(1e9)
     for rank in range(2):
@@ -122,8 +122,8 @@ def test_top_shows_whole_columns_at_any_width(
     from telemetry_feed import arrive, beat, gpu_sample
 
     from burst_rt.launch.top import render
-    from burst_rt.telemetry.job_model import JobModel
     from burst_rt.telemetry.messages import Presence, Sample
+    from burst_rt.telemetry.model.job_model import JobModel
 
     model = JobModel(1e9)
     own = {

@@ -6,8 +6,8 @@ import pytest
 from telemetry_feed import arrive, beat, call, counters
 
 from burst_rt.dashboard.links import Links, LinkView
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import Presence
+from burst_rt.telemetry.model.job_model import JobModel
 
 _WORLD = 4
 

@@ -25,15 +25,15 @@ from telemetry_feed import beat, hello
 
 import burst_rt
 from burst_rt.errors import ConfigError, InputError, ProtocolError
-from burst_rt.telemetry import joining
-from burst_rt.telemetry.agent import Agent
-from burst_rt.telemetry.calls import CallLog, Totals
-from burst_rt.telemetry.following import Teller
+from burst_rt.telemetry.hub.starting import HUB_MODULE, RunningHub, scrubbed, start_hub
 from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Severity
-from burst_rt.telemetry.record import Record
-from burst_rt.telemetry.starting import HUB_MODULE, RunningHub, scrubbed, start_hub
-from burst_rt.telemetry.viewer import Viewer
-from burst_rt.telemetry.views import Snapshot
+from burst_rt.telemetry.model.views import Snapshot
+from burst_rt.telemetry.rank import joining
+from burst_rt.telemetry.rank.agent import Agent
+from burst_rt.telemetry.rank.call_log import CallLog, Totals
+from burst_rt.telemetry.rank.following import Teller
+from burst_rt.telemetry.read.record import Record
+from burst_rt.telemetry.read.viewer import Viewer
 from burst_rt.telemetry.wire import Frames, connect, frame, read_settings
 from burst_rt.transport import LocalWorld
 
@@ -285,7 +285,7 @@ def test_ranks_that_end_because_the_job_is_stopped_are_not_lost(
 def test_stopping_imports_nothing_in_a_signals_handler() -> None:
     source = """
 import sys
-from burst_rt.telemetry.starting import start_hub
+from burst_rt.telemetry.hub.starting import start_hub
 hub = start_hub(one_host=True, held=True)
 before = set(sys.modules)
 hub.stopping("SIGINT")
@@ -398,7 +398,7 @@ def test_clocks_are_aligned(hub: RunningHub) -> None:
 def test_clocks_are_compared_again_and_again(
     hub: RunningHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burst_rt.telemetry.agent._CLOCK_PERIOD_S", 0.1)
+    monkeypatch.setattr("burst_rt.telemetry.rank.agent._CLOCK_PERIOD_S", 0.1)
     agent = _agent(hub)
     seen: dict[float, float] = {}  # when sent -> the way there and back
     deadline_s = time.perf_counter() + 20
@@ -501,7 +501,7 @@ def test_a_hub_that_does_not_read_makes_nobody_wait(hub: RunningHub) -> None:
 def test_a_hub_that_cannot_start_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("burst_rt.telemetry.starting.sys.executable", "/bin/false")
+    monkeypatch.setattr("burst_rt.telemetry.hub.starting.sys.executable", "/bin/false")
     with pytest.raises(ConfigError, match="did not start"):
         start_hub(one_host=True)
     monkeypatch.setenv("BURST_RT_TELEMETRY", "1")

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from telemetry_feed import arrive, beat, call, counters, gpu_sample, offset_s
 
-from burst_rt.telemetry.history import FULL_S, History
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     Bye,
     FromRank,
@@ -22,8 +20,10 @@ from burst_rt.telemetry.messages import (
     Severity,
 )
 from burst_rt.telemetry.metrics import METRICS, plausible, throttle_reasons
-from burst_rt.telemetry.timeline import KeptCall, Recent
-from burst_rt.telemetry.views import Snapshot, TimelineView
+from burst_rt.telemetry.model.history import FULL_S, History
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.model.timeline import KeptCall, Recent
+from burst_rt.telemetry.model.views import Snapshot, TimelineView
 
 
 def _job(world_size: int = 2, *, gpu: bool = False) -> JobModel:

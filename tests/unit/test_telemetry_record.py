@@ -19,8 +19,6 @@ from telemetry_feed import Times, arrive, beat, call, gpu_sample, offset_s, reco
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch import dashboard, top
 from burst_rt.launch.trace import command
-from burst_rt.telemetry.chrome import write_trace
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     Agreed,
     Counters,
@@ -29,8 +27,10 @@ from burst_rt.telemetry.messages import (
     PlanSummary,
     Presence,
 )
-from burst_rt.telemetry.record import Record, Recorder, replay
-from burst_rt.telemetry.summary import RecordSummary, summarise
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.read.chrome import write_trace
+from burst_rt.telemetry.read.record import Record, Recorder, replay
+from burst_rt.telemetry.read.summary import RecordSummary, summarise
 from burst_rt.telemetry.wire import frame
 
 

@@ -23,8 +23,8 @@ from burst_rt.dashboard.app import Dashboard, make_app
 from burst_rt.dashboard.reader import ModelReader
 from burst_rt.dashboard.server import Served, Where
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import Hello, Note, Severity
+from burst_rt.telemetry.model.job_model import JobModel
 
 _EVIL = '<img src=x onerror="window.evil=1"><script>window.evil=1</script>'
 

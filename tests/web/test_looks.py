@@ -16,8 +16,8 @@ from dashboards import serving
 from playwright.sync_api import Browser, Page, expect
 from telemetry_feed import Load, arrive, gpu_sample, offset_s
 
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import JobReport, Presence, Sample, Source
+from burst_rt.telemetry.model.job_model import JobModel
 
 _LAPTOP = {"width": 1440, "height": 900}
 _PHONE = {"width": 390, "height": 844}

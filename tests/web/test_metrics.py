@@ -23,9 +23,9 @@ from telemetry_feed import arrive, beat, call, counters, gpu_sample
 
 from burst_rt.dashboard.exporter import DCGM, exposition
 from burst_rt.dashboard.links import Links
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import JobReport, Sample, Source
 from burst_rt.telemetry.metrics import METRICS
+from burst_rt.telemetry.model.job_model import JobModel
 
 _PROGRAM = Path(__file__).parent / "programs" / "ring.py"
 _ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ import msgspec
 
 from burst_rt.errors import ConfigError, Stalled
 from burst_rt.telemetry.messages import Ask, Stopping
-from burst_rt.telemetry.views import Lost, SeriesView, Snapshot, TimelineView
+from burst_rt.telemetry.model.views import Lost, SeriesView, Snapshot, TimelineView
 from burst_rt.telemetry.wire import Frames, connect, frame
 
 __all__ = ["Viewer"]

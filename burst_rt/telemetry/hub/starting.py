@@ -30,8 +30,8 @@ from burst_rt.telemetry.wire import (
 )
 
 if TYPE_CHECKING:
-    from burst_rt.telemetry.viewer import Viewer
-    from burst_rt.telemetry.views import Lost
+    from burst_rt.telemetry.model.views import Lost
+    from burst_rt.telemetry.read.viewer import Viewer
 
 __all__ = ["HUB_MODULE", "RunningHub", "is_port", "scrubbed", "start_hub"]
 
@@ -103,7 +103,7 @@ class RunningHub:
         return None
 
     def _viewer(self, patience_s: float = 0.0) -> Viewer:
-        from burst_rt.telemetry.viewer import Viewer
+        from burst_rt.telemetry.read.viewer import Viewer
 
         return Viewer(self.address, self.secret, _ASK_DEADLINE_S + patience_s)
 
@@ -130,7 +130,7 @@ class RunningHub:
 
 def _staying(viewer: Viewer) -> list[Lost]:
     """The ranks of which the hub does not know yet how they ended, as if they were lost now."""
-    from burst_rt.telemetry.views import Lost
+    from burst_rt.telemetry.model.views import Lost
 
     return [
         Lost(
@@ -209,7 +209,7 @@ def start_hub(
     )
     # `stopping` is called by a signal's handler, which must not import. So the import is done here,
     # while the hub starts.
-    import burst_rt.telemetry.viewer  # noqa: F401
+    import burst_rt.telemetry.read.viewer  # noqa: F401
 
     address, *told = _read_line(process).split("\t")
     if not address:

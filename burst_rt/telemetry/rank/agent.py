@@ -20,8 +20,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from burst_rt.telemetry.calls import NOTHING, CallLog, Totals
-from burst_rt.telemetry.host import HostSampler, ProcessSampler
 from burst_rt.telemetry.messages import (
     Bye,
     EndedCall,
@@ -37,7 +35,9 @@ from burst_rt.telemetry.messages import (
     Severity,
     ToRank,
 )
-from burst_rt.telemetry.nvml import GpuId, NvmlThread
+from burst_rt.telemetry.rank.call_log import NOTHING, CallLog, Totals
+from burst_rt.telemetry.rank.host import HostSampler, ProcessSampler
+from burst_rt.telemetry.rank.nvml import GpuId, NvmlThread
 from burst_rt.telemetry.wire import Frames, connect, frame, until_beat_s
 
 __all__ = ["Agent"]

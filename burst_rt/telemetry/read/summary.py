@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from burst_rt.scheduler import Span, Wait, overlap
-from burst_rt.telemetry.reading import CallOfAll, calls_of
-from burst_rt.telemetry.record import Record
+from burst_rt.telemetry.read.calls import CallOfAll, calls_of
+from burst_rt.telemetry.read.record import Record
 
 __all__ = ["IdleSpan", "RankSummary", "RecordSummary", "summarise"]
 

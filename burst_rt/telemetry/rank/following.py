@@ -14,13 +14,13 @@ from burst_rt.drivers import BaseDriver
 from burst_rt.runtime.joining import Presence
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Schedule
-from burst_rt.telemetry import joining
-from burst_rt.telemetry.describe import describe
+from burst_rt.telemetry.rank import joining
+from burst_rt.telemetry.rank.describe import describe
 
 if TYPE_CHECKING:
     from burst_rt.attention.planner import Plan
     from burst_rt.serving.decode_plan import DecodePlan
-    from burst_rt.telemetry.calls import CallLog
+    from burst_rt.telemetry.rank.call_log import CallLog
 
 __all__ = ["Teller", "follow"]
 

@@ -19,12 +19,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import BurstError, InputError
-from burst_rt.telemetry.wire import Settings, read_settings
+from burst_rt.telemetry.wire import Settings, read_settings, readable
 
 if TYPE_CHECKING:
     from burst_rt.runtime.joining import Presence
-    from burst_rt.telemetry.agent import Agent
-    from burst_rt.telemetry.calls import CallLog
+    from burst_rt.telemetry.rank.agent import Agent
+    from burst_rt.telemetry.rank.call_log import CallLog
 
 __all__ = ["Wish", "farewell", "follow", "report", "wish"]
 
@@ -148,8 +148,6 @@ def report(step: int = 0, **values: float) -> None:
     agent: Agent | None = getattr(_current, "agent", None) or _agents.get(None)
     if agent is None:
         return
-    from burst_rt.telemetry.jobs import readable
-
     if len(values) > _MAX_VALUES:
         raise InputError(
             f"telemetry.report: expected at most {_MAX_VALUES} values, got {len(values):,}; report "
@@ -183,7 +181,7 @@ def _start(settings: Settings, wishes: Sequence[Wish]) -> bytes:
     """Starts a hub for these ranks. Returns the hub's address and secret, or nothing where it does
     not start.
     """
-    from burst_rt.telemetry.starting import start_hub
+    from burst_rt.telemetry.hub.starting import start_hub
 
     try:
         one_host = len({wished.host for wished in wishes}) == 1
@@ -203,10 +201,9 @@ def _start(settings: Settings, wishes: Sequence[Wish]) -> bytes:
 
 
 def _make_agent(address: str, secret: str, place: int, wishes: Sequence[Wish]) -> Agent:
-    from burst_rt.telemetry.agent import Agent
-    from burst_rt.telemetry.jobs import readable
     from burst_rt.telemetry.messages import VERSION, Hello
-    from burst_rt.telemetry.nvml import GpuId, gpu_source
+    from burst_rt.telemetry.rank.agent import Agent
+    from burst_rt.telemetry.rank.nvml import GpuId, gpu_source
     from burst_rt.version import __version__
 
     own = wishes[place]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from burst_rt.scheduler.verify import Endpoint
 from burst_rt.telemetry.messages import Agreed, EndedCall, Group, Heartbeat, PlanSummary
-from burst_rt.telemetry.record import Record
-from burst_rt.telemetry.timeline import KeptCall, WholeCall, match_plans, whole_call
+from burst_rt.telemetry.model.timeline import KeptCall, WholeCall, match_plans, whole_call
+from burst_rt.telemetry.read.record import Record
 
 __all__ = ["CallOfAll", "calls_of"]
 

@@ -22,8 +22,7 @@ from typing import Protocol
 import msgspec
 
 from burst_rt.errors import BurstError, ProtocolError
-from burst_rt.telemetry.job_model import JobModel
-from burst_rt.telemetry.jobs import announce
+from burst_rt.telemetry.hub.jobs import announce
 from burst_rt.telemetry.messages import (
     VERSION,
     Ask,
@@ -38,8 +37,9 @@ from burst_rt.telemetry.messages import (
     Stopping,
     ToRank,
 )
-from burst_rt.telemetry.record import Recorder
-from burst_rt.telemetry.views import EventView, Lost, SeriesView, Snapshot, TimelineView
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.model.views import EventView, Lost, SeriesView, Snapshot, TimelineView
+from burst_rt.telemetry.read.record import Recorder
 from burst_rt.telemetry.wire import MAX_FRAME_BYTES, Frames, frame, until_beat_s
 
 __all__ = ["Hub", "Shown", "serve"]

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from burst_rt.errors import InputError, ProtocolError
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import VERSION, Item, Recorded, RecordHeader
+from burst_rt.telemetry.model.job_model import JobModel
 from burst_rt.telemetry.wire import Frames, frame
 
 __all__ = ["Record", "Recorder", "replay"]
@@ -30,7 +30,7 @@ _LENGTH_BYTES = len(frame(b""))
 # Errors that damaged frames and messages raise.
 _DAMAGE = (ProtocolError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_log = logging.getLogger("burst_rt.telemetry.record")
+_log = logging.getLogger("burst_rt.telemetry.read.record")
 
 
 class _Packed(msgspec.Struct, array_like=True):

@@ -17,8 +17,9 @@ import msgspec
 import psutil
 
 from burst_rt.errors import ConfigError
+from burst_rt.telemetry.wire import readable
 
-__all__ = ["RunningJob", "announce", "find_job", "readable", "running_jobs"]
+__all__ = ["RunningJob", "announce", "find_job", "running_jobs"]
 
 
 class RunningJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,11 +65,6 @@ def running_jobs() -> list[RunningJob]:
             pass
         path.unlink(missing_ok=True)
     return sorted(found, key=lambda job: job.started_s)
-
-
-def readable(text: str) -> str:
-    """The text as it can be sent: question marks replace characters that UTF-8 cannot encode."""
-    return text.encode(errors="replace").decode()
 
 
 def find_job(pid: int | None) -> RunningJob:

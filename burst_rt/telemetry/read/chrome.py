@@ -17,9 +17,9 @@ from typing import TypeAlias
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.telemetry.messages import Heartbeat, Hello, JobReport, Sample, Source
-from burst_rt.telemetry.reading import CallOfAll, calls_of
-from burst_rt.telemetry.record import Record, replay
-from burst_rt.telemetry.timeline import spans_of
+from burst_rt.telemetry.model.timeline import spans_of
+from burst_rt.telemetry.read.calls import CallOfAll, calls_of
+from burst_rt.telemetry.read.record import Record, replay
 
 __all__ = ["write_trace"]
 

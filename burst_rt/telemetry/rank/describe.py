@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from burst_rt.attention.planner import Plan
     from burst_rt.runtime.machine import Machine
     from burst_rt.serving.decode_plan import DecodePlan
-    from burst_rt.telemetry.calls import Described
+    from burst_rt.telemetry.rank.call_log import Described
 
 __all__ = ["describe", "machine_like"]
 
@@ -46,7 +46,7 @@ def describe(plan: Plan | DecodePlan | None, machine: Machine, rank: int) -> Des
     it is called by the agent's thread.
     """
     from burst_rt.serving.decode_plan import DecodePlan
-    from burst_rt.telemetry.calls import Described
+    from burst_rt.telemetry.rank.call_log import Described
 
     if plan is None:
         return Described(kind="pipeline", explain="custom task graph")

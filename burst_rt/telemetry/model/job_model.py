@@ -24,7 +24,6 @@ import numpy as np
 
 from burst_rt.scheduler import Span
 from burst_rt.scheduler.verify import Endpoint
-from burst_rt.telemetry.history import History
 from burst_rt.telemetry.messages import (
     Agreed,
     Bye,
@@ -43,7 +42,8 @@ from burst_rt.telemetry.messages import (
     Severity,
     Source,
 )
-from burst_rt.telemetry.timeline import (
+from burst_rt.telemetry.model.history import History
+from burst_rt.telemetry.model.timeline import (
     KeptCall,
     Recent,
     WholeCall,
@@ -51,7 +51,7 @@ from burst_rt.telemetry.timeline import (
     spans_of,
     whole_call,
 )
-from burst_rt.telemetry.views import (
+from burst_rt.telemetry.model.views import (
     EventView,
     FlowView,
     JobView,
