@@ -416,6 +416,13 @@ def test_folders_of_telemetry_import_from_those_before_them(folder: str) -> None
     assert not upward
 
 
+def test_telemetry_knows_nothing_of_attention() -> None:
+    """It reads what plans say of themselves (`runtime.observer.Subject`)."""
+    modules = [name for name in _MODULES if _within(name, "burst_rt.telemetry")]
+    rooms = {_room(imported) for name in modules for imported in _imports(name)}
+    assert not rooms & {"burst_rt.attention", "burst_rt.serving", "burst_rt.planning"}
+
+
 def test_no_files_form_a_circle() -> None:
     """Imports count wherever they are in a file: imports for types, and imports of functions."""
     circle: list[str] = []

@@ -31,7 +31,6 @@ from burst_rt.telemetry.model.views import Snapshot
 from burst_rt.telemetry.rank import joining
 from burst_rt.telemetry.rank.agent import Agent
 from burst_rt.telemetry.rank.call_log import CallLog, Totals
-from burst_rt.telemetry.rank.following import Teller
 from burst_rt.telemetry.read.record import Record
 from burst_rt.telemetry.read.viewer import Viewer
 from burst_rt.telemetry.wire import Frames, connect, frame, read_settings
@@ -594,7 +593,7 @@ def test_counts_miss_nothing_when_spans_are_dropped() -> None:
     totals = Totals()
     with burst_rt.init() as ctx:
         log = CallLog(Group("0-0", [0], "local", ""), totals)
-        ctx.runtime.observer = Teller(log, ctx.runtime)
+        ctx.runtime.observer = log
         _attend(ctx, 200)
         counted = totals.message(log.num_dropped)
         ctx.runtime.observer = None
