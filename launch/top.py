@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections import deque
@@ -18,17 +17,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from burst_rt.launch.watch import open_reader, viewer_options
+from burst_rt.launch.watch import open_viewer, viewer_options
 
 if TYPE_CHECKING:
     from burst_rt.dashboard.links import LinkView
-    from burst_rt.dashboard.reader import Reader
     from burst_rt.telemetry.model.views import JobView, RankView, Snapshot
+    from burst_rt.telemetry.read.viewer import Viewer
 
 __all__ = ["command", "render"]
 
 _PERIOD_S = 1.0
-_LINKS_SPANS = 2000
 _SHOWN_EVENTS = 5
 _SHOWN_LINKS = 8
 # Each state has a sign as well as a colour, for readers who cannot tell the colours apart.
@@ -56,45 +54,38 @@ def command(attach: int | None, replay: Path | None, until: float | None, once: 
     """Show a running job, or a record, in this terminal: ranks, links, progress, events. Ends with
     Ctrl-C, or with the job.
     """
-    with open_reader(attach, replay, until) as reader, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_watch(reader, once=once or replay is not None))
+    with open_viewer(attach, replay, until) as viewer, contextlib.suppress(KeyboardInterrupt):
+        _watch(viewer, once=once or replay is not None)
 
 
-async def _watch(reader: Reader, *, once: bool) -> None:
-    from burst_rt.dashboard.links import WINDOW_S, Links
+def _watch(viewer: Viewer, *, once: bool) -> None:
+    from burst_rt.dashboard.links import LinkStates
     from burst_rt.errors import ConfigError, Stalled
 
-    links, losses, console = Links(), deque[float](maxlen=40), Console()
+    links, losses, console = LinkStates(), deque[float](maxlen=40), Console()
 
-    async def look() -> Group:
-        snapshot = await reader.snapshot()
-        links.look(await reader.timeline(-WINDOW_S, None, (), _LINKS_SPANS))
+    def look() -> Group:
+        snapshot, views = links.read(viewer)
         loss = snapshot.progress.values.get("loss")
         if loss is not None and (not losses or losses[-1] != loss):
             losses.append(loss)
-        return render(snapshot, links.now(snapshot), losses)
+        return render(snapshot, views, losses)
 
     if once:
-        console.print(await look())
+        console.print(look())
         return
-    with Live(
-        await look(), console=console, screen=console.is_terminal, auto_refresh=False
-    ) as live:
+    with Live(look(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
         last = live.renderable
-        try:
+        with contextlib.suppress(ConfigError):  # the hub has ended
             while True:
-                await asyncio.sleep(_PERIOD_S)
+                time.sleep(_PERIOD_S)
                 try:
-                    last = await look()
+                    last = look()
                 except Stalled as error:
-                    live.update(
-                        Group(last, Text(f"{error.message}; trying again", style="bold yellow")),
-                        refresh=True,
-                    )
+                    late = Text(f"{error.message}; trying again", style="bold yellow")
+                    live.update(Group(last, late), refresh=True)
                 else:
                     live.update(last, refresh=True)
-        except ConfigError:
-            pass
     # The shell has its screen back: print the last picture there, so that it stays.
     console.print(last)
     console.print("[dim]the job has ended[/dim]")

@@ -87,11 +87,11 @@ def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> Served | None:
     if not dashboard and metrics_port is None:
         return None
     # A hub without a dashboard starts sooner without a web server, and takes less memory.
-    from burst_rt.dashboard.reader import ModelReader
     from burst_rt.dashboard.server import Served, Where
+    from burst_rt.telemetry.read.viewer import ModelViewer
 
     try:
-        return Served(ModelReader(hub.model, hub.now_s), Where.parse(dashboard, metrics_port))
+        return Served(ModelViewer(hub.model, hub.now_s), Where.parse(dashboard, metrics_port))
     except BurstError as error:
         hub.told.append(f"no dashboard: {error}")
         return None

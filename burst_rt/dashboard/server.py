@@ -18,9 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from burst_rt.dashboard.app import Dashboard, make_app, metrics_app
 from burst_rt.dashboard.guard import Guard
-from burst_rt.dashboard.reader import Reader
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.telemetry.hub.starting import is_port
+from burst_rt.telemetry.read.viewer import Viewer
 
 __all__ = ["DEFAULT_PORT", "Served", "Where"]
 
@@ -126,10 +126,10 @@ class Served:
     token, and `told`, lines to print.
     """
 
-    def __init__(self, reader: Reader, where: Where, token: str | None = None) -> None:
+    def __init__(self, viewer: Viewer, where: Where, token: str | None = None) -> None:
         """Binds the ports. Raises ConfigError where that fails."""
         self.token = token or secrets.token_urlsafe(24)
-        self._dashboard = Dashboard(reader)
+        self._dashboard = Dashboard(viewer)
         bound = _bind(where.host, where.port)
         port = bound.getsockname()[1]
         shown = where.host if where.host not in ("0.0.0.0", "::") else socket.gethostname()

@@ -3,7 +3,7 @@
 The types are msgspec's; messages travel as MessagePack.
 
 A connection carries frames (`wire`), one message each. A record file holds the same messages, each
-with the time at which the hub had it and the rank that it came from. So the model (`job_model`) is
+with the time at which the hub had it and the rank that it came from. So the model (`JobModel`) is
 fed in one way, live or replayed. A message is an array, not a map: a newer version may append
 fields with defaults, and nothing else, so that old records stay readable.
 
@@ -32,6 +32,7 @@ __all__ = [
     "Group",
     "Heartbeat",
     "Hello",
+    "HubReport",
     "Item",
     "JobReport",
     "LaneCounters",
@@ -41,7 +42,6 @@ __all__ = [
     "Ping",
     "PlanSummary",
     "Pong",
-    "Presence",
     "RecordHeader",
     "Recorded",
     "Sample",
@@ -322,8 +322,8 @@ class RecordHeader(_Message, tag="header"):
     began_at_s: float  # when the hub began, in seconds since the epoch
 
 
-class Presence(_Message, tag="presence"):
-    """An observation of the hub itself."""
+class HubReport(_Message, tag="presence"):
+    """What the hub itself has seen."""
 
     rank: int  # -1 means the whole job
     status: str  # a rank's: "lost" (its connection ended without a `Bye`); the job's: "stopping"
@@ -335,8 +335,8 @@ class Recorded(_Message):
 
     at_s: float  # when the hub had the message
     rank: int  # that the message came from, -1 for the hub itself
-    message: FromRank | Presence
+    message: FromRank | HubReport
 
 
 # A message that a JobModel takes.
-Item: TypeAlias = FromRank | Presence
+Item: TypeAlias = FromRank | HubReport

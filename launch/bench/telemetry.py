@@ -177,8 +177,8 @@ def _hub() -> psutil.Process | None:
 
 _VIEWER = """
 import sys, time
-from burst_rt.telemetry.read.viewer import Viewer
-with Viewer(sys.argv[1], sys.argv[2]) as viewer:
+from burst_rt.telemetry.read.viewer import HubViewer
+with HubViewer(sys.argv[1], sys.argv[2]) as viewer:
     while True:
         viewer.snapshot()
         viewer.timeline(-2.0)

@@ -16,7 +16,7 @@ from dashboards import serving
 from playwright.sync_api import Browser, Page, expect
 from telemetry_feed import Load, arrive, gpu_sample, offset_s
 
-from burst_rt.telemetry.messages import JobReport, Presence, Sample, Source
+from burst_rt.telemetry.messages import HubReport, JobReport, Sample, Source
 from burst_rt.telemetry.model.job_model import JobModel
 
 _LAPTOP = {"width": 1440, "height": 900}
@@ -87,7 +87,7 @@ def test_words_of_the_ring_cover_neither_links_nor_each_other(
             "links" if num_ranks > 1 else "nothing"
         )
         if num_ranks > 2:
-            running.do(lambda model: model.apply(9.0, -1, Presence(1, "lost", "it ended")))
+            running.do(lambda model: model.apply(9.0, -1, HubReport(1, "lost", "it ended")))
             expect(page.locator(".ring text.silent").first).not_to_be_empty()
         found = page.locator(".ring svg").evaluate(_RING)
         page.close()
@@ -115,9 +115,9 @@ def test_words_of_the_ring_cover_neither_links_nor_each_other(
 def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
     with serving(_job(3)) as running:
         page = _open(browser, running.served.link)
-        running.do(lambda model: model.apply(9.0, -1, Presence(-1, "stopping", "SIGINT")))
+        running.do(lambda model: model.apply(9.0, -1, HubReport(-1, "stopping", "SIGINT")))
         for rank in range(3):
-            lost = Presence(rank, "lost", "it ended")
+            lost = HubReport(rank, "lost", "it ended")
             running.do(lambda model, lost=lost: model.apply(9.1, -1, lost))  # type: ignore[misc]
         expect(page.locator(".card.stopped")).to_have_count(3)
         expect(page.locator("#health")).to_have_text("○ 3 ranks stopped")

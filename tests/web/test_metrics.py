@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from telemetry_feed import arrive, beat, call, counters, gpu_sample
 
 from burst_rt.dashboard.exporter import DCGM, exposition
-from burst_rt.dashboard.links import Links
+from burst_rt.dashboard.links import LinkStates
 from burst_rt.telemetry.messages import JobReport, Sample, Source
 from burst_rt.telemetry.metrics import METRICS
 from burst_rt.telemetry.model.job_model import JobModel
@@ -59,7 +59,7 @@ def _full_job() -> JobModel:
 
 
 def _exposed(model: JobModel) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    links = Links()
+    links = LinkStates()
     links.look(model.timeline(-5.0))
     text = exposition(model.snapshot(), links.now(model.snapshot())).decode()
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}

@@ -29,10 +29,10 @@ from burst_rt.telemetry.messages import (
     Bye,
     FromRank,
     Hello,
+    HubReport,
     LogLine,
     Ping,
     Pong,
-    Presence,
     Severity,
     Stopping,
     ToRank,
@@ -104,7 +104,7 @@ class Hub:
         """Whether it is the job's secret."""
         return hmac.compare_digest(secret.encode(), self.secret.encode())
 
-    def apply(self, rank: int, message: FromRank | Presence, payload: bytes | None = None) -> None:
+    def apply(self, rank: int, message: FromRank | HubReport, payload: bytes | None = None) -> None:
         """Brings one message into the model, the record and the log. payload: the message as it
         came.
         """
@@ -234,7 +234,7 @@ class _Connection(asyncio.Protocol):
                 if error is None
                 else f"its connection broke ({error})"
             )
-            hub.apply(-1, Presence(self.rank, "lost", text))
+            hub.apply(-1, HubReport(self.rank, "lost", text))
 
     def send(self, message: ToRank) -> None:
         """Sends to a rank. A rank that does not read what it was sent gets nothing more."""
@@ -254,7 +254,7 @@ class _Connection(asyncio.Protocol):
             self._answer(hub.answer(message))
         elif isinstance(message, Stopping):
             self._trust(message.secret)
-            hub.apply(-1, Presence(-1, "stopping", message.signal))
+            hub.apply(-1, HubReport(-1, "stopping", message.signal))
             self._answer(None)
         elif isinstance(message, Hello):
             self._trust(message.secret)

@@ -31,7 +31,7 @@ from burst_rt.telemetry.wire import (
 
 if TYPE_CHECKING:
     from burst_rt.telemetry.model.views import Lost
-    from burst_rt.telemetry.read.viewer import Viewer
+    from burst_rt.telemetry.read.viewer import HubViewer
 
 __all__ = ["HUB_MODULE", "RunningHub", "is_port", "scrubbed", "start_hub"]
 
@@ -102,10 +102,10 @@ class RunningHub:
             return viewer.first_lost()
         return None
 
-    def _viewer(self, patience_s: float = 0.0) -> Viewer:
-        from burst_rt.telemetry.read.viewer import Viewer
+    def _viewer(self, patience_s: float = 0.0) -> HubViewer:
+        from burst_rt.telemetry.read.viewer import HubViewer
 
-        return Viewer(self.address, self.secret, _ASK_DEADLINE_S + patience_s)
+        return HubViewer(self.address, self.secret, _ASK_DEADLINE_S + patience_s)
 
     def release(self) -> None:
         """Lets a held hub end with its last rank. Waits at most 3 s for that, so that the record is
@@ -128,7 +128,7 @@ class RunningHub:
         self._process.returncode = 0
 
 
-def _staying(viewer: Viewer) -> list[Lost]:
+def _staying(viewer: HubViewer) -> list[Lost]:
     """The ranks of which the hub does not know yet how they ended, as if they were lost now."""
     from burst_rt.telemetry.model.views import Lost
 

@@ -9,13 +9,11 @@ ranks can tell which. That is worked out when somebody looks.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from burst_rt.errors import BurstError
 from burst_rt.scheduler import (
@@ -31,17 +29,19 @@ from burst_rt.scheduler import (
     waits,
 )
 from burst_rt.scheduler.verify import Endpoint
-from burst_rt.telemetry.messages import MessageInfo, PlanSummary, TaskInfo
+from burst_rt.telemetry.messages import EndedCall, MessageInfo, PlanSummary, TaskInfo
+from burst_rt.telemetry.model.views import FlowView, WaitView
 
 __all__ = [
     "KEPT_S",
     "SPAN",
-    "KeptCall",
-    "Recent",
+    "CallMatcher",
+    "RecentCalls",
     "WholeCall",
-    "match_plans",
+    "flow_views",
+    "num_spans",
     "spans_of",
-    "whole_call",
+    "wait_views",
 ]
 
 KEPT_S = 60.0
@@ -52,35 +52,23 @@ SPAN = np.dtype([("task", "<u4"), ("issued", "<f4"), ("started", "<f4"), ("ended
 _CALL_BYTES = 400
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptCall:
-    """A call of one rank, in the hub's time. See `messages.EndedCall`."""
-
-    group: str
-    number: int
-    plan: int
-    started_s: float
-    ended_s: float
-    wait_s: float
-    spans: bytes
-
-    @property
-    def num_spans(self) -> int:
-        return len(self.spans) // SPAN.itemsize
+def num_spans(call: EndedCall) -> int:
+    """Number of the spans that a call has brought."""
+    return len(call.spans) // SPAN.itemsize
 
 
-class Recent:
-    """One rank's calls of the last minute, oldest first; fewer where those would take more than
-    `limit_bytes`.
+class RecentCalls:
+    """One rank's calls of the last minute, in the hub's time, oldest first; fewer where those would
+    take more than `limit_bytes`.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.size_bytes = 0
-        self._calls: deque[KeptCall] = deque()
-        self._by_key: dict[tuple[str, int], KeptCall] = {}
+        self._calls: deque[EndedCall] = deque()
+        self._by_key: dict[tuple[str, int], EndedCall] = {}
 
-    def add(self, call: KeptCall) -> None:
+    def add(self, call: EndedCall) -> None:
         """Appends a call, and forgets calls that are too old."""
         self._calls.append(call)
         self._by_key[call.group, call.number] = call
@@ -92,11 +80,11 @@ class Recent:
             if not self._calls:
                 return
 
-    def get(self, group: str, number: int) -> KeptCall | None:
+    def get(self, group: str, number: int) -> EndedCall | None:
         """The group's call of that number, if it is still here."""
         return self._by_key.get((group, number))
 
-    def newest_first(self, since_s: float, until_s: float) -> Iterator[KeptCall]:
+    def newest_first(self, since_s: float, until_s: float) -> Iterator[EndedCall]:
         """Calls that have a part in the window, the newest first."""
         for call in reversed(self._calls):
             if call.ended_s < since_s:
@@ -108,6 +96,9 @@ class Recent:
 class WholeCall(NamedTuple):
     """One call on all ranks of its group."""
 
+    group: str
+    number: int
+    members: Sequence[int]  # ranks of the job, by rank of the group
     matched: Mapping[Endpoint, Endpoint]  # each receive's send
     # Indexed by rank of the group.
     plans: Sequence[PlanSummary]
@@ -115,7 +106,80 @@ class WholeCall(NamedTuple):
     waits: Sequence[Sequence[Wait]]
 
 
-def match_plans(plans: Sequence[PlanSummary]) -> Mapping[Endpoint, Endpoint] | None:
+class CallMatcher:
+    """Makes whole calls. The messages of plans are matched once, and stay so for the `limit` sets
+    of plans, one plan a rank, that came last.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._matched: OrderedDict[
+            tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None
+        ] = OrderedDict()
+
+    def whole(
+        self,
+        members: Sequence[int],
+        plans: Sequence[PlanSummary | None],
+        calls: Sequence[EndedCall],
+    ) -> WholeCall | None:
+        """A call on all ranks of a group. members, plans, calls: in the group's order. None where a
+        plan or spans are missing, or where the plans do not fit each other.
+        """
+        known = [plan for plan in plans if plan is not None]
+        matched = self._match(members, known) if len(known) == len(members) else None
+        if matched is None:
+            return None
+        traces = [spans_of(plan, call) for plan, call in zip(known, calls, strict=True)]
+        for plan, trace in zip(known, traces, strict=True):
+            if len({span.task for span in trace}) != len(plan.tasks):
+                return None
+        group, number = calls[0].group, calls[0].number
+        return WholeCall(group, number, members, matched, known, traces, waits(traces, matched))
+
+    def _match(
+        self, members: Sequence[int], plans: Sequence[PlanSummary]
+    ) -> Mapping[Endpoint, Endpoint] | None:
+        key = tuple((rank, plan.number) for rank, plan in zip(members, plans, strict=True))
+        if key not in self._matched:
+            self._matched[key] = _match_plans(plans)
+            if len(self._matched) > self._limit:
+                self._matched.popitem(last=False)
+        return self._matched[key]
+
+
+def wait_views(whole: WholeCall) -> list[WaitView]:
+    """Who waited, and for whom."""
+    return [
+        WaitView(
+            rank=rank, call=whole.number, cause="exposed" if wait.on_wire else "skew",
+            started_s=wait.started_s, ended_s=wait.ended_s, peer=whole.members[wait.peer],
+            task=plan.tasks[wait.task].name, group=whole.group,
+        )
+        for rank, plan, waits in zip(whole.members, whole.plans, whole.waits, strict=True)
+        for wait in waits
+    ]  # fmt: skip
+
+
+def flow_views(whole: WholeCall) -> list[FlowView]:
+    """Who sent what to whom."""
+    spans = [{span.task: span for span in trace} for trace in whole.traces]
+    members, plans = whole.members, whole.plans
+    return [
+        FlowView(
+            call=whole.number,
+            sender=members[send.rank], send_task=send.task,
+            sent_s=spans[send.rank][send.task].issued_s,
+            receiver=members[end.rank], receive_task=end.task,
+            received_s=spans[end.rank][end.task].ended_s,
+            size_bytes=plans[end.rank].tasks[end.task].recvs[end.number][2],
+            group=whole.group, number=end.number,
+        )
+        for end, send in whole.matched.items()
+    ]  # fmt: skip
+
+
+def _match_plans(plans: Sequence[PlanSummary]) -> Mapping[Endpoint, Endpoint] | None:
     """Each receive's send. plans: of all ranks of a group, in the group's order. None where the
     plans do not fit each other.
     """
@@ -159,44 +223,17 @@ def _messages(told: Sequence[MessageInfo]) -> tuple[Message, ...]:
     return tuple(Message(0, peer, tag, size_bytes) for peer, tag, size_bytes in told)
 
 
-def spans_of(plan: PlanSummary, call: KeptCall) -> list[Span]:
-    """A call's spans, in the hub's time. A task on a stream counts as issued when the device comes
+def spans_of(plan: PlanSummary, call: EndedCall) -> list[Span]:
+    """A call's spans, in the call's time. A task on a stream counts as issued when the device comes
     to it.
     """
+    rows = np.frombuffer(call.spans[: num_spans(call) * SPAN.itemsize], SPAN).tolist()
     spans = []
-    for task, issued, started, ended in _unpack(call.spans).tolist():
+    for task, issued, started, ended in rows:
         if task >= len(plan.tasks):
             continue  # a span of another version of this plan: there is nothing to draw
-        t = plan.tasks[task]
-        at = call.started_s + (started if t.ordered else issued)
-        spans.append(
-            Span(
-                task,
-                t.name,
-                t.lane,
-                at,
-                call.started_s + started,
-                call.started_s + ended,
-                t.size_bytes,
-                t.flops,
-            )
-        )
+        t, start_s = plan.tasks[task], call.started_s
+        issued_s, started_s = start_s + (started if t.ordered else issued), start_s + started
+        times = issued_s, started_s, start_s + ended
+        spans.append(Span(task, t.name, t.lane, *times, t.size_bytes, t.flops))
     return spans
-
-
-def _unpack(raw: bytes) -> npt.NDArray[np.void]:
-    return np.frombuffer(raw[: len(raw) // SPAN.itemsize * SPAN.itemsize], SPAN)
-
-
-def whole_call(
-    plans: Sequence[PlanSummary], calls: Sequence[KeptCall], matched: Mapping[Endpoint, Endpoint]
-) -> WholeCall | None:
-    """A call on all ranks of a group. plans, calls: in the group's order. matched: as from
-    `match_plans`. None where spans are missing.
-    """
-    traces = [spans_of(plan, call) for plan, call in zip(plans, calls, strict=True)]
-    for plan, trace in zip(plans, traces, strict=True):
-        traced = {span.task for span in trace}
-        if len(traced) != len(plan.tasks):
-            return None
-    return WholeCall(matched, plans, traces, waits(traces, matched))

@@ -6,13 +6,14 @@ Times are the hub's. Traces and summaries are made from these calls.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from burst_rt.scheduler.verify import Endpoint
-from burst_rt.telemetry.messages import Agreed, EndedCall, Group, Heartbeat, PlanSummary
-from burst_rt.telemetry.model.timeline import KeptCall, WholeCall, match_plans, whole_call
-from burst_rt.telemetry.read.record import Record
+import msgspec
+
+from burst_rt.telemetry.messages import Agreed, EndedCall, Group, PlanSummary
+from burst_rt.telemetry.model.timeline import CallMatcher, WholeCall
+from burst_rt.telemetry.read.record import Clocks, Record
 
 __all__ = ["CallOfAll", "calls_of"]
 
@@ -23,6 +24,7 @@ _AGREEMENT = PlanSummary(
 # Maximum number of calls that wait for the rest of their ranks; beyond that the oldest is given as
 # it is.
 _MAX_OPEN = 2000
+_MATCHED = 1000  # number of sets of plans that stay matched
 
 
 @dataclass(kw_only=True)
@@ -32,7 +34,7 @@ class CallOfAll:
     group: str
     number: int
     members: list[int]  # ranks of the job, by place in the group
-    ranks: dict[int, tuple[PlanSummary, KeptCall]] = field(default_factory=dict)
+    ranks: dict[int, tuple[PlanSummary, EndedCall]] = field(default_factory=dict)
     # Since the rank's call before this one had ended, in any group; without the rank's first call.
     between_s: dict[int, float] = field(default_factory=dict)
     whole: WholeCall | None = None  # None while some rank's part is missing
@@ -43,65 +45,60 @@ class CallOfAll:
         return next(iter(self.ranks.values()))[0].kind
 
 
+class _Reader:
+    """The calls that are not whole yet, and what their parts are read with."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, list[int]] = {}
+        self.plans: dict[tuple[int, int], PlanSummary] = {}
+        self.open: OrderedDict[tuple[str, int], CallOfAll] = OrderedDict()
+        self._matcher = CallMatcher(_MATCHED)
+        self._ended_s: dict[int, float] = {}  # end of each rank's last call, by the rank's clock
+
+    def take(self, rank: int, message: EndedCall | Agreed, offset_s: float) -> CallOfAll | None:
+        """Takes one rank's part; the call that is complete with it, or that has waited longest."""
+        part = message if isinstance(message, EndedCall) else _without_spans(message)
+        plan = _AGREEMENT if part is not message else self.plans.get((rank, part.plan))
+        if plan is None:
+            return None
+        key, members = (part.group, part.number), self.groups[part.group]
+        call = self.open.setdefault(
+            key, CallOfAll(group=part.group, number=part.number, members=members)
+        )
+        started_s, ended_s = part.started_s + offset_s, part.ended_s + offset_s
+        in_hub_time = msgspec.structs.replace(part, started_s=started_s, ended_s=ended_s)
+        call.ranks[rank] = (plan, in_hub_time)
+        if rank in self._ended_s:
+            call.between_s[rank] = part.started_s - self._ended_s[rank]
+        self._ended_s[rank] = part.ended_s
+        if len(call.ranks) == len(members):
+            plans, parts = zip(*(call.ranks[member] for member in members), strict=True)
+            call.whole = self._matcher.whole(members, plans, parts)
+            return self.open.pop(key)
+        return self.open.popitem(last=False)[1] if len(self.open) > _MAX_OPEN else None
+
+
 def calls_of(record: Record) -> Iterator[CallOfAll]:
     """The calls of a record, nearly in the order in which they ended."""
-    groups: dict[str, list[int]] = {}
-    plans: dict[tuple[int, int], PlanSummary] = {}
-    fitted: dict[tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None] = {}
-    offsets: dict[int, float] = {}
-    waiting: OrderedDict[tuple[str, int], CallOfAll] = OrderedDict()
-    ended_s: dict[int, float] = {}  # end of each rank's last call, on the rank's own clock
-
-    def finished(call: CallOfAll) -> CallOfAll:
-        if len(call.ranks) == len(call.members):
-            whole = [call.ranks[rank] for rank in call.members]
-            own = [plan for plan, _ in whole]
-            key = tuple((rank, plan.number) for rank, plan in zip(call.members, own, strict=True))
-            if key not in fitted:
-                fitted[key] = match_plans(own)
-            matched = fitted[key]
-            call.whole = (
-                whole_call(own, [kept for _, kept in whole], matched)
-                if matched is not None
-                else None
-            )
-        return call
-
+    reader, clocks = _Reader(), Clocks()
     for entry in record:
         rank, message = entry.rank, entry.message
-        if isinstance(message, Heartbeat):
-            offsets[rank] = message.offset_s if message.rtt_s >= 0 else entry.at_s - message.sent_s
-        elif isinstance(message, Group):
-            groups[message.name] = message.ranks
+        clocks.hear(entry)
+        if isinstance(message, Group):
+            reader.groups[message.name] = message.ranks
         elif isinstance(message, PlanSummary):
-            plans[rank, message.number] = message
-        elif isinstance(message, EndedCall | Agreed) and rank in groups.get(message.group, ()):
-            ran = message if isinstance(message, EndedCall) else None
-            plan = _AGREEMENT if ran is None else plans.get((rank, ran.plan))
-            if plan is None:
-                continue
-            key, offset_s = (message.group, message.number), offsets.get(rank, 0.0)
-            call = waiting.setdefault(
-                key,
-                CallOfAll(
-                    group=message.group, number=message.number, members=groups[message.group]
-                ),
-            )
-            kept = KeptCall(
-                group=message.group,
-                number=message.number,
-                plan=plan.number,
-                started_s=message.started_s + offset_s,
-                ended_s=message.ended_s + offset_s,
-                wait_s=0.0 if ran is None else ran.wait_s,
-                spans=b"" if ran is None else ran.spans,
-            )
-            call.ranks[rank] = (plan, kept)
-            if rank in ended_s:
-                call.between_s[rank] = message.started_s - ended_s[rank]
-            ended_s[rank] = message.ended_s
-            if len(call.ranks) == len(call.members):
-                yield finished(waiting.pop(key))
-            elif len(waiting) > _MAX_OPEN:
-                yield waiting.popitem(last=False)[1]
-    yield from waiting.values()
+            reader.plans[rank, message.number] = message
+        elif isinstance(message, EndedCall | Agreed) and rank in reader.groups.get(
+            message.group, ()
+        ):
+            call = reader.take(rank, message, clocks.offset_s(rank))
+            if call is not None:
+                yield call
+    yield from reader.open.values()
+
+
+def _without_spans(call: Agreed) -> EndedCall:
+    return EndedCall(
+        group=call.group, number=call.number, plan=_AGREEMENT.number,
+        started_s=call.started_s, ended_s=call.ended_s, compute_s=0.0, wait_s=0.0, spans=b"",
+    )  # fmt: skip
