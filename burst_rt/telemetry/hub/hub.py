@@ -1,6 +1,6 @@
 """The hub: one process per job that all ranks are connected to.
 
-It feeds the model (`job_model`), keeps the record, and answers viewers.
+It feeds the model (`JobModel`), keeps the record, and answers viewers.
 
 The hub ends with the job: when its last rank has gone, and whoever started the hub has gone too. A
 rank whose connection ends without a `Bye` is lost, and the hub knows that within milliseconds. The
@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -144,11 +145,14 @@ class Hub:
         )
 
     def tick(self) -> None:
-        """Notices ranks that have fallen silent, and writes the record."""
+        """Notices ranks that have fallen silent, writes the record, and turns strangers away."""
         self._advance()
         self._log_events()
         if self.recorder is not None:
             self.recorder.flush()
+        latest_s = self.now_s() - _SECRET_DEADLINE_S
+        for stranger in [c for c in self.connections if not c.known and c.since_s < latest_s]:
+            stranger.abort()
 
     def _advance(self) -> None:
         now_s = self.now_s()
@@ -299,45 +303,44 @@ async def serve(
     of the hub holds the hub's standard input open, and the hub stays while it is open. shown:
     what the hub serves in addition to its viewers.
     """
-    loop = asyncio.get_running_loop()
-    if listen == "unix":
-        path = folder / "hub"
-        server = await loop.create_unix_server(lambda: _Connection(hub), path, backlog=512)
-        address = f"unix:{path}"
-    else:
-        server = await loop.create_server(lambda: _Connection(hub), listen, 0, backlog=512)
-        name = listen if listen != "0.0.0.0" else socket.gethostname()
-        address = f"tcp:{name}:{server.sockets[0].getsockname()[1]}"
-    ended = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, ended.set)
-    released = asyncio.Event()
+    server, address = await _listen(hub, listen, folder)
+    ended, released = asyncio.Event(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     if held:
         os.set_blocking(0, False)
-        loop.add_reader(0, released.set)
+        asyncio.get_running_loop().add_reader(0, released.set)
     else:
         released.set()
     showing = asyncio.create_task(shown.run()) if shown is not None else None
     announced = _announce(address, hub)
-    told = [*hub.told, *(shown.told if shown is not None else ())]
-    # One line, for the process that started the hub.
-    print("\t".join([address, *(" ".join(line.split()) for line in told)]), flush=True)
-    # That process reads nothing more.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    _tell_starter(address, [*hub.told, *(shown.told if shown is not None else ())])
     async with server:
         while not ended.is_set() and not _over(hub, released.is_set(), held):
             await asyncio.sleep(until_beat_s(_TICK_S))
             hub.tick()
-            for stranger in [
-                c
-                for c in hub.connections
-                if not c.known and hub.now_s() - c.since_s > _SECRET_DEADLINE_S
-            ]:
-                stranger.abort()
     if announced is not None:
         announced.unlink(missing_ok=True)
     if shown is not None and showing is not None:
         shown.close()
         await asyncio.wait([showing], timeout=_CLOSING_S)
+
+
+async def _listen(hub: Hub, listen: str, folder: Path) -> tuple[asyncio.Server, str]:
+    """The server, and the address at which ranks and viewers find it."""
+    loop = asyncio.get_running_loop()
+    if listen == "unix":
+        path = folder / "hub"
+        server = await loop.create_unix_server(lambda: _Connection(hub), path, backlog=512)
+        return server, f"unix:{path}"
+    server = await loop.create_server(lambda: _Connection(hub), listen, 0, backlog=512)
+    name = listen if listen != "0.0.0.0" else socket.gethostname()
+    return server, f"tcp:{name}:{server.sockets[0].getsockname()[1]}"
+
+
+def _tell_starter(address: str, told: Sequence[str]) -> None:
+    """One line, for the process that started the hub; that process reads nothing more."""
+    print("\t".join([address, *(" ".join(line.split()) for line in told)]), flush=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _announce(address: str, hub: Hub) -> Path | None:
@@ -351,5 +354,5 @@ def _announce(address: str, hub: Hub) -> Path | None:
 def _over(hub: Hub, released: bool, held: bool) -> bool:
     alone_s = hub.now_s() - hub.empty_since_s
     # A viewer does not keep the hub, but may come before the first rank does.
-    there = hub.ranks if held or hub.ever else hub.connections
-    return released and not there and (held or alone_s > (_LINGER_S if hub.ever else _EMPTY_S))
+    kept_by = hub.ranks if held or hub.ever else hub.connections
+    return released and not kept_by and (held or alone_s > (_LINGER_S if hub.ever else _EMPTY_S))
