@@ -163,8 +163,8 @@ def _samples(record: Record) -> Iterator[_TraceEvent]:
             number = processes[message.name] = _FIRST_SOURCE + len(processes)
             yield _process(number, f"{message.about.get('name', '')} {message.name}".strip())
         elif isinstance(message, Sample | JobReport):
-            sampled = isinstance(message, Sample)
-            process = processes.get(message.source, rank) if sampled else rank
+            source = message.source if isinstance(message, Sample) else ""
+            process = processes.get(source, rank)
             at_us = (message.at_s + clocks.offset_s(rank)) * 1e6
             yield from _counters(process, at_us, message.values)
 
