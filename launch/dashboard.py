@@ -43,7 +43,7 @@ def command(
 
     async def show(viewer: Viewer) -> None:
         served = Served(viewer, Where.parse(at, metrics_port))
-        for line in served.told:
+        for line in served.lines:
             click.echo(f"burst-rt: {line}", err=True)
         await served.run()
 

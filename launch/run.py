@@ -412,7 +412,7 @@ def _telemetry(mpi_args: Sequence[str]) -> Iterator[tuple[RunningHub | None, dic
         print(f"burst-rt: no telemetry: {error}", file=sys.stderr, flush=True)
         yield None, {TELEMETRY_VARIABLE: "0"}
         return
-    for line in hub.told:
+    for line in hub.lines:
         print(f"burst-rt: {line}", file=sys.stderr, flush=True)
     try:
         yield hub, hub.environment()

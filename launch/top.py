@@ -110,8 +110,8 @@ def _events(snapshot: Snapshot) -> Table:
     last = snapshot.events[-_SHOWN_EVENTS:]
     if cause is not None:
         last = [event for event in last if (event.rank, event.kind) != (cause.rank, cause.status)]
-        said = f"first: rank {cause.rank} {cause.status}: {cause.ending}"
-        table.add_row(f"{cause.status_since_s:.1f} s", escape(said), style=_SEVERITIES["error"])
+        words = f"first: rank {cause.rank} {cause.status}: {cause.ending}"
+        table.add_row(f"{cause.status_since_s:.1f} s", escape(words), style=_SEVERITIES["error"])
     for event in last:
         who = "job" if event.rank < 0 else f"rank {event.rank}"
         table.add_row(
@@ -148,15 +148,15 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
 
 def _serving(values: Mapping[str, float]) -> str:
     """The job's report about tokens and their cache, in a line."""
-    said = [f"first token {_milliseconds(values['time_to_first_token_s'])}"]
+    words = [f"first token {_milliseconds(values['time_to_first_token_s'])}"]
     if "output_tokens_per_s" in values:
         mean = _milliseconds(values["mean_time_per_token_s"])
-        said.append(f"a token {_milliseconds(values['time_per_token_s'])} (mean {mean})")
-        said.append(f"{_counted(values['output_tokens_per_s'], '')} tokens/s")
+        words.append(f"a token {_milliseconds(values['time_per_token_s'])} (mean {mean})")
+        words.append(f"{_counted(values['output_tokens_per_s'], '')} tokens/s")
     if "cached_tokens" in values:
         room = f"{values['cache_capacity_tokens']:,.0f}"
-        said.append(f"cache {values['cached_tokens']:,.0f} of {room} tokens")
-    return "  ".join(said)
+        words.append(f"cache {values['cached_tokens']:,.0f} of {room} tokens")
+    return "  ".join(words)
 
 
 def _milliseconds(seconds: float) -> str:
@@ -204,9 +204,9 @@ class _Ranks:
         yield table
 
     def _cells(self, rank: RankView) -> dict[str, Text]:
-        known = self._sources if rank.status == "live" else {}
-        own = known[rank.source].values if rank.source in known else {}
-        gpu = known[rank.gpu].values if rank.gpu in known else {}
+        sources = self._sources if rank.status == "live" else {}
+        process = sources[rank.source].values if rank.source in sources else {}
+        gpu = sources[rank.gpu].values if rank.gpu in sources else {}
         sign, style = _STATES["lost" if rank.status == "left" and rank.exit_code else rank.status]
         cells = {
             "rank": Text(str(rank.rank)),
@@ -214,9 +214,9 @@ class _Ranks:
                 f"{sign} {rank.status}{' first' if rank.rank == self._job.first_lost else ''}",
                 style,
             ),
-            _BAR: _bar(own.get("compute_percent", 0.0)),
-            "waits": _percent(own.get("wait_percent")),
-            "away": _percent(own.get("outside_percent")),
+            _BAR: _bar(process.get("compute_percent", 0.0)),
+            "waits": _percent(process.get("wait_percent")),
+            "away": _percent(process.get("outside_percent")),
         }
         if any(rank.gpu for rank in self._ranks):
             cells |= {
@@ -229,12 +229,12 @@ class _Ranks:
             }
         else:
             cells |= {
-                "core": _percent(own.get("process_percent")),
-                "memory": _bytes(own.get("rss_bytes")),
+                "core": _percent(process.get("process_percent")),
+                "memory": _bytes(process.get("rss_bytes")),
             }
         cells |= {
-            "sends": _bytes(own.get("sent_bytes_per_s"), "/s"),
-            "flop/s": _count(own.get("flops_per_s")),
+            "sends": _bytes(process.get("sent_bytes_per_s"), "/s"),
+            "flop/s": _count(process.get("flops_per_s")),
         }
         return cells | {"graph calls": _count(rank.calls)}
 

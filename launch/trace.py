@@ -72,16 +72,16 @@ def summary(run: Path, as_json: bool) -> None:
     from burst_rt.telemetry.read.record import Record
     from burst_rt.telemetry.read.summary import summarise
 
-    found = summarise(Record(run))
+    report = summarise(Record(run))
     if as_json:
-        stalls = [asdict(stall) for stall in found.stalls]
+        stalls = [asdict(stall) for stall in report.stalls]
         click.echo(
             json.dumps(
                 {
-                    "ranks": [asdict(rank) for rank in found.ranks],
+                    "ranks": [asdict(rank) for rank in report.ranks],
                     "stalls": stalls,
-                    "incomplete": found.incomplete,
-                    "latecomer": found.latecomer and asdict(found.latecomer),
+                    "incomplete": report.incomplete,
+                    "latecomer": report.latecomer and asdict(report.latecomer),
                 }
             )
         )
@@ -101,8 +101,8 @@ def summary(run: Path, as_json: bool) -> None:
         "compute / mean",
     ):
         table.add_column(name, justify="right")
-    mean_s = sum(rank.compute_s for rank in found.ranks) / max(1, len(found.ranks))
-    for rank in found.ranks:
+    mean_s = sum(rank.compute_s for rank in report.ranks) / max(1, len(report.ranks))
+    for rank in report.ranks:
         total_s = max(1e-9, rank.total_s)
         shares = [
             f"{100 * part / total_s:.2f}" for part in (rank.exposed_s, rank.skew_s, rank.late_s)
@@ -120,7 +120,7 @@ def summary(run: Path, as_json: bool) -> None:
             balance,
         )
     console.print(table)
-    late = found.latecomer
+    late = report.latecomer
     if late is not None:
         console.print(
             f"rank {late.rank} comes late: between calls it spends {late.beyond_s * 1e3:.1f} ms "
@@ -128,12 +128,12 @@ def summary(run: Path, as_json: bool) -> None:
             f"{late.waited_s:.3f} s for it: {100 * late.waited_share:.1f} % of their time in calls",
             soft_wrap=True,
         )
-    console.print("longest stalls:" if found.stalls else "no stalls")
-    for stall in found.stalls:
+    console.print("longest stalls:" if report.stalls else "no stalls")
+    for stall in report.stalls:
         where = f"rank {stall.rank}, {stall.kind} call {stall.call} at {stall.started_s:.3f} s"
         line = f"  {stall.duration_s * 1e3:8.2f} ms  {where}: {stall.cause}"
         console.print(line, markup=False, soft_wrap=True)
-    if found.incomplete:
+    if report.incomplete:
         console.print(
-            f"left out: {found.incomplete} calls, because spans of some ranks are missing"
+            f"left out: {report.incomplete} calls, because spans of some ranks are missing"
         )

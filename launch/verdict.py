@@ -254,10 +254,11 @@ def _went(end: JobEnd) -> str:
     )
     who, doing = f"one of ranks {', '.join(map(str, first))}", ""
     if len(first) == 1:
-        known = lost.known if lost is not None and lost.rank == first[0] else ""
-        who, doing = f"rank {first[0]}", end.doing(first[0]) or (f"; {known}" if known else "")
-    said = failure.traceback if failure else ""
-    return f"{said}burst-rt: {who} {how} {end.after(went_at_s)}{doing}\n"
+        known = lost is not None and lost.rank == first[0] and bool(lost.activity)
+        activity = f"; {lost.activity}" if lost is not None and known else ""
+        who, doing = f"rank {first[0]}", end.doing(first[0]) or activity
+    traceback = failure.traceback if failure else ""
+    return f"{traceback}burst-rt: {who} {how} {end.after(went_at_s)}{doing}\n"
 
 
 def _secondary(end: JobEnd) -> str:

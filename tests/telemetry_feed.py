@@ -20,8 +20,8 @@ from burst_rt.telemetry.messages import (
     JobReport,
     LaneCounters,
     PlanSummary,
-    Sample,
-    Source,
+    SourceInfo,
+    SourceSample,
     TaskInfo,
 )
 from burst_rt.telemetry.model.job_model import JobModel
@@ -171,7 +171,7 @@ def arrive(
     )
     if gpu:
         said.append(
-            Source(
+            SourceInfo(
                 name=f"gpu:{rank}",
                 kind="gpu",
                 host="host",
@@ -248,10 +248,10 @@ def counters(rank: int, hub_s: float, calls: int) -> Counters:
     )
 
 
-def gpu_sample(rank: int, hub_s: float, power_w: float) -> Sample:
+def gpu_sample(rank: int, hub_s: float, power_w: float) -> SourceSample:
     # As many values as a new chip has.
     values = {"power_w": power_w} | {name: float(i) for i, name in enumerate(_GPU_METRICS)}
-    return Sample(f"gpu:{rank}", hub_s - offset_s(rank), values)
+    return SourceSample(f"gpu:{rank}", hub_s - offset_s(rank), values)
 
 
 _GPU_METRICS = (

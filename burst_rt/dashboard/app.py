@@ -100,7 +100,7 @@ class Dashboard:
         ends. A last event named "end" says that nothing more comes.
         """
         self.streams += 1
-        told = 0
+        last = 0
         closing = False
         try:
             while True:
@@ -108,8 +108,8 @@ class Dashboard:
                     snapshot, links = await self.present(fresh=closing)
                 except Stalled:
                     continue  # the try took long enough: the next may begin at once
-                events = [event for event in snapshot.events if event.number > told]
-                told = max((event.number for event in events), default=told)
+                events = [event for event in snapshot.events if event.number > last]
+                last = max((event.number for event in events), default=last)
                 yield self._event(snapshot, links, events)
                 if closing:
                     break
@@ -117,7 +117,7 @@ class Dashboard:
                     closing = await asyncio.wait_for(self.closing.wait(), _PERIOD_S)
         except BurstError:
             # The hub that this dashboard asks has ended: a viewer who comes now sees its last.
-            if self._present is not None and not told:
+            if self._present is not None and not last:
                 yield self._event(*self._present, self._present[0].events)
         finally:
             self.streams -= 1
@@ -171,11 +171,11 @@ def make_app(dashboard: Dashboard) -> Starlette:
         )
 
     async def names(request: Request) -> Response:
-        told = {
+        metrics = {
             name: (metric.unit, metric.label, THROTTLE_REASONS if metric.unit == "bits" else {})
             for name, metric in METRICS.items()
         }
-        return _json(msgspec.json.encode(told))
+        return _json(msgspec.json.encode(metrics))
 
     routes = [
         Route("/api/events", events),

@@ -46,17 +46,17 @@ def main() -> None:
         try:
             hub.recorder = Recorder(Path(options.record), hub.model.began_at_s, __version__)
             if hub.recorder.kept is not None:
-                hub.told.append(f"the record that was there is kept as {hub.recorder.kept}")
+                hub.lines.append(f"the record that was there is kept as {hub.recorder.kept}")
         except OSError as error:
-            hub.told.append(f"no record: cannot write {options.record}: {error.strerror}")
+            hub.lines.append(f"no record: cannot write {options.record}: {error.strerror}")
             hub.model.record = ""
     folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-", dir="/tmp"))
     try:
-        shown = _show(hub, options.dashboard, options.metrics_port)
-        asyncio.run(serve(hub, options.listen, folder, held=options.held, shown=shown))
+        dashboard = _show(hub, options.dashboard, options.metrics_port)
+        asyncio.run(serve(hub, options.listen, folder, held=options.held, service=dashboard))
     finally:
         if hub.recorder is not None:
             hub.recorder.close()
@@ -93,7 +93,7 @@ def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> Served | None:
     try:
         return Served(ModelViewer(hub.model, hub.now_s), Where.parse(dashboard, metrics_port))
     except BurstError as error:
-        hub.told.append(f"no dashboard: {error}")
+        hub.lines.append(f"no dashboard: {error}")
         return None
 
 

@@ -125,7 +125,7 @@ class LinkStates:
     def _silent(self, snapshot: Snapshot) -> set[_Link]:
         """The links that have an end which is lost, silent or stuck."""
         ranks, now_s = snapshot.ranks, snapshot.job.now_s
-        there = {rank.rank for rank in ranks if rank.status not in ("lost", "silent")}
+        present = {rank.rank for rank in ranks if rank.status not in ("lost", "silent")}
         stuck = {rank.rank for rank in ranks if self._is_stuck(rank, now_s)}
         # When a ring stalls, most ranks wait for the rank before them, and that one waits too. The
         # fault lies where the sender is not waiting. Where all wait, nothing tells the links apart,
@@ -134,7 +134,7 @@ class LinkStates:
         return {
             (sender, receiver)
             for sender, receiver in self._shares
-            if not {sender, receiver} <= there or (receiver in stuck and sender not in waiting)
+            if not {sender, receiver} <= present or (receiver in stuck and sender not in waiting)
         }
 
     def _slow(self) -> set[_Link]:

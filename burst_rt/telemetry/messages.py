@@ -20,10 +20,36 @@ from typing import TypeAlias
 import msgspec
 
 __all__ = [
-    "VERSION", "Agreed", "Ask", "Bye", "Candidate", "Counters", "Counts", "EndedCall", "FromRank",
-    "Group", "Heartbeat", "Hello", "HubReport", "Item", "JobReport", "LaneCounters", "LogLine",
-    "MessageInfo", "Note", "Ping", "PlanSummary", "Pong", "RecordHeader", "Recorded", "Sample",
-    "Severity", "Source", "Stopping", "TaskInfo", "ToRank",
+    "VERSION",
+    "Agreed",
+    "Ask",
+    "Bye",
+    "Candidate",
+    "Counters",
+    "Counts",
+    "EndedCall",
+    "FromRank",
+    "Group",
+    "Heartbeat",
+    "Hello",
+    "HubReport",
+    "Item",
+    "JobReport",
+    "LaneCounters",
+    "LogLine",
+    "MessageInfo",
+    "Note",
+    "Ping",
+    "PlanSummary",
+    "Pong",
+    "RecordHeader",
+    "Recorded",
+    "Severity",
+    "SourceInfo",
+    "SourceSample",
+    "Stopping",
+    "TaskInfo",
+    "ToRank",
 ]  # fmt: skip
 
 # Version of the messages' meaning. A hub refuses ranks of another version.
@@ -177,7 +203,7 @@ class Counters(Counts, array_like=True, tag="counters", kw_only=True):
     """The counts of a rank, as they are now."""
 
 
-class Source(_Message, tag="source", kw_only=True):
+class SourceInfo(_Message, tag="source", kw_only=True):
     """Something that is sampled. Comes before the source's first sample."""
 
     name: str  # "gpu:UUID", "host:NAME", or "rank:N" for the process of a rank
@@ -187,7 +213,7 @@ class Source(_Message, tag="source", kw_only=True):
     about: dict[str, str]  # words for people: name, driver, memory, cores
 
 
-class Sample(_Message, tag="sample"):
+class SourceSample(_Message, tag="sample"):
     """The measurements of a source."""
 
     source: str
@@ -233,8 +259,8 @@ FromRank: TypeAlias = (
     | EndedCall
     | Agreed
     | Counters
-    | Source
-    | Sample
+    | SourceInfo
+    | SourceSample
     | JobReport
     | Note
     | Bye

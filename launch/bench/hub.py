@@ -26,8 +26,8 @@ from burst_rt.telemetry.messages import (
     Hello,
     LaneCounters,
     PlanSummary,
-    Sample,
-    Source,
+    SourceInfo,
+    SourceSample,
     TaskInfo,
 )
 from burst_rt.telemetry.model.job_model import JobModel
@@ -106,7 +106,7 @@ def _second(rank: int, second: int) -> Iterator[tuple[float, FromRank]]:
         yield 0.0, Group(name, list(range(_RANKS)), "nccl", "a GPU each")
         yield (
             0.0,
-            Source(
+            SourceInfo(
                 name=f"gpu:{rank}",
                 kind="gpu",
                 host=f"host{rank // 8}",
@@ -144,10 +144,10 @@ def _second(rank: int, second: int) -> Iterator[tuple[float, FromRank]]:
     for i in range(_RATE_HZ):
         at_s = second + i / _RATE_HZ
         calls = second * _RATE_HZ + i
-        yield at_s, Sample(f"gpu:{rank}", at_s, values)
+        yield at_s, SourceSample(f"gpu:{rank}", at_s, values)
         yield (
             at_s,
-            Sample(
+            SourceSample(
                 f"rank:{rank}",
                 at_s,
                 {"process_percent": 99.0, "rss_bytes": 1e9, "telemetry_percent": 0.3},

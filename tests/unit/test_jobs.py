@@ -122,7 +122,7 @@ def test_top_shows_whole_columns_at_any_width(
     from telemetry_feed import arrive, beat, gpu_sample
 
     from burst_rt.launch.top import render
-    from burst_rt.telemetry.messages import HubReport, Sample
+    from burst_rt.telemetry.messages import HubReport, SourceSample
     from burst_rt.telemetry.model.job_model import JobModel
 
     model = JobModel(1e9)
@@ -139,7 +139,9 @@ def test_top_shows_whole_columns_at_any_width(
             model.apply(0.0, rank, message)
         model.apply(3.0, rank, beat(rank, 3.0, number=932, doing="hop 11 q1 kv10", since_s=2.9))
         model.apply(
-            3.0, rank, Sample(f"rank:{rank}", beat(rank, 3.0).sent_s, own | {"flops_per_s": 3.2e10})
+            3.0,
+            rank,
+            SourceSample(f"rank:{rank}", beat(rank, 3.0).sent_s, own | {"flops_per_s": 3.2e10}),
         )
         if gpu:
             model.apply(3.0, rank, gpu_sample(rank, 3.0, 690.0))

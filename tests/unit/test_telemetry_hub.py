@@ -238,7 +238,7 @@ def test_the_launcher_asks_who_was_lost_first_and_what_it_did(hub: RunningHub) -
     )
     assert lost.at_s == pytest.approx(killed_at_s, abs=1.0)
     assert 0.0 <= lost.age_s < 10.0
-    assert "in call 932, hop 1 q1 kv0" in lost.known
+    assert "in call 932, hop 1 q1 kv0" in lost.activity
 
 
 def test_the_launcher_waits_until_it_is_known_how_ranks_ended(hub: RunningHub) -> None:
@@ -535,7 +535,7 @@ def test_a_wrong_metrics_port_is_told_at_once(
 def test_what_a_hub_cannot_do_is_told_to_whoever_started_it() -> None:
     running = start_hub(one_host=True, held=True, record="/proc/none/x", dashboard="8.8.8.8:1")
     try:
-        record, dashboard = running.told
+        record, dashboard = running.lines
         assert record == "no record: cannot write /proc/none/x: No such file or directory"
         assert dashboard.startswith("no dashboard: ")
     finally:

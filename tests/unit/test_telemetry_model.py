@@ -17,8 +17,8 @@ from burst_rt.telemetry.messages import (
     JobReport,
     Note,
     PlanSummary,
-    Sample,
     Severity,
+    SourceSample,
 )
 from burst_rt.telemetry.metrics import METRICS, plausible, throttle_reasons
 from burst_rt.telemetry.model.history import FULL_S, SourceHistory
@@ -140,7 +140,7 @@ def test_a_lost_rank_is_named_with_what_it_did() -> None:
     assert rank.ending == event.text
     lost = model.first_lost
     assert lost is not None
-    assert (lost.rank, lost.call, lost.task, lost.hop, lost.known) == (1, 3, "hop 2", 2, known)
+    assert (lost.rank, lost.call, lost.task, lost.hop, lost.activity) == (1, 3, "hop 2", 2, known)
     assert [lost.at_s - 1e9, lost.age_s] == pytest.approx([4.5, 0.5])
 
 
@@ -186,7 +186,7 @@ def test_ranks_that_end_after_a_lost_one_are_not_blamed() -> None:
     model.apply(1.1, -1, HubReport(0, "lost", "it ended"))
     assert [rank.status for rank in model.snapshot().ranks] == ["ended", "left"]
     assert model.first_lost is not None
-    assert (model.first_lost.rank, model.first_lost.exit_code, model.first_lost.said) == (
+    assert (model.first_lost.rank, model.first_lost.exit_code, model.first_lost.reason) == (
         1,
         1,
         "KeyError: 'x'",
@@ -260,7 +260,7 @@ def test_views_go_through_json() -> None:
 def test_messages_of_unknown_ranks_and_plans_do_no_harm() -> None:
     model = _job()
     model.apply(1.0, 9, beat(1, 1.0))
-    model.apply(1.0, 0, Sample("gpu:none", 1.0, {"power_w": 1.0}))
+    model.apply(1.0, 0, SourceSample("gpu:none", 1.0, {"power_w": 1.0}))
     model.apply(1.0, 0, msgspec.structs.replace(call(0, 1, 1.0, *_TIMES_0), plan=99))
     model.apply(1.0, 0, msgspec.structs.replace(call(0, 2, 1.0, *_TIMES_0), spans=b"seven"))
     model.apply(1.0, -1, HubReport(17, "lost", "who was that"))

@@ -26,10 +26,10 @@ def _report(rank: int, after_s: float, exit_code: int = 0, **about: Any) -> Rank
     return RankReport(rank, _BEGAN_S + after_s, exit_code, **about)
 
 
-def _lost(rank: int, after_s: float, known: str = "") -> Lost:
+def _lost(rank: int, after_s: float, activity: str = "") -> Lost:
     return Lost(
         rank=rank, at_s=_BEGAN_S + after_s, call=-1, task="", hop=-1, age_s=0.0, last_call=-1,
-        known=known,
+        activity=activity,
     )  # fmt: skip
 
 

@@ -210,7 +210,7 @@ def test_another_address_only_with_a_warning() -> None:
         Where.parse("everywhere")
     # Not one of loopback's usual names, and yet only this machine can connect.
     with serving(_small_job(), Where.parse("127.0.0.2:0")) as running:
-        assert running.served.told[0].startswith("WARNING")
+        assert running.served.lines[0].startswith("WARNING")
         cookie = _cookie(running).partition(";")[0]
         assert (
             _ask(

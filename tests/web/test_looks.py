@@ -16,7 +16,7 @@ from dashboards import serving
 from playwright.sync_api import Browser, Page, expect
 from telemetry_feed import Load, arrive, gpu_sample, offset_s
 
-from burst_rt.telemetry.messages import HubReport, JobReport, Sample, Source
+from burst_rt.telemetry.messages import HubReport, JobReport, SourceInfo, SourceSample
 from burst_rt.telemetry.model.job_model import JobModel
 
 _LAPTOP = {"width": 1440, "height": 900}
@@ -221,7 +221,7 @@ def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) ->
     model.apply(
         0.0,
         0,
-        Source(
+        SourceInfo(
             name="gpu:1234-abcdef",
             kind="gpu",
             host="host",
@@ -238,7 +238,9 @@ def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) ->
                 "pcie_tx_bytes_per_s": 0.0,
             }
             model.apply(i / 2, rank, msgspec.structs.replace(sample, values=values))
-        model.apply(i / 2, 0, Sample("gpu:1234-abcdef", i / 2 - offset_s(0), {"power_w": 60.0}))
+        model.apply(
+            i / 2, 0, SourceSample("gpu:1234-abcdef", i / 2 - offset_s(0), {"power_w": 60.0})
+        )
     with serving(model) as running:
         page = _open(browser, running.served.link)
         page.keyboard.press("3")

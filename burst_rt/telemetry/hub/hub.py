@@ -43,7 +43,7 @@ from burst_rt.telemetry.model.views import EventView, Lost, SeriesView, Snapshot
 from burst_rt.telemetry.read.record import Recorder
 from burst_rt.telemetry.wire import MAX_FRAME_BYTES, Frames, frame, until_beat_s
 
-__all__ = ["Hub", "Shown", "serve"]
+__all__ = ["Hub", "HubService", "serve"]
 
 # Seconds between two ticks: a multiple of the ranks' period, and on the same beat of the host's
 # clock, so that one waking serves both.
@@ -77,7 +77,7 @@ _LEVELS = {
 
 class Hub:
     """The model, the record and the connections. record: the path of the record, for viewers.
-    notify: warnings also go to the log of the first rank. told: lines for the person who started
+    notify: warnings also go to the log of the first rank. lines: for the person who started
     the job.
     """
 
@@ -87,7 +87,7 @@ class Hub:
         self.model = JobModel(time.time(), record=record)
         self.recorder = recorder
         self.notify = notify
-        self.told: list[str] = []
+        self.lines: list[str] = []
         self._began_s = time.perf_counter()
         self._advanced_s = 0.0
         self.secret = secret
@@ -175,10 +175,10 @@ class Hub:
                 return
 
 
-class Shown(Protocol):
+class HubService(Protocol):
     """A service of the hub for people while it runs: a dashboard."""
 
-    told: list[str]  # lines for the person who started the job
+    lines: list[str]  # for the person who started the job
 
     async def run(self) -> None:
         """Serves until `close`."""
@@ -295,12 +295,12 @@ class _Connection(asyncio.Protocol):
 
 
 async def serve(
-    hub: Hub, listen: str, folder: Path, *, held: bool, shown: Shown | None = None
+    hub: Hub, listen: str, folder: Path, *, held: bool, service: HubService | None = None
 ) -> None:
     """Serves until the job has ended; the address goes out as one line on standard output.
 
     listen: "unix" (a socket in `folder`), or the address to listen on with TCP. held: the starter
-    of the hub holds the hub's standard input open, and the hub stays while it is open. shown:
+    of the hub holds the hub's standard input open, and the hub stays while it is open. service:
     what the hub serves in addition to its viewers.
     """
     server, address = await _listen(hub, listen, folder)
@@ -311,17 +311,17 @@ async def serve(
         asyncio.get_running_loop().add_reader(0, released.set)
     else:
         released.set()
-    showing = asyncio.create_task(shown.run()) if shown is not None else None
+    showing = asyncio.create_task(service.run()) if service is not None else None
     announced = _announce(address, hub)
-    _tell_starter(address, [*hub.told, *(shown.told if shown is not None else ())])
+    _tell_starter(address, [*hub.lines, *(service.lines if service is not None else ())])
     async with server:
         while not ended.is_set() and not _over(hub, released.is_set(), held):
             await asyncio.sleep(until_beat_s(_TICK_S))
             hub.tick()
     if announced is not None:
         announced.unlink(missing_ok=True)
-    if shown is not None and showing is not None:
-        shown.close()
+    if service is not None and showing is not None:
+        service.close()
         await asyncio.wait([showing], timeout=_CLOSING_S)
 
 
@@ -337,9 +337,9 @@ async def _listen(hub: Hub, listen: str, folder: Path) -> tuple[asyncio.Server, 
     return server, f"tcp:{name}:{server.sockets[0].getsockname()[1]}"
 
 
-def _tell_starter(address: str, told: Sequence[str]) -> None:
+def _tell_starter(address: str, lines: Sequence[str]) -> None:
     """One line, for the process that started the hub; that process reads nothing more."""
-    print("\t".join([address, *(" ".join(line.split()) for line in told)]), flush=True)
+    print("\t".join([address, *(" ".join(line.split()) for line in lines)]), flush=True)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

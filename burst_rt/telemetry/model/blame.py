@@ -37,8 +37,8 @@ class Blame:
         elif rank is None:
             self._events.add(report.rank, Severity.WARNING, report.status, report.text)
         elif rank.view.exit_code is None:
-            known = rank.known(self._events.now_s)
-            self._end(rank, "lost", f"{report.text}; {known}" if known else report.text)
+            activity = rank.activity(self._events.now_s)
+            self._end(rank, "lost", f"{report.text}; {activity}" if activity else report.text)
 
     def bye(self, rank: Rank, bye: Bye) -> None:
         """The rank ends by itself."""
@@ -50,9 +50,9 @@ class Blame:
             why = f": {bye.text}" if bye.text else ""
             self._end(rank, "left", f"exit code {bye.code}{why}", bye.text)
 
-    def _end(self, rank: Rank, status: str, text: str, said: str = "") -> None:
+    def _end(self, rank: Rank, status: str, text: str, reason: str = "") -> None:
         """A rank was lost, or failed. The first such rank counts as the cause; the ranks after it
-        have merely ended. said: the rank's own reason.
+        have merely ended. reason: the rank's own reason.
         """
         severity = Severity.INFO
         if self.stopping:
@@ -61,8 +61,8 @@ class Blame:
             status, text = "ended", f"after rank {self.first_lost.rank}; {text}"
         else:
             severity = Severity.ERROR
-            if not said.startswith(_SECONDARY):
-                self.first_lost = self._lost(rank, said)
+            if not reason.startswith(_SECONDARY):
+                self.first_lost = self._lost(rank, reason)
                 for other in self._ranks.values():
                     if other.view.exit_code and other is not rank:
                         # It failed because this one was lost, and was heard sooner.
@@ -70,10 +70,11 @@ class Blame:
         rank.view.ending = text
         self._ranks.set_status(rank, status, severity, text)
 
-    def _lost(self, rank: Rank, said: str) -> Lost:
+    def _lost(self, rank: Rank, reason: str) -> Lost:
         view, now_s = rank.view, self._events.now_s
         return Lost(
             rank=view.rank, at_s=self._began_at_s + now_s,
             call=view.call, task=view.doing, hop=view.hop, age_s=max(0.0, now_s - rank.seen_s),
-            last_call=view.last_call, known=rank.known(now_s), exit_code=view.exit_code, said=said,
+            last_call=view.last_call, activity=rank.activity(now_s),
+            exit_code=view.exit_code, reason=reason,
         )  # fmt: skip

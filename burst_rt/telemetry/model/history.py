@@ -51,8 +51,8 @@ class _Ring:
         self, since_s: float, until_s: float
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
         """Rows in order of time, copied."""
-        held = min(self.count, len(self.times))
-        order = np.arange(self.count - held, self.count) % len(self.times)
+        count = min(self.count, len(self.times))
+        order = np.arange(self.count - count, self.count) % len(self.times)
         inside = order[(self.times[order] >= since_s) & (self.times[order] <= until_s)]
         return self.times[inside], self.values[inside]
 
@@ -146,9 +146,9 @@ class SourceHistory:
 
 def _mean(rows: npt.NDArray[np.float32], axis: int = 0) -> npt.NDArray[np.float32]:
     """The mean of each column over the rows that have it; NaN where none has."""
-    known = ~np.isnan(rows)
+    has_value = ~np.isnan(rows)
     with np.errstate(invalid="ignore"):
         mean: npt.NDArray[np.float32] = (
-            np.where(known, rows, 0).sum(axis) / known.sum(axis)
+            np.where(has_value, rows, 0).sum(axis) / has_value.sum(axis)
         ).astype(np.float32)
     return mean

@@ -28,8 +28,8 @@ from burst_rt.telemetry.messages import (
     JobReport,
     Note,
     PlanSummary,
-    Sample,
-    Source,
+    SourceInfo,
+    SourceSample,
 )
 from burst_rt.telemetry.model.blame import Blame
 from burst_rt.telemetry.model.events import EventLog
@@ -71,9 +71,9 @@ class JobModel:
         match message:
             case Heartbeat():
                 rank.beat(at_s, message)
-            case Source():
+            case SourceInfo():
                 self.sources.introduce(message, rank.sample_hz)
-            case Sample():
+            case SourceSample():
                 self.sources.sample(rank, message)
             case Counters():
                 rank.count(message)

@@ -112,11 +112,11 @@ class Plans:
         self, since_s: float, until_s: float, ranks: Sequence[int], limit: int
     ) -> TimelineView:
         """See `JobModel.timeline`."""
-        shown = {number for number in (ranks or self.ranks) if number in self.ranks}
+        visible = {number for number in (ranks or self.ranks) if number in self.ranks}
         view = TimelineView(since_s=since_s, until_s=until_s)
         room, budget = limit, _JOINT_SPANS
         joints: dict[tuple[str, int], _Joint | None] = {}
-        for number, call in self._newest_first(sorted(shown), since_s, until_s):
+        for number, call in self._newest_first(sorted(visible), since_s, until_s):
             plan = self.plan(number, call.plan) if num_spans(call) <= room else None
             if plan is None:
                 view.left_out += num_spans(call)
@@ -130,8 +130,8 @@ class Plans:
                 joints[key], budget = self._joint_call(*key, budget)
         for joint in filter(None, joints.values()):
             view.complete += 1
-            view.waits += [wait for wait in joint.waits if wait.rank in shown]
-            view.flows += [flow for flow in joint.flows if {flow.sender, flow.receiver} <= shown]
+            view.waits += [wait for wait in joint.waits if wait.rank in visible]
+            view.flows += [flow for flow in joint.flows if {flow.sender, flow.receiver} <= visible]
         view.calls.reverse()
         return view
 

@@ -75,7 +75,7 @@ class Rank:
         view, told_s = self.view, self.told_s
         return told_s if told_s is not None and view.call >= 0 else view.heard_s
 
-    def known(self, now_s: float) -> str:
+    def activity(self, now_s: float) -> str:
         """The last known activity of the rank, and how long ago that is. "" if nothing is known."""
         view = self.view
         if self.told_s is None:
@@ -125,8 +125,8 @@ class Ranks(dict[int, Rank]):
                 count += 1
                 # In a replay the next message may be a minute away: the event gets its own time.
                 events.now_s = max(events.now_s, min(now_s, silent_s))
-                known = rank.known(events.now_s)
-                text = f"nothing heard for {SILENT_S:g} s{f'; {known}' if known else ''}"
+                activity = rank.activity(events.now_s)
+                text = f"nothing heard for {SILENT_S:g} s{f'; {activity}' if activity else ''}"
                 severity = Severity.INFO if stopping else Severity.WARNING
                 self.set_status(rank, "silent", severity, text)
         events.now_s = now_s

@@ -14,9 +14,9 @@ from burst_rt.telemetry.messages import (
     Hello,
     JobReport,
     LaneCounters,
-    Sample,
     Severity,
-    Source,
+    SourceInfo,
+    SourceSample,
 )
 from burst_rt.telemetry.model.events import EventLog
 from burst_rt.telemetry.model.history import SourceHistory
@@ -109,20 +109,20 @@ class Sources(dict[str, _Sampled]):
         """A rank joins: its process is a source."""
         self._rates[hello.rank] = _Rates()
         name, about = f"rank:{hello.rank}", {"pid": str(hello.pid)}
-        process = Source(name=name, kind="process", host=hello.host, metrics=[], about=about)
+        process = SourceInfo(name=name, kind="process", host=hello.host, metrics=[], about=about)
         self._put(process, SourceHistory(hello.sample_hz))
 
-    def introduce(self, source: Source, rows_per_s: float) -> None:
+    def introduce(self, source: SourceInfo, rows_per_s: float) -> None:
         """There is this source, or more is known about it."""
         if source.name in self:
             update(self[source.name].view, source)
         else:
             self._put(source, SourceHistory(rows_per_s))
 
-    def _put(self, source: Source, history: SourceHistory) -> None:
+    def _put(self, source: SourceInfo, history: SourceHistory) -> None:
         self[source.name] = _Sampled(view=SourceView(**shared(source, SourceView)), history=history)
 
-    def sample(self, rank: Rank, sample: Sample) -> None:
+    def sample(self, rank: Rank, sample: SourceSample) -> None:
         """A rank has sampled a source."""
         source = self.get(sample.source)
         if source is None:
@@ -141,7 +141,7 @@ class Sources(dict[str, _Sampled]):
     def report(self, rank: Rank, report: JobReport) -> None:
         """The job reports its progress."""
         if _JOB not in self:
-            job = Source(name=_JOB, kind="job", host=rank.view.host, metrics=[], about={})
+            job = SourceInfo(name=_JOB, kind="job", host=rank.view.host, metrics=[], about={})
             self._put(job, SourceHistory())
         finite = {name: value for name, value in report.values.items() if math.isfinite(value)}
         odd = {name: value for name, value in report.values.items() if name not in finite}
@@ -152,14 +152,14 @@ class Sources(dict[str, _Sampled]):
                 text = f"the job reports {name} = {value} at step {report.step}"
                 self._events.add(rank.view.rank, Severity.WARNING, "not finite", text)
         last = self.progress.values
-        shown = {name: value for name, value in last.items() if name not in odd}
+        values_shown = {name: value for name, value in last.items() if name not in odd}
         for name, value in finite.items():
             # A job may report ever new names, so there is a bound.
-            if name in shown or len(shown) < _MAX_METRICS:
-                shown[name] = value
+            if name in values_shown or len(values_shown) < _MAX_METRICS:
+                values_shown[name] = value
         at_s = rank.at(report.at_s)
         self[_JOB].add(at_s, finite)
-        self.progress = ProgressView(at_s, report.step, shown)
+        self.progress = ProgressView(at_s, report.step, values_shown)
 
     def views(self, ranks: Iterable[RankView]) -> list[SourceView]:
         """The present. ranks: all, in order; a source tells which of them use it."""

@@ -126,16 +126,16 @@ class CallMatcher:
         """A call on all ranks of a group. members, plans, calls: in the group's order. None where a
         plan or spans are missing, or where the plans do not fit each other.
         """
-        known = [plan for plan in plans if plan is not None]
-        matched = self._match(members, known) if len(known) == len(members) else None
+        complete = [plan for plan in plans if plan is not None]
+        matched = self._match(members, complete) if len(complete) == len(members) else None
         if matched is None:
             return None
-        traces = [spans_of(plan, call) for plan, call in zip(known, calls, strict=True)]
-        for plan, trace in zip(known, traces, strict=True):
+        traces = [spans_of(plan, call) for plan, call in zip(complete, calls, strict=True)]
+        for plan, trace in zip(complete, traces, strict=True):
             if len({span.task for span in trace}) != len(plan.tasks):
                 return None
         group, number = calls[0].group, calls[0].number
-        return WholeCall(group, number, members, matched, known, traces, waits(traces, matched))
+        return WholeCall(group, number, members, matched, complete, traces, waits(traces, matched))
 
     def _match(
         self, members: Sequence[int], plans: Sequence[PlanSummary]
@@ -219,8 +219,8 @@ def _task(number: int, info: TaskInfo) -> Task:
     )
 
 
-def _messages(told: Sequence[MessageInfo]) -> tuple[Message, ...]:
-    return tuple(Message(0, peer, tag, size_bytes) for peer, tag, size_bytes in told)
+def _messages(infos: Sequence[MessageInfo]) -> tuple[Message, ...]:
+    return tuple(Message(0, peer, tag, size_bytes) for peer, tag, size_bytes in infos)
 
 
 def spans_of(plan: PlanSummary, call: EndedCall) -> list[Span]:

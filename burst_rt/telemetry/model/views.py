@@ -98,9 +98,9 @@ class Lost(msgspec.Struct, kw_only=True):
     hop: int
     age_s: float
     last_call: int  # the last call that the rank is known to have ended, -1: none
-    known: str  # last known activity of the rank, and how long before, in words; "" if unknown
+    activity: str  # last known activity of the rank, and how long before, in words; "" if unknown
     exit_code: int | None = None  # exit code of a rank that said how it ended
-    said: str = ""  # why it ended, as the rank said
+    reason: str = ""  # why it ended, as the rank said
 
 
 class SourceView(msgspec.Struct, kw_only=True):

@@ -99,7 +99,6 @@ class Agent:
         # The round-trip time of each answer, the clock's offset, and the time at which the ping was
         # sent.
         self._pings: deque[tuple[float, float, float]] = deque(maxlen=2 * _PINGS)
-        self._thread_s = 0.0
         self._nvml: NvmlThread | None = None
         self._thread = threading.Thread(target=self._main, name="burst_rt telemetry", daemon=True)
         self._thread.start()
@@ -257,9 +256,9 @@ class Agent:
         rtt_s, offset_s, _ = min(self._pings, default=(-1.0, 0.0, 0.0))
         group, doing = "", NOTHING
         for log in self._logs:
-            here = log.doing()
-            if here.call >= 0:
-                group, doing = log.group.name, here
+            activity = log.doing()
+            if activity.call >= 0:
+                group, doing = log.group.name, activity
         return Heartbeat(
             sent_s=now_s,
             offset_s=offset_s,

@@ -248,9 +248,9 @@ class CallLog:
     def _plan_summary(self, call: _Call) -> PlanSummary:
         graph = call.graph
         tasks = [_task_info(task, graph.lanes[task.lane]) for task in graph.tasks]
-        told = call.subject.describe() if call.subject is not None else _PIPELINE
-        candidates = [Candidate(*candidate) for candidate in told.candidates]
-        words = vars(told) | {"candidates": candidates}
+        description = call.subject.describe() if call.subject is not None else _PIPELINE
+        candidates = [Candidate(*candidate) for candidate in description.candidates]
+        words = vars(description) | {"candidates": candidates}
         return PlanSummary(number=call.plan.number, group=self.group.name, tasks=tasks, **words)
 
     def _ended_call(self, call: _Call) -> EndedCall:

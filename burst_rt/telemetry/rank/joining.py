@@ -58,9 +58,9 @@ def _wish(asked: bool | None, presence: Presence) -> _Wish:
     settings = read_settings()
     agent = _agents.get(presence.thread)
     address = agent.address if agent is not None and agent.alive else settings.address
-    wanted = settings.asked if asked is None else asked
+    asked = settings.asked if asked is None else asked
     return _Wish(
-        asked=wanted, address=address if wanted else "",
+        asked=asked, address=address if asked else "",
         rank=presence.job_rank, world_size=presence.job_size, host=presence.host,
         device=presence.device, gpu=presence.gpu, pci=presence.pci,
     )  # fmt: skip
@@ -207,7 +207,7 @@ def _start(settings: Settings, wishes: Sequence[_Wish]) -> bytes:
         _log.warning("no telemetry: %s", error)
         return b""
     hub.forget()
-    for line in hub.told:
+    for line in hub.lines:
         print(f"burst-rt: {line}", file=sys.stderr, flush=True)
     return f"{hub.address} {hub.secret}".encode()
 

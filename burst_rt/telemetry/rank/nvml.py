@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from burst_rt.telemetry.messages import FromRank, Note, Sample, Severity, Source
+from burst_rt.telemetry.messages import FromRank, Note, Severity, SourceInfo, SourceSample
 from burst_rt.telemetry.metrics import plausible, throttle_reasons
 
 __all__ = ["GpuId", "NvmlSampler", "NvmlThread", "gpu_source"]
@@ -295,27 +295,27 @@ _READINGS: dict[str, Callable[[_Gpu], dict[str, float]]] = {
 
 
 class NvmlSampler:
-    """Samples the GPUs of this host that `wanted` names; none named means all. Raises
+    """Samples the GPUs of this host that `gpus` names; none named means all. Raises
     pynvml.NVMLError without NVML.
     """
 
-    def __init__(self, wanted: Sequence[GpuId], host: str) -> None:
+    def __init__(self, gpus: Sequence[GpuId], host: str) -> None:
         import pynvml
 
         pynvml.nvmlInit()
         self.host = host
         self.driver = _words(pynvml, pynvml.nvmlSystemGetDriverVersion)
         self.gpus: list[_Gpu] = []
-        self.sources: list[Source] = []
+        self.sources: list[SourceInfo] = []
         self._doubted: set[tuple[str, str]] = set()
-        uuids = {gpu.uuid.removeprefix("GPU-"): gpu for gpu in wanted if gpu.uuid}
-        addresses = {gpu.pci.lower(): gpu for gpu in wanted if gpu.pci}
+        uuids = {gpu.uuid.removeprefix("GPU-"): gpu for gpu in gpus if gpu.uuid}
+        addresses = {gpu.pci.lower(): gpu for gpu in gpus if gpu.pci}
         for i in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(i)
             uuid = _words(pynvml, pynvml.nvmlDeviceGetUUID, handle).removeprefix("GPU-")
             address = _pci_address(pynvml, handle)
             rank_gpu = uuids.get(uuid) or addresses.get(address)
-            if wanted and rank_gpu is None:
+            if gpus and rank_gpu is None:
                 continue
             # The source has the name that the GPU's rank gives it.
             name = gpu_source(rank_gpu.uuid if rank_gpu and rank_gpu.uuid else uuid)
@@ -331,7 +331,7 @@ class NvmlSampler:
                 about["memory_bytes"] = str(int(gpu.total_bytes))
             self.gpus.append(gpu)
             self.sources.append(
-                Source(
+                SourceInfo(
                     name=name,
                     kind="gpu",
                     host=host,
@@ -340,9 +340,9 @@ class NvmlSampler:
                 )
             )
 
-    def sample(self) -> list[Sample | Note]:
+    def sample(self) -> list[SourceSample | Note]:
         """Samples every GPU once, and notes what is worth an event. Blocks as long as NVML does."""
-        messages: list[Sample | Note] = []
+        messages: list[SourceSample | Note] = []
         for gpu in self.gpus:
             values = gpu.read()
             at_s = time.perf_counter()
@@ -354,7 +354,7 @@ class NvmlSampler:
                     messages.append(Note(at_s, Severity.WARNING, "nvml", text))
             messages += [Note(at_s, *note) for note in gpu.notes]
             gpu.notes.clear()
-            messages.append(Sample(gpu.source, at_s, good, gpu.details))
+            messages.append(SourceSample(gpu.source, at_s, good, gpu.details))
         return messages
 
 
@@ -364,11 +364,11 @@ class NvmlThread:
     """
 
     def __init__(
-        self, put: Callable[[FromRank], None], wanted: Sequence[GpuId], host: str, rate_hz: float
+        self, put: Callable[[FromRank], None], gpus: Sequence[GpuId], host: str, rate_hz: float
     ) -> None:
         self.percent = 0.0  # percent of a core
         self._put = put
-        self._wanted = wanted
+        self._gpus = gpus
         self._host = host
         self._period_s = 1.0 / rate_hz
         self._asked_s: float | None = None
@@ -410,7 +410,7 @@ class NvmlThread:
 
     def _run(self) -> None:
         self._asked_s = time.perf_counter()
-        sampler = NvmlSampler(self._wanted, self._host)
+        sampler = NvmlSampler(self._gpus, self._host)
         for source in sampler.sources:
             self._put(source)
         while sampler.gpus and not self._stopped.is_set():

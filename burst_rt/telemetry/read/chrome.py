@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.telemetry.messages import Hello, JobReport, Sample, Source
+from burst_rt.telemetry.messages import Hello, JobReport, SourceInfo, SourceSample
 from burst_rt.telemetry.model.timeline import flow_views, spans_of, wait_views
 from burst_rt.telemetry.read.calls import CallOfAll, calls_of
 from burst_rt.telemetry.read.record import Clocks, Record, replay
@@ -159,11 +159,11 @@ def _samples(record: Record) -> Iterator[_TraceEvent]:
         clocks.hear(entry)
         if isinstance(message, Hello):
             yield _process(rank, f"rank {rank} on {message.host}, {message.device}")
-        elif isinstance(message, Source) and message.name not in processes:
+        elif isinstance(message, SourceInfo) and message.name not in processes:
             number = processes[message.name] = _FIRST_SOURCE + len(processes)
             yield _process(number, f"{message.about.get('name', '')} {message.name}".strip())
-        elif isinstance(message, Sample | JobReport):
-            source = message.source if isinstance(message, Sample) else ""
+        elif isinstance(message, SourceSample | JobReport):
+            source = message.source if isinstance(message, SourceSample) else ""
             process = processes.get(source, rank)
             at_us = (message.at_s + clocks.offset_s(rank)) * 1e6
             yield from _counters(process, at_us, message.values)
