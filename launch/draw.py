@@ -86,8 +86,8 @@ def _legend(rows: Sequence[_Row]) -> list[Patch]:
     from matplotlib.patches import Patch
 
     lanes = {row.lane for row in rows}
-    hops = {span.hop for row in rows if row.lane == "compute" for span in row.spans}
-    hops.discard(None)
+    tiles = (span for row in rows if row.lane == "compute" for span in row.spans)
+    hops = {span.hop for span in tiles if span.hop is not None}
     patches = [Patch(facecolor=_hop_colour(hop), label=f"hop {hop}") for hop in sorted(hops)]
     plain = ((colour, label) for lane, colour, label in _PLAIN if lane in lanes)
     return patches + [Patch(facecolor=colour, label=label) for colour, label in plain]
@@ -157,10 +157,9 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     bend = _BEND_OF_TWO if world == 2 else _BEND
     for (source, peer), size in sent.items():
         # The arrow goes from box to box.
+        ends = {"patchA": boxes[source], "patchB": boxes[peer], "shrinkA": 3, "shrinkB": 3}
         style = {"arrowstyle": "-|>", "connectionstyle": f"arc3,rad={-bend}", "color": "#555555"}
-        style |= {"lw": 1.6, "patchA": boxes[source], "patchB": boxes[peer]}
-        style |= {"shrinkA": 3, "shrinkB": 3}
-        axes.annotate("", at[peer], at[source], arrowprops=style)
+        axes.annotate("", at[peer], at[source], arrowprops={**style, **ends, "lw": 1.6})
         # The words go beside the middle of the curve. They are wider than high, so they need more
         # distance sideways.
         dx, dy = at[peer][0] - at[source][0], at[peer][1] - at[source][1]

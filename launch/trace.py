@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from burst_rt.telemetry.read.summary import RankSummary
 
 __all__ = ["command"]
 
@@ -70,55 +74,20 @@ def summary(run: Path, as_json: bool) -> None:
     from rich.table import Table
 
     from burst_rt.telemetry.read.record import Record
-    from burst_rt.telemetry.read.summary import summarise
+    from burst_rt.telemetry.read.summary import RankSummary, summarise
 
     report = summarise(Record(run))
     if as_json:
-        stalls = [asdict(stall) for stall in report.stalls]
-        click.echo(
-            json.dumps(
-                {
-                    "ranks": [asdict(rank) for rank in report.ranks],
-                    "stalls": stalls,
-                    "incomplete": report.incomplete,
-                    "latecomer": report.latecomer and asdict(report.latecomer),
-                }
-            )
-        )
+        click.echo(json.dumps(asdict(report)))
         return
     console = Console(width=140, force_terminal=False, color_system=None, highlight=False)
     table = Table(title=f"{run}", title_justify="left")
-    for name in (
-        "rank",
-        "calls",
-        "in calls s",
-        "between s",
-        "compute s",
-        "exposed %",
-        "skew %",
-        "late entry %",
-        "transfers hidden %",
-        "compute / mean",
-    ):
-        table.add_column(name, justify="right")
     mean_s = sum(rank.compute_s for rank in report.ranks) / max(1, len(report.ranks))
-    for rank in report.ranks:
-        total_s = max(1e-9, rank.total_s)
-        shares = [
-            f"{100 * part / total_s:.2f}" for part in (rank.exposed_s, rank.skew_s, rank.late_s)
-        ]
-        hidden = f"{100 * rank.hidden_s / rank.transfer_s:.1f}" if rank.transfer_s else "-"
-        balance = f"{rank.compute_s / mean_s:.3f}" if mean_s else "-"
-        table.add_row(
-            str(rank.rank),
-            str(rank.calls),
-            f"{rank.total_s:.3f}",
-            f"{rank.between_s:.3f}",
-            f"{rank.compute_s:.3f}",
-            *shares,
-            hidden,
-            balance,
-        )
+    rows = [_cells(rank, mean_s) for rank in report.ranks]
+    for name in _cells(RankSummary(rank=0), mean_s):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row.values())
     console.print(table)
     late = report.latecomer
     if late is not None:
@@ -137,3 +106,20 @@ def summary(run: Path, as_json: bool) -> None:
         console.print(
             f"left out: {report.incomplete} calls, because spans of some ranks are missing"
         )
+
+
+def _cells(rank: RankSummary, mean_compute_s: float) -> dict[str, str]:
+    """The row of a rank, by column."""
+    total_s, transfer_s = max(1e-9, rank.total_s), rank.transfer_s
+    return {
+        "rank": str(rank.rank),
+        "calls": str(rank.calls),
+        "in calls s": f"{rank.total_s:.3f}",
+        "between s": f"{rank.between_s:.3f}",
+        "compute s": f"{rank.compute_s:.3f}",
+        "exposed %": f"{100 * rank.exposed_s / total_s:.2f}",
+        "skew %": f"{100 * rank.skew_s / total_s:.2f}",
+        "late entry %": f"{100 * rank.late_s / total_s:.2f}",
+        "transfers hidden %": f"{100 * rank.hidden_s / transfer_s:.1f}" if transfer_s else "-",
+        "compute / mean": f"{rank.compute_s / mean_compute_s:.3f}" if mean_compute_s else "-",
+    }

@@ -135,7 +135,7 @@ class _Cause(NamedTuple):
     name: str
     applies: Callable[[JobEnd], bool]
     words: Callable[[JobEnd], str]
-    exit_code: Callable[[JobEnd], int]
+    exit_code: Callable[[JobEnd], int] = lambda end: end.code
 
 
 def last_words(end: JobEnd) -> tuple[str, int]:
@@ -331,12 +331,9 @@ _CAUSES = (
         lambda end: PeerLost.exit_code,
     ),
     _Cause(
-        "mpirun was killed",
-        lambda end: end.mpirun_code < 0 and end.failure is None,
-        _mpirun_killed,
-        lambda end: end.code,
+        "mpirun was killed", lambda end: end.mpirun_code < 0 and end.failure is None, _mpirun_killed
     ),
-    _Cause("a rank left in a call", _has_left, _leaver_left, lambda end: end.code),
+    _Cause("a rank left in a call", _has_left, _leaver_left),
     _Cause("a rank was gone first", _has_gone, _went, _failure_code),
     _Cause(
         "ranks lost one that nothing else is known of",
@@ -344,6 +341,6 @@ _CAUSES = (
         _secondary,
         _failure_code,
     ),
-    _Cause("none: all is well", lambda end: end.code == 0, lambda end: "", lambda end: 0),
-    _Cause("unknown", lambda end: True, _unknown, lambda end: end.code),
+    _Cause("none: all is well", lambda end: end.code == 0, lambda end: ""),
+    _Cause("unknown", lambda end: True, _unknown),
 )

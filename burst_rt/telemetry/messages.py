@@ -14,6 +14,7 @@ times are seconds since the hub began.
 
 from __future__ import annotations
 
+import logging
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -65,6 +66,11 @@ class Severity(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+    @property
+    def level(self) -> int:
+        """The level at which Python's logging has it."""
+        return int(logging.getLevelNamesMapping()[self.name])
 
 
 class _Message(msgspec.Struct, array_like=True):

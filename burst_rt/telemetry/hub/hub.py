@@ -68,11 +68,6 @@ _MAX_CONNECTIONS = 8192
 _CLOSING_S = 1.5
 
 _log = logging.getLogger("burst_rt.telemetry")
-_LEVELS = {
-    Severity.INFO: logging.INFO,
-    Severity.WARNING: logging.WARNING,
-    Severity.ERROR: logging.ERROR,
-}
 
 
 class Hub:
@@ -164,7 +159,7 @@ class Hub:
     def _log_events(self) -> None:
         for event in self.model.events_after(self._logged):
             self._logged = event.number
-            _log.log(_LEVELS[event.severity], "%s", event.line)
+            _log.log(event.severity.level, "%s", event.line)
             if self.notify and event.severity is not Severity.INFO:
                 self._tell(event)
 

@@ -189,9 +189,8 @@ def _call_view(rank: int, call: EndedCall, plan: PlanSummary) -> CallView:
     spans = []
     for span in spans_of(plan, call):
         task = plan.tasks[span.task]
-        fields = span._replace(hop=task.hop)
         messages = len(task.sends), len(task.recvs)
-        spans.append(SpanView(*fields, *messages))  # type: ignore[arg-type]  # a tuple of many types
+        spans.append(SpanView(*span, *messages))  # type: ignore[arg-type]  # a tuple of many types
     return CallView(
         rank=rank, group=call.group, call=call.number, kind=plan.kind, plan=call.plan, spans=spans
     )

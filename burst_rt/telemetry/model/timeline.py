@@ -224,8 +224,8 @@ def _messages(infos: Sequence[MessageInfo]) -> tuple[Message, ...]:
 
 
 def spans_of(plan: PlanSummary, call: EndedCall) -> list[Span]:
-    """A call's spans, in the call's time. A task on a stream counts as issued when the device comes
-    to it.
+    """A call's spans, in the call's time, with hops as messages say them (-1: none). A task on a
+    stream counts as issued when the device comes to it.
     """
     rows = np.frombuffer(call.spans[: num_spans(call) * SPAN.itemsize], SPAN).tolist()
     spans = []
@@ -235,5 +235,5 @@ def spans_of(plan: PlanSummary, call: EndedCall) -> list[Span]:
         t, start_s = plan.tasks[task], call.started_s
         issued_s, started_s = start_s + (started if t.ordered else issued), start_s + started
         times = issued_s, started_s, start_s + ended
-        spans.append(Span(task, t.name, t.lane, *times, t.size_bytes, t.flops))
+        spans.append(Span(task, t.name, t.lane, *times, t.size_bytes, t.flops, t.hop))
     return spans

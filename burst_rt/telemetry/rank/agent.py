@@ -32,7 +32,6 @@ from burst_rt.telemetry.messages import (
     Ping,
     PlanSummary,
     Pong,
-    Severity,
     ToRank,
 )
 from burst_rt.telemetry.rank.call_log import NOTHING, CallLog, Totals
@@ -66,11 +65,6 @@ _HOST_PERIOD_S = 0.5
 _BYE_DEADLINE_S = 0.5
 
 _log = logging.getLogger("burst_rt.telemetry")
-_LEVELS = {
-    Severity.INFO: logging.INFO,
-    Severity.WARNING: logging.WARNING,
-    Severity.ERROR: logging.ERROR,
-}
 
 
 class Agent:
@@ -259,16 +253,8 @@ class Agent:
             activity = log.doing()
             if activity.call >= 0:
                 group, doing = log.group.name, activity
-        return Heartbeat(
-            sent_s=now_s,
-            offset_s=offset_s,
-            rtt_s=rtt_s,
-            group=group,
-            call=doing.call,
-            doing=doing.doing,
-            since_s=doing.since_s,
-            hop=doing.hop,
-        )
+        told = doing._asdict()  # the fields of a heartbeat that it has are named so there
+        return Heartbeat(sent_s=now_s, offset_s=offset_s, rtt_s=rtt_s, group=group, **told)
 
     def _receive(self) -> None:
         try:
@@ -284,15 +270,10 @@ class Agent:
         for payload in self._frames.feed(data):
             message: ToRank = msgspec.msgpack.decode(payload, type=ToRank)
             if isinstance(message, Pong):
-                self._pings.append(
-                    (
-                        now_s - message.sent_s,
-                        message.hub_s - (message.sent_s + now_s) / 2,
-                        message.sent_s,
-                    )
-                )
+                offset_s = message.hub_s - (message.sent_s + now_s) / 2
+                self._pings.append((now_s - message.sent_s, offset_s, message.sent_s))
             elif isinstance(message, LogLine):
-                _log.log(_LEVELS[message.severity], "%s", message.text)
+                _log.log(message.severity.level, "%s", message.text)
 
     def _gather(self) -> None:
         """Makes frames of what has happened since the last time."""
