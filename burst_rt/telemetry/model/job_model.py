@@ -58,7 +58,7 @@ class JobModel:
         self.record = record
         self.replayed = replayed
         self.revision = 0  # grows with every message: a viewer can tell whether anything is new
-        self._first: Hello | None = None  # of the first rank that joined
+        self._first: Hello | None = None  # what the first rank that joined said
         self._events = EventLog()
         self.ranks = Ranks(self._events)
         self.sources = Sources(self._events)
