@@ -27,8 +27,7 @@ from burst_rt.runtime.reductions import all_reduce, gather_last_run
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.runtime import Runtime, Stats
 from burst_rt.scheduler import Graph, Lane, Span
-from burst_rt.telemetry.following import follow
-from burst_rt.telemetry.joining import farewell
+from burst_rt.telemetry.rank.joining import farewell, follow
 
 __all__ = ["Context", "init"]
 

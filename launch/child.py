@@ -201,7 +201,7 @@ def _say_why(report: RankReport, error: BaseException | None = None) -> None:
     if not report.failed:
         return
     # Looked up instead of imported: a program without telemetry does not load it to end.
-    telemetry = sys.modules.get("burst_rt.telemetry.joining")
+    telemetry = sys.modules.get("burst_rt.telemetry.rank.joining")
     if telemetry is not None:
         telemetry.farewell(report.exit_code, error)
     if report.traceback:

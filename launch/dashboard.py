@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from burst_rt.launch.watch import open_reader, viewer_options
+from burst_rt.launch.watch import open_viewer, viewer_options
 
 __all__ = ["command"]
 
@@ -38,14 +38,14 @@ def command(
     Prints a link that carries a token. Open the link on this machine, or through a tunnel (ssh -L
     8870:127.0.0.1:8870 HOST). Ctrl-C ends the dashboard.
     """
-    from burst_rt.dashboard.reader import Reader
     from burst_rt.dashboard.server import Served, Where
+    from burst_rt.telemetry.read.viewer import Viewer
 
-    async def show(reader: Reader) -> None:
-        served = Served(reader, Where.parse(at, metrics_port))
-        for line in served.told:
+    async def show(viewer: Viewer) -> None:
+        served = Served(viewer, Where.parse(at, metrics_port))
+        for line in served.lines:
             click.echo(f"burst-rt: {line}", err=True)
         await served.run()
 
-    with open_reader(attach, replay, until) as reader, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(show(reader))
+    with open_viewer(attach, replay, until) as viewer, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(show(viewer))

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -20,6 +20,7 @@ from burst_rt.scheduler import Graph, Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     from burst_rt.context import Context
 
@@ -35,6 +36,14 @@ _PLAIN = (("network", _TRANSFER, "transfer"), ("control", _OTHER, "agreement, ot
 _BEND, _BEND_OF_TWO = 0.22, 0.34
 
 
+class _Row(NamedTuple):
+    """A row of a timeline: the spans of a lane of a rank."""
+
+    name: str
+    lane: str
+    spans: list[Span]
+
+
 def draw_timeline(
     traces: Sequence[Iterable[Span]], path: Path, *, title: str, ranks: Sequence[int] | None = None
 ) -> None:
@@ -44,55 +53,54 @@ def draw_timeline(
     so on. Compute tasks with a hop are coloured by the hop. Transfers that overlap are stacked.
     """
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     names = list(ranks) if ranks is not None else list(range(len(traces)))
     spans = [list(trace) for trace in traces]
     start = min(span.issued_s for trace in spans for span in trace)
-    rows = []
-    for rank, trace in zip(names, spans, strict=True):
-        for lane in _LANES:
-            found = [span for span in trace if span.lane == lane]
-            if found:
-                rows.append((rank, lane, found))
+    rows = [
+        _Row(f"rank {rank} {lane}", lane, lane_spans)
+        for rank, trace in zip(names, spans, strict=True)
+        for lane in _LANES
+        if (lane_spans := [span for span in trace if span.lane == lane])
+    ]
     figure = Figure(figsize=(11, 1.2 + 0.62 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    for y, (_, lane, found) in enumerate(rows):
-        _draw_lane(axes, y, lane, found, start)
-    axes.set_yticks(range(len(rows)), [f"rank {rank} {lane}" for rank, lane, _ in rows])
+    for y, row in enumerate(rows):
+        _draw_lane(axes, y, row, start)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    hops = sorted(
-        {
-            hop
-            for _, lane, found in rows
-            if lane == "compute"
-            for span in found
-            if (hop := span.hop) is not None
-        }
-    )
-    handles = [Patch(facecolor=_COLOURS[hop % len(_COLOURS)], label=f"hop {hop}") for hop in hops]
-    here = {lane for _, lane, _ in rows}
-    handles += [
-        Patch(facecolor=colour, label=what) for lane, colour, what in _PLAIN if lane in here
-    ]
+    handles = _legend(rows)
     if handles:
         figure.legend(
-            handles=handles,
-            loc="outside lower center",
-            ncols=min(len(handles), 10),
-            frameon=False,
-            fontsize=8,
-        )
+            handles=handles, loc="outside lower center", ncols=min(len(handles), 10),
+            frameon=False, fontsize=8,
+        )  # fmt: skip
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 
 
-def _draw_lane(axes: Axes, y: int, lane: str, spans: list[Span], start: float) -> None:
+def _legend(rows: Sequence[_Row]) -> list[Patch]:
+    """What the colours of these rows mean."""
+    from matplotlib.patches import Patch
+
+    lanes = {row.lane for row in rows}
+    tiles = (span for row in rows if row.lane == "compute" for span in row.spans)
+    hops = {span.hop for span in tiles if span.hop is not None}
+    patches = [Patch(facecolor=_hop_colour(hop), label=f"hop {hop}") for hop in sorted(hops)]
+    plain = ((colour, label) for lane, colour, label in _PLAIN if lane in lanes)
+    return patches + [Patch(facecolor=colour, label=label) for colour, label in plain]
+
+
+def _hop_colour(hop: int) -> str:
+    return _COLOURS[hop % len(_COLOURS)]
+
+
+def _draw_lane(axes: Axes, y: int, row: _Row, start: float) -> None:
     stacked_until: list[float] = []
     placed = []
-    for span in sorted(spans, key=lambda s: s.started_s):
+    for span in sorted(row.spans, key=lambda s: s.started_s):
         level = next(
             (i for i, end in enumerate(stacked_until) if end <= span.started_s), len(stacked_until)
         )
@@ -101,28 +109,19 @@ def _draw_lane(axes: Axes, y: int, lane: str, spans: list[Span], start: float) -
     height = 0.8 / len(stacked_until)
     for span, level in placed:
         left, width = (span.started_s - start) * 1e3, (span.ended_s - span.started_s) * 1e3
-        hop = span.hop
-        colour = (
-            _TRANSFER
-            if lane == "network"
-            else _OTHER
-            if lane == "control" or hop is None
-            else _COLOURS[hop % len(_COLOURS)]
-        )
+        if row.lane == "network":
+            colour = _TRANSFER
+        elif row.lane == "control" or span.hop is None:
+            colour = _OTHER
+        else:
+            colour = _hop_colour(span.hop)
         bottom = y - 0.4 + level * height
         axes.broken_barh(
             [(left, width)], (bottom, height), facecolor=colour, edgecolor="white", linewidth=0.5
         )
-        label = span.name if lane == "network" else ""
-        if label and width > 0:
-            axes.annotate(
-                label,
-                (left + width / 2, bottom + height / 2),
-                ha="center",
-                va="center",
-                fontsize=7,
-                clip_on=True,
-            )
+        if row.lane == "network" and span.name and width > 0:
+            middle = left + width / 2, bottom + height / 2
+            axes.annotate(span.name, middle, ha="center", va="center", fontsize=7, clip_on=True)
 
 
 def draw_ring(graphs: Sequence[Graph], path: Path, *, title: str, labels: Sequence[str]) -> None:
@@ -158,15 +157,9 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     bend = _BEND_OF_TWO if world == 2 else _BEND
     for (source, peer), size in sent.items():
         # The arrow goes from box to box.
-        style = {
-            "arrowstyle": "-|>",
-            "color": "#555555",
-            "lw": 1.6,
-            "patchA": boxes[source],
-            "patchB": boxes[peer],
-        }
-        style |= {"shrinkA": 3, "shrinkB": 3, "connectionstyle": f"arc3,rad={-bend}"}
-        axes.annotate("", at[peer], at[source], arrowprops=style)
+        ends = {"patchA": boxes[source], "patchB": boxes[peer], "shrinkA": 3, "shrinkB": 3}
+        style = {"arrowstyle": "-|>", "connectionstyle": f"arc3,rad={-bend}", "color": "#555555"}
+        axes.annotate("", at[peer], at[source], arrowprops={**style, **ends, "lw": 1.6})
         # The words go beside the middle of the curve. They are wider than high, so they need more
         # distance sideways.
         dx, dy = at[peer][0] - at[source][0], at[peer][1] - at[source][1]
@@ -223,18 +216,8 @@ def command(num_ranks: int | None, tokens: int, strategy: str, full: bool, out: 
     if num_ranks is not None:
         from burst_rt.launch.run import launch
 
-        flags = ["--full"] if full else []
-        argv = [
-            "-m",
-            "burst_rt.launch.draw",
-            "--tokens",
-            str(tokens),
-            "--strategy",
-            strategy,
-            "--out",
-            str(out),
-            *flags,
-        ]
+        argv = ["-m", "burst_rt.launch.draw", "--tokens", str(tokens), "--strategy", strategy]
+        argv += ["--out", str(out), *(["--full"] if full else [])]
         sys.exit(launch(argv, num_ranks=num_ranks))
     import burst_rt
 
@@ -260,12 +243,8 @@ def _draw_backward(ctx: Context, tokens: int, strategy: str, full: bool, out: Pa
         mask = "full" if full else "causal"
         what = f"{strategy}, {mask}, {tokens:,} tokens, {ctx.world_size} ranks"
         owned = [_owned(runs) for runs in layout.map.runs]
-        draw_ring(
-            [graph for graph, _ in traces],
-            out / "ring.png",
-            title=f"Tokens owned, bytes sent: {what}",
-            labels=owned,
-        )
+        graphs, title = [graph for graph, _ in traces], f"Tokens owned, bytes sent: {what}"
+        draw_ring(graphs, out / "ring.png", title=title, labels=owned)
         draw_timeline([traces[0][1]], out / "timeline.png", title=f"One backward on rank 0: {what}")
         print(f"wrote {out / 'ring.png'} and {out / 'timeline.png'}")
 

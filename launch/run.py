@@ -38,9 +38,9 @@ from burst_rt.job.reports import (
 )
 from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.stopping import ask_to_stop, listen, read_word
-from burst_rt.launch.verdict import verdict
+from burst_rt.launch.verdict import JobEnd, last_words
 from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES, machine_options, telemetry_options
-from burst_rt.telemetry.starting import RunningHub, start_hub
+from burst_rt.telemetry.hub.starting import RunningHub, start_hub
 from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
 
 __all__ = [
@@ -318,9 +318,11 @@ def launch(
                 flush=True,
             )
             return 128 + stop.received
-        text, exit_code = verdict(
-            job_dir, num_ranks, started_at_s, mpirun.returncode, owed, ranks, stuck, lost
-        )
+        end = JobEnd(
+            job_dir=job_dir, num_ranks=num_ranks, started_at_s=started_at_s,
+            mpirun_code=mpirun.returncode, owed=owed, ranks=ranks, stuck_by=stuck, lost=lost,
+        )  # fmt: skip
+        text, exit_code = last_words(end)
         resume = read_resume(job_dir)
         if text and resume:
             text = f"{text.rstrip()}; resume with: {resume}\n"
@@ -410,7 +412,7 @@ def _telemetry(mpi_args: Sequence[str]) -> Iterator[tuple[RunningHub | None, dic
         print(f"burst-rt: no telemetry: {error}", file=sys.stderr, flush=True)
         yield None, {TELEMETRY_VARIABLE: "0"}
         return
-    for line in hub.told:
+    for line in hub.lines:
         print(f"burst-rt: {line}", file=sys.stderr, flush=True)
     try:
         yield hub, hub.environment()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections import deque
@@ -18,17 +17,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from burst_rt.launch.watch import open_reader, viewer_options
+from burst_rt.launch.watch import open_viewer, viewer_options
 
 if TYPE_CHECKING:
     from burst_rt.dashboard.links import LinkView
-    from burst_rt.dashboard.reader import Reader
-    from burst_rt.telemetry.views import JobView, RankView, Snapshot
+    from burst_rt.telemetry.model.views import JobView, RankView, Snapshot
+    from burst_rt.telemetry.read.viewer import Viewer
 
 __all__ = ["command", "render"]
 
 _PERIOD_S = 1.0
-_LINKS_SPANS = 2000
 _SHOWN_EVENTS = 5
 _SHOWN_LINKS = 8
 # Each state has a sign as well as a colour, for readers who cannot tell the colours apart.
@@ -56,45 +54,38 @@ def command(attach: int | None, replay: Path | None, until: float | None, once: 
     """Show a running job, or a record, in this terminal: ranks, links, progress, events. Ends with
     Ctrl-C, or with the job.
     """
-    with open_reader(attach, replay, until) as reader, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_watch(reader, once=once or replay is not None))
+    with open_viewer(attach, replay, until) as viewer, contextlib.suppress(KeyboardInterrupt):
+        _watch(viewer, once=once or replay is not None)
 
 
-async def _watch(reader: Reader, *, once: bool) -> None:
-    from burst_rt.dashboard.links import WINDOW_S, Links
+def _watch(viewer: Viewer, *, once: bool) -> None:
+    from burst_rt.dashboard.links import LinkStates
     from burst_rt.errors import ConfigError, Stalled
 
-    links, losses, console = Links(), deque[float](maxlen=40), Console()
+    links, losses, console = LinkStates(), deque[float](maxlen=40), Console()
 
-    async def look() -> Group:
-        snapshot = await reader.snapshot()
-        links.look(await reader.timeline(-WINDOW_S, None, (), _LINKS_SPANS))
+    def look() -> Group:
+        snapshot, views = links.read(viewer)
         loss = snapshot.progress.values.get("loss")
         if loss is not None and (not losses or losses[-1] != loss):
             losses.append(loss)
-        return render(snapshot, links.now(snapshot), losses)
+        return render(snapshot, views, losses)
 
     if once:
-        console.print(await look())
+        console.print(look())
         return
-    with Live(
-        await look(), console=console, screen=console.is_terminal, auto_refresh=False
-    ) as live:
+    with Live(look(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
         last = live.renderable
-        try:
+        with contextlib.suppress(ConfigError):  # the hub has ended
             while True:
-                await asyncio.sleep(_PERIOD_S)
+                time.sleep(_PERIOD_S)
                 try:
-                    last = await look()
+                    last = look()
                 except Stalled as error:
-                    live.update(
-                        Group(last, Text(f"{error.message}; trying again", style="bold yellow")),
-                        refresh=True,
-                    )
+                    late = Text(f"{error.message}; trying again", style="bold yellow")
+                    live.update(Group(last, late), refresh=True)
                 else:
                     live.update(last, refresh=True)
-        except ConfigError:
-            pass
     # The shell has its screen back: print the last picture there, so that it stays.
     console.print(last)
     console.print("[dim]the job has ended[/dim]")
@@ -119,8 +110,8 @@ def _events(snapshot: Snapshot) -> Table:
     last = snapshot.events[-_SHOWN_EVENTS:]
     if cause is not None:
         last = [event for event in last if (event.rank, event.kind) != (cause.rank, cause.status)]
-        said = f"first: rank {cause.rank} {cause.status}: {cause.ending}"
-        table.add_row(f"{cause.status_since_s:.1f} s", escape(said), style=_SEVERITIES["error"])
+        words = f"first: rank {cause.rank} {cause.status}: {cause.ending}"
+        table.add_row(f"{cause.status_since_s:.1f} s", escape(words), style=_SEVERITIES["error"])
     for event in last:
         who = "job" if event.rank < 0 else f"rank {event.rank}"
         table.add_row(
@@ -157,15 +148,15 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
 
 def _serving(values: Mapping[str, float]) -> str:
     """The job's report about tokens and their cache, in a line."""
-    said = [f"first token {_milliseconds(values['time_to_first_token_s'])}"]
+    words = [f"first token {_milliseconds(values['time_to_first_token_s'])}"]
     if "output_tokens_per_s" in values:
         mean = _milliseconds(values["mean_time_per_token_s"])
-        said.append(f"a token {_milliseconds(values['time_per_token_s'])} (mean {mean})")
-        said.append(f"{_counted(values['output_tokens_per_s'], '')} tokens/s")
+        words.append(f"a token {_milliseconds(values['time_per_token_s'])} (mean {mean})")
+        words.append(f"{_counted(values['output_tokens_per_s'], '')} tokens/s")
     if "cached_tokens" in values:
         room = f"{values['cache_capacity_tokens']:,.0f}"
-        said.append(f"cache {values['cached_tokens']:,.0f} of {room} tokens")
-    return "  ".join(said)
+        words.append(f"cache {values['cached_tokens']:,.0f} of {room} tokens")
+    return "  ".join(words)
 
 
 def _milliseconds(seconds: float) -> str:
@@ -213,9 +204,9 @@ class _Ranks:
         yield table
 
     def _cells(self, rank: RankView) -> dict[str, Text]:
-        known = self._sources if rank.status == "live" else {}
-        own = known[rank.source].values if rank.source in known else {}
-        gpu = known[rank.gpu].values if rank.gpu in known else {}
+        sources = self._sources if rank.status == "live" else {}
+        process = sources[rank.source].values if rank.source in sources else {}
+        gpu = sources[rank.gpu].values if rank.gpu in sources else {}
         sign, style = _STATES["lost" if rank.status == "left" and rank.exit_code else rank.status]
         cells = {
             "rank": Text(str(rank.rank)),
@@ -223,9 +214,9 @@ class _Ranks:
                 f"{sign} {rank.status}{' first' if rank.rank == self._job.first_lost else ''}",
                 style,
             ),
-            _BAR: _bar(own.get("compute_percent", 0.0)),
-            "waits": _percent(own.get("wait_percent")),
-            "away": _percent(own.get("outside_percent")),
+            _BAR: _bar(process.get("compute_percent", 0.0)),
+            "waits": _percent(process.get("wait_percent")),
+            "away": _percent(process.get("outside_percent")),
         }
         if any(rank.gpu for rank in self._ranks):
             cells |= {
@@ -238,12 +229,12 @@ class _Ranks:
             }
         else:
             cells |= {
-                "core": _percent(own.get("process_percent")),
-                "memory": _bytes(own.get("rss_bytes")),
+                "core": _percent(process.get("process_percent")),
+                "memory": _bytes(process.get("rss_bytes")),
             }
         cells |= {
-            "sends": _bytes(own.get("sent_bytes_per_s"), "/s"),
-            "flop/s": _count(own.get("flops_per_s")),
+            "sends": _bytes(process.get("sent_bytes_per_s"), "/s"),
+            "flop/s": _count(process.get("flops_per_s")),
         }
         return cells | {"graph calls": _count(rank.calls)}
 

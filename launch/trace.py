@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from burst_rt.telemetry.read.summary import RankSummary
 
 __all__ = ["command"]
 
@@ -52,8 +56,8 @@ def export(run: Path, output: Path) -> None:
     """Write one trace of all ranks: tasks by lane, messages as arrows, waits, power and use of
     GPUs.
     """
-    from burst_rt.telemetry.chrome import write_trace
-    from burst_rt.telemetry.record import Record
+    from burst_rt.telemetry.read.chrome import write_trace
+    from burst_rt.telemetry.read.record import Record
 
     num_events = write_trace(Record(run), output)
     click.echo(f"{output}: {num_events:,} events; open it in ui.perfetto.dev or chrome://tracing")
@@ -69,58 +73,23 @@ def summary(run: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from burst_rt.telemetry.record import Record
-    from burst_rt.telemetry.summary import summarise
+    from burst_rt.telemetry.read.record import Record
+    from burst_rt.telemetry.read.summary import RankSummary, summarise
 
-    found = summarise(Record(run))
+    report = summarise(Record(run))
     if as_json:
-        stalls = [asdict(stall) for stall in found.stalls]
-        click.echo(
-            json.dumps(
-                {
-                    "ranks": [asdict(rank) for rank in found.ranks],
-                    "stalls": stalls,
-                    "incomplete": found.incomplete,
-                    "latecomer": found.latecomer and asdict(found.latecomer),
-                }
-            )
-        )
+        click.echo(json.dumps(asdict(report)))
         return
     console = Console(width=140, force_terminal=False, color_system=None, highlight=False)
     table = Table(title=f"{run}", title_justify="left")
-    for name in (
-        "rank",
-        "calls",
-        "in calls s",
-        "between s",
-        "compute s",
-        "exposed %",
-        "skew %",
-        "late entry %",
-        "transfers hidden %",
-        "compute / mean",
-    ):
+    mean_s = sum(rank.compute_s for rank in report.ranks) / max(1, len(report.ranks))
+    rows = [_cells(rank, mean_s) for rank in report.ranks]
+    for name in _cells(RankSummary(rank=0), mean_s):
         table.add_column(name, justify="right")
-    mean_s = sum(rank.compute_s for rank in found.ranks) / max(1, len(found.ranks))
-    for rank in found.ranks:
-        total_s = max(1e-9, rank.total_s)
-        shares = [
-            f"{100 * part / total_s:.2f}" for part in (rank.exposed_s, rank.skew_s, rank.late_s)
-        ]
-        hidden = f"{100 * rank.hidden_s / rank.transfer_s:.1f}" if rank.transfer_s else "-"
-        balance = f"{rank.compute_s / mean_s:.3f}" if mean_s else "-"
-        table.add_row(
-            str(rank.rank),
-            str(rank.calls),
-            f"{rank.total_s:.3f}",
-            f"{rank.between_s:.3f}",
-            f"{rank.compute_s:.3f}",
-            *shares,
-            hidden,
-            balance,
-        )
+    for row in rows:
+        table.add_row(*row.values())
     console.print(table)
-    late = found.latecomer
+    late = report.latecomer
     if late is not None:
         console.print(
             f"rank {late.rank} comes late: between calls it spends {late.beyond_s * 1e3:.1f} ms "
@@ -128,12 +97,29 @@ def summary(run: Path, as_json: bool) -> None:
             f"{late.waited_s:.3f} s for it: {100 * late.waited_share:.1f} % of their time in calls",
             soft_wrap=True,
         )
-    console.print("longest stalls:" if found.stalls else "no stalls")
-    for stall in found.stalls:
+    console.print("longest stalls:" if report.stalls else "no stalls")
+    for stall in report.stalls:
         where = f"rank {stall.rank}, {stall.kind} call {stall.call} at {stall.started_s:.3f} s"
         line = f"  {stall.duration_s * 1e3:8.2f} ms  {where}: {stall.cause}"
         console.print(line, markup=False, soft_wrap=True)
-    if found.incomplete:
+    if report.incomplete:
         console.print(
-            f"left out: {found.incomplete} calls, because spans of some ranks are missing"
+            f"left out: {report.incomplete} calls, because spans of some ranks are missing"
         )
+
+
+def _cells(rank: RankSummary, mean_compute_s: float) -> dict[str, str]:
+    """The row of a rank, by column."""
+    total_s, transfer_s = max(1e-9, rank.total_s), rank.transfer_s
+    return {
+        "rank": str(rank.rank),
+        "calls": str(rank.calls),
+        "in calls s": f"{rank.total_s:.3f}",
+        "between s": f"{rank.between_s:.3f}",
+        "compute s": f"{rank.compute_s:.3f}",
+        "exposed %": f"{100 * rank.exposed_s / total_s:.2f}",
+        "skew %": f"{100 * rank.skew_s / total_s:.2f}",
+        "late entry %": f"{100 * rank.late_s / total_s:.2f}",
+        "transfers hidden %": f"{100 * rank.hidden_s / transfer_s:.1f}" if transfer_s else "-",
+        "compute / mean": f"{rank.compute_s / mean_compute_s:.3f}" if mean_compute_s else "-",
+    }

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from burst_rt.errors import PeerLost
 from burst_rt.job.flight import read_flight
 from burst_rt.job.reports import RankReport, Waiting, crash_path, primary_failure, read_reports
 from burst_rt.launch.ranks import Ranks
-from burst_rt.telemetry.views import Lost
+from burst_rt.telemetry.model.views import Lost
 
-__all__ = ["verdict"]
+__all__ = ["JobEnd", "last_words"]
 
 # Maximum width of the headline, and width of its end. The whole error is right above the headline.
 # A longer one is cut in its middle, because what to do comes last.
@@ -29,100 +32,150 @@ _HEADLINE_WIDTH, _END_WIDTH = 600, 250
 _BARE_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 
 
-def verdict(
-    job_dir: Path,
-    num_ranks: int,
-    started_at_s: float,
-    mpirun_code: int,
-    owed: Collection[int],
-    ranks: Ranks,
-    stuck: tuple[Waiting, int] | None,
-    lost: Lost | None = None,
-) -> tuple[str, int]:
-    """The text to print ("" where all is well), whose last line names the cause, and the exit code.
+@dataclass(kw_only=True)
+class JobEnd:
+    """A job that has ended, and what its traces say.
 
     mpirun_code: negative where a signal ended mpirun. owed: the ranks that report however their
-    programs end, unless they are lost. stuck: a rank's wait and the ended rank it waited for, where
-    the launcher ended the job for that reason. lost: what telemetry knows of the rank that was lost
-    first. Does not block.
+    programs end, unless they are lost. stuck_by: a rank's wait and the ended rank it waited for,
+    where the launcher ended the job for that reason. lost: what telemetry knows of the rank that
+    was lost first.
     """
-    reports = read_reports(job_dir)
-    failure = primary_failure(reports)
-    told = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
-    silent = sorted(set(range(num_ranks)) - {report.rank for report in reports})
-    # A rank may also crash on its way out, after its program has ended well.
-    crashed = [
-        rank
-        for rank in range(num_ranks)
-        if (rank in silent or failure is None) and _crash_text(job_dir, rank)
-    ]
-    if failure is not None and not failure.secondary:
-        return _failed(job_dir, failure, started_at_s), failure.exit_code
-    if crashed:
-        rank = min(crashed, key=lambda rank: ranks.ended_at_s.get(rank, math.inf))
-        text = _crash_text(job_dir, rank)
-        number = _crash_signal(text)
-        how = f"signal {number}, {number.name}" if number else f"exit code {told}"
-        return (
-            f"{text}burst-rt: rank {rank} crashed in native code ({how}){_doing(job_dir, rank)}\n",
-            128 + number if number else told or PeerLost.exit_code,
-        )
-    gone = lost is not None or not set(silent).isdisjoint(owed)
-    code = told or (PeerLost.exit_code if gone else 0)
-    # mpirun may have noticed by itself that a rank ended before it had joined.
-    noticed = ranks.stuck() if code and failure is None else None
-    if noticed is not None and noticed[1] not in silent:
-        stuck = noticed
-    if stuck is not None:
-        return _stuck(stuck, reports, started_at_s), PeerLost.exit_code
-    if mpirun_code < 0 and failure is None:
-        return (
-            f"burst-rt: mpirun itself was killed by {_in_words(told)}, and its ranks with it\n",
-            code,
-        )
-    first = ranks.first_silent({report.rank for report in reports})
-    went_at_s = ranks.ended_at_s[first[0]] if first else 0.0
-    if len(first) != 1 and lost is not None and lost.exit_code is None and lost.rank in silent:
-        # The first rank ended on another host, or too close to another rank's end to tell here.
-        first, went_at_s = [lost.rank], lost.at_s
-    known = {} if lost is None else {lost.rank: lost.known}
-    # A rank that left in the middle of a call. The other ranks were ended because of it, perhaps
-    # before they could say why.
-    leaver = next(
-        (report for report in reports if not report.failed and read_flight(job_dir, report.rank)),
-        None,
-    )
-    if (
-        code
-        and leaver is not None
-        and failure is None
-        and (not first or leaver.ended_at_s < went_at_s)
-    ):
-        return _left(job_dir, leaver, started_at_s), code
-    if code and first and (failure is None or went_at_s < failure.ended_at_s):
-        return _went(
-            job_dir, first, went_at_s - started_at_s, told, failure, known
-        ), failure.exit_code if failure else code
-    if failure is not None:
-        return _secondary(job_dir, failure, reports, silent, started_at_s), failure.exit_code
-    if code == 0:
-        return "", 0
-    left = "".join(
-        f"burst-rt: rank {r.rank} had left with exit code 0 after "
-        f"{r.ended_at_s - started_at_s:.1f} s\n"
-        for r in reports
-        if silent
-    )
-    return left + _unknown(silent, num_ranks, told), code
+
+    job_dir: Path
+    num_ranks: int
+    started_at_s: float
+    mpirun_code: int
+    owed: Collection[int]
+    ranks: Ranks
+    stuck_by: tuple[Waiting, int] | None
+    lost: Lost | None = None
+
+    @cached_property
+    def reports(self) -> list[RankReport]:
+        """What ranks have said about their ends."""
+        return read_reports(self.job_dir)
+
+    @cached_property
+    def failure(self) -> RankReport | None:
+        """The failure that counts; a secondary one only where all are."""
+        return primary_failure(self.reports)
+
+    @cached_property
+    def silent(self) -> list[int]:
+        """The ranks without a report."""
+        return sorted(set(range(self.num_ranks)) - {report.rank for report in self.reports})
+
+    @cached_property
+    def crashed(self) -> int | None:
+        """The first rank that left its stack. It may also crash on its way out, after its program
+        has ended well.
+        """
+        ranks = self.silent if self.failure is not None else range(self.num_ranks)
+        crashed = [rank for rank in ranks if self.crash_text(rank)]
+        ended_at_s = self.ranks.ended_at_s
+        return min(crashed, key=lambda rank: ended_at_s.get(rank, math.inf), default=None)
+
+    def crash_text(self, rank: int) -> str:
+        """The stack that a crashed rank has left, or ""."""
+        path = crash_path(self.job_dir, rank)
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    @cached_property
+    def told(self) -> int:
+        """mpirun's exit code, as a shell counts it."""
+        return self.mpirun_code if self.mpirun_code >= 0 else 128 - self.mpirun_code
+
+    @cached_property
+    def code(self) -> int:
+        """The exit code where no rank's failure says it."""
+        gone = self.lost is not None or not set(self.silent).isdisjoint(self.owed)
+        return self.told or (PeerLost.exit_code if gone else 0)
+
+    @cached_property
+    def stuck(self) -> tuple[Waiting, int] | None:
+        """As `stuck_by`. mpirun may have noticed by itself that a rank ended before it joined."""
+        noticed = self.ranks.stuck() if self.code and self.failure is None else None
+        return noticed if noticed is not None and noticed[1] not in self.silent else self.stuck_by
+
+    @cached_property
+    def gone(self) -> tuple[list[int], float]:
+        """The rank whose process was gone before the others', without a report, and when; several
+        ranks where they went at once, none where all have reported.
+        """
+        first = self.ranks.first_silent({report.rank for report in self.reports})
+        lost = self.lost
+        without_word = lost is not None and lost.exit_code is None and lost.rank in self.silent
+        if lost is not None and without_word and len(first) != 1:
+            # The first rank ended on another host, or too close to another rank's end to tell.
+            return [lost.rank], lost.at_s
+        return first, self.ranks.ended_at_s[first[0]] if first else 0.0
+
+    @cached_property
+    def leaver(self) -> RankReport | None:
+        """A rank that left in the middle of a call. The other ranks were ended because of it,
+        perhaps before they could say why.
+        """
+        ended = (report for report in self.reports if not report.failed)
+        return next((report for report in ended if read_flight(self.job_dir, report.rank)), None)
+
+    def after(self, at_s: float) -> str:
+        """A time, in words."""
+        return f"after {at_s - self.started_at_s:.1f} s"
+
+    def doing(self, rank: int) -> str:
+        """The last place of a rank in its program, as the end of a sentence; "" without one."""
+        flight = read_flight(self.job_dir, rank)
+        return f", {flight}" if flight else ""
 
 
-def _failed(job_dir: Path, report: RankReport, started_at_s: float) -> str:
+class _Cause(NamedTuple):
+    """A row of the table: whether a job ended for this cause, the words, and the exit code."""
+
+    name: str
+    applies: Callable[[JobEnd], bool]
+    words: Callable[[JobEnd], str]
+    exit_code: Callable[[JobEnd], int] = lambda end: end.code
+
+
+def last_words(end: JobEnd) -> tuple[str, int]:
+    """The text to print ("" where all is well), whose last line names the cause, and the exit code.
+
+    Does not block.
+    """
+    cause = next(cause for cause in _CAUSES if cause.applies(end))
+    return cause.words(end), cause.exit_code(end)
+
+
+def _has_failed(end: JobEnd) -> bool:
+    return end.failure is not None and not end.failure.secondary
+
+
+def _has_left(end: JobEnd) -> bool:
+    if not end.code or end.leaver is None or end.failure is not None:
+        return False
+    first, went_at_s = end.gone
+    return not first or end.leaver.ended_at_s < went_at_s
+
+
+def _has_gone(end: JobEnd) -> bool:
+    first, went_at_s = end.gone
+    sooner = end.failure is None or went_at_s < end.failure.ended_at_s
+    return bool(end.code and first and sooner)
+
+
+def _failure_code(end: JobEnd) -> int:
+    return end.failure.exit_code if end.failure is not None else end.code
+
+
+def _failed(end: JobEnd) -> str:
+    """The words for a rank that has reported its failure."""
+    report = end.failure
+    assert report is not None
     error = f" with {_headline(report)}" if report.traceback else ""
-    after_s = report.ended_at_s - started_at_s
-    doing = _doing(job_dir, report.rank)
     return (
-        f"{report.traceback}burst-rt: rank {report.rank} failed after {after_s:.1f} s{error} "
-        f"(exit code {report.exit_code}){doing}\n"
+        f"{report.traceback}burst-rt: rank {report.rank} failed {end.after(report.ended_at_s)}"
+        f"{error} (exit code {report.exit_code}){end.doing(report.rank)}\n"
     )
 
 
@@ -133,11 +186,35 @@ def _headline(report: RankReport) -> str:
     return f"{text[: _HEADLINE_WIDTH - _END_WIDTH]} ... {text[-_END_WIDTH:]}"
 
 
-def _stuck(stuck: tuple[Waiting, int], reports: Sequence[RankReport], started_at_s: float) -> str:
-    waiting, rank = stuck
-    report = next((report for report in reports if report.rank == rank), None)
+def _crashed(end: JobEnd) -> str:
+    rank = end.crashed
+    assert rank is not None
+    text = end.crash_text(rank)
+    number = _crash_signal(text)
+    how = f"signal {number}, {number.name}" if number else f"exit code {end.told}"
+    return f"{text}burst-rt: rank {rank} crashed in native code ({how}){end.doing(rank)}\n"
+
+
+def _crash_code(end: JobEnd) -> int:
+    number = _crash_signal(end.crash_text(end.crashed)) if end.crashed is not None else None
+    return 128 + number if number else end.told or PeerLost.exit_code
+
+
+def _crash_signal(text: str) -> signal.Signals | None:
+    """The signal that a crashed rank's text names ("Fatal Python error: Segmentation fault").
+
+    mpirun's exit code says less: Intel's is 255, and MPICH's joins the codes of several ranks.
+    """
+    named = (number for number in signal.Signals if f": {signal.strsignal(number)}\n" in text)
+    return next(named, None)
+
+
+def _stuck(end: JobEnd) -> str:
+    assert end.stuck is not None
+    waiting, rank = end.stuck
+    report = next((report for report in end.reports if report.rank == rank), None)
     how = (
-        f"left with exit code {report.exit_code} after {report.ended_at_s - started_at_s:.1f} s"
+        f"left with exit code {report.exit_code} {end.after(report.ended_at_s)}"
         if report
         else "ended without a report"
     )
@@ -148,15 +225,26 @@ def _stuck(stuck: tuple[Waiting, int], reports: Sequence[RankReport], started_at
     )
 
 
-def _went(
-    job_dir: Path,
-    first: Sequence[int],
-    after_s: float,
-    code: int,
-    failure: RankReport | None,
-    known: Mapping[int, str],
-) -> str:
+def _mpirun_killed(end: JobEnd) -> str:
+    return f"burst-rt: mpirun itself was killed by {_in_words(end.told)}, and its ranks with it\n"
+
+
+def _leaver_left(end: JobEnd) -> str:
+    assert end.leaver is not None
+    return _left(end, end.leaver)
+
+
+def _left(end: JobEnd, report: RankReport) -> str:
+    return (
+        f"burst-rt: rank {report.rank} left with exit code 0 {end.after(report.ended_at_s)} while "
+        f"other ranks were in a call{end.doing(report.rank)}\n"
+    )
+
+
+def _went(end: JobEnd) -> str:
     """The words for ranks whose processes were gone before the others', without a report."""
+    first, went_at_s = end.gone
+    code, failure, lost = end.told, end.failure, end.lost
     # Where another rank reported that it lost this one, mpirun's exit code is that other rank's.
     name = "" if failure else _in_words(code)
     how = (
@@ -164,50 +252,35 @@ def _went(
         if name
         else f"ended without a report (mpirun's exit code is {code}{_bare_signal(code)})"
     )
-    who = f"rank {first[0]}" if len(first) == 1 else f"one of ranks {', '.join(map(str, first))}"
-    doing = ""
+    who, doing = f"one of ranks {', '.join(map(str, first))}", ""
     if len(first) == 1:
-        doing = _doing(job_dir, first[0]) or (
-            f"; {words}" if (words := known.get(first[0], "")) else ""
-        )
-    return (
-        f"{failure.traceback if failure else ''}burst-rt: {who} {how} after {after_s:.1f} "
-        f"s{doing}\n"
-    )
+        known = lost is not None and lost.rank == first[0] and bool(lost.activity)
+        activity = f"; {lost.activity}" if lost is not None and known else ""
+        who, doing = f"rank {first[0]}", end.doing(first[0]) or activity
+    traceback = failure.traceback if failure else ""
+    return f"{traceback}burst-rt: {who} {how} {end.after(went_at_s)}{doing}\n"
 
 
-def _secondary(
-    job_dir: Path,
-    failure: RankReport,
-    reports: Sequence[RankReport],
-    silent: Sequence[int],
-    started_at_s: float,
-) -> str:
+def _secondary(end: JobEnd) -> str:
     """The words where every reported failure is another rank's fault: they name that other rank."""
-    ended = [report for report in reports if not report.failed]
+    failure = end.failure
+    assert failure is not None
+    ended = [report for report in end.reports if not report.failed]
     left = next(
         (report for report in ended if report.rank == failure.peer), ended[0] if ended else None
     )
     if left is not None and failure.kind == "PeerLost":
-        return failure.traceback + _left(job_dir, left, started_at_s)
-    if failure.peer is not None and failure.peer in silent:
-        stuck = (
-            f"rank {failure.peer} gave no report: it was killed, or it was "
-            f"stuck{_doing(job_dir, failure.peer)}"
-        )
-        return f"{_failed(job_dir, failure, started_at_s)}burst-rt: {stuck}\n"
-    return _failed(job_dir, failure, started_at_s)
-
-
-def _left(job_dir: Path, report: RankReport, started_at_s: float) -> str:
-    how = (
-        f"left with exit code 0 after {report.ended_at_s - started_at_s:.1f} s while other ranks "
-        "were in a call"
+        return failure.traceback + _left(end, left)
+    if failure.peer is None or failure.peer not in end.silent:
+        return _failed(end)
+    return (
+        f"{_failed(end)}burst-rt: rank {failure.peer} gave no report: it was killed, or it was "
+        f"stuck{end.doing(failure.peer)}\n"
     )
-    return f"burst-rt: rank {report.rank} {how}{_doing(job_dir, report.rank)}\n"
 
 
-def _unknown(silent: Sequence[int], num_ranks: int, code: int) -> str:
+def _unknown(end: JobEnd) -> str:
+    silent, code = end.silent, end.told
     if not silent:
         return (
             f"burst-rt: every rank's program ended well, but mpirun's exit code is {code}: a rank "
@@ -215,15 +288,19 @@ def _unknown(silent: Sequence[int], num_ranks: int, code: int) -> str:
             "message, if any, is above\n"
         )
     how = f"{code} ({name})" if (name := _in_words(code)) else f"{code}{_bare_signal(code)}"
-    if len(silent) == num_ranks:
+    if len(silent) == end.num_ranks:
         return (
             f"burst-rt: no rank said why it ended; mpirun's exit code is {how} and its own "
             "message, if any, is above\n"
         )
+    left = "".join(
+        f"burst-rt: rank {r.rank} had left with exit code 0 {end.after(r.ended_at_s)}\n"
+        for r in end.reports
+    )
     names = ", ".join(map(str, silent))
     return (
-        f"burst-rt: no report from rank {names}: killed by a signal, or by mpirun after another "
-        f"rank had failed, or left by os._exit; mpirun's exit code is {how}\n"
+        f"{left}burst-rt: no report from rank {names}: killed by a signal, or by mpirun after "
+        f"another rank had failed, or left by os._exit; mpirun's exit code is {how}\n"
     )
 
 
@@ -243,20 +320,27 @@ def _bare_signal(code: int) -> str:
     return f", as of {name}, by which mpirun may itself have ended this rank or another"
 
 
-def _doing(job_dir: Path, rank: int) -> str:
-    flight = read_flight(job_dir, rank)
-    return f", {flight}" if flight else ""
-
-
-def _crash_signal(text: str) -> signal.Signals | None:
-    """The signal that a crashed rank's text names ("Fatal Python error: Segmentation fault").
-
-    mpirun's exit code says less: Intel's is 255, and MPICH's joins the codes of several ranks.
-    """
-    named = (number for number in signal.Signals if f": {signal.strsignal(number)}\n" in text)
-    return next(named, None)
-
-
-def _crash_text(job_dir: Path, rank: int) -> str:
-    path = crash_path(job_dir, rank)
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+# The causes, the surest first: the first that applies is told.
+_CAUSES = (
+    _Cause("a rank failed", _has_failed, _failed, _failure_code),
+    _Cause("a rank crashed", lambda end: end.crashed is not None, _crashed, _crash_code),
+    _Cause(
+        "a rank waited to join one that had ended",
+        lambda end: end.stuck is not None,
+        _stuck,
+        lambda end: PeerLost.exit_code,
+    ),
+    _Cause(
+        "mpirun was killed", lambda end: end.mpirun_code < 0 and end.failure is None, _mpirun_killed
+    ),
+    _Cause("a rank left in a call", _has_left, _leaver_left),
+    _Cause("a rank was gone first", _has_gone, _went, _failure_code),
+    _Cause(
+        "ranks lost one that nothing else is known of",
+        lambda end: end.failure is not None,
+        _secondary,
+        _failure_code,
+    ),
+    _Cause("none: all is well", lambda end: end.code == 0, lambda end: ""),
+    _Cause("unknown", lambda end: True, _unknown),
+)

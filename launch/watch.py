@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from burst_rt.dashboard.reader import Reader
+    from burst_rt.telemetry.read.viewer import Viewer
 
-__all__ = ["open_reader", "viewer_options"]
+__all__ = ["open_viewer", "viewer_options"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -50,26 +50,25 @@ def viewer_options(command: _F) -> _F:
 
 
 @contextmanager
-def open_reader(attach: int | None, replay: Path | None, until: float | None) -> Iterator[Reader]:
-    """The reader that these options ask for: of a record, or of a running job's hub.
+def open_viewer(attach: int | None, replay: Path | None, until: float | None) -> Iterator[Viewer]:
+    """The viewer that these options ask for: of a record, or of a running job's hub.
 
     A record is read whole. Raises InputError and ConfigError.
     """
-    from burst_rt.dashboard.reader import HubReader, ModelReader
+    from burst_rt.telemetry.read.viewer import HubViewer, ModelViewer
 
     if replay is not None:
-        from burst_rt.telemetry.record import Record
-        from burst_rt.telemetry.record import replay as replayed
+        from burst_rt.telemetry.read.record import Record
+        from burst_rt.telemetry.read.record import replay as replayed
 
         if attach is not None:
             raise click.UsageError("--attach and --replay cannot be used together; choose one")
-        yield ModelReader(replayed(Record(replay), until))
+        yield ModelViewer(replayed(Record(replay), until))
         return
     if until is not None:
         raise click.UsageError("--until works only with --replay")
-    from burst_rt.telemetry.jobs import find_job
-    from burst_rt.telemetry.viewer import Viewer
+    from burst_rt.telemetry.hub.jobs import find_job
 
     job = find_job(attach)
-    with Viewer(job.address, job.secret) as viewer:
-        yield HubReader(viewer)
+    with HubViewer(job.address, job.secret) as viewer:
+        yield viewer

@@ -149,18 +149,7 @@ class Schedule:
         names = list(graph.lanes)
         lanes = list(graph.lanes.values())
         lane_of = [names.index(task.lane) for task in graph.tasks]
-        on_issue: list[list[int]] = [[] for _ in range(num_tasks)]
-        on_done: list[list[int]] = [[] for _ in range(num_tasks)]
-        after: list[list[int]] = [[] for _ in range(num_tasks)]
-        for v, before in enumerate(graph.predecessors):
-            for u in before:
-                first, second = lanes[lane_of[u]], lanes[lane_of[v]]
-                if _passes_at(first, second) is TaskState.DONE:
-                    on_done[u].append(v)
-                    continue
-                on_issue[u].append(v)
-                if first is not second:
-                    after[v].append(u)
+        on_issue, on_done, after = _edges(graph)
         num_before = [len(before) for before in graph.predecessors]
         task_at = sorted(range(num_tasks), key=place.__getitem__)
         is_line = all(task in on_done[task - 1] for task in range(1, num_tasks))
@@ -185,6 +174,29 @@ class Schedule:
             programs=programs,
             line=[[TaskDone(task)] for task in range(num_tasks)] if is_line else None,
         )
+
+
+_Tasks: TypeAlias = list[list[int]]  # for each task, other tasks
+
+
+def _edges(graph: Graph) -> tuple[_Tasks, _Tasks, _Tasks]:
+    """For each task: the tasks that may follow when it is issued, and when it is done, and its
+    predecessors on other ordered lanes of its device.
+    """
+    tasks, lanes = graph.tasks, graph.lanes
+    on_issue: _Tasks = [[] for _ in tasks]
+    on_done: _Tasks = [[] for _ in tasks]
+    after: _Tasks = [[] for _ in tasks]
+    for v, before in enumerate(graph.predecessors):
+        for u in before:
+            first, second = lanes[tasks[u].lane], lanes[tasks[v].lane]
+            if _passes_at(first, second) is TaskState.DONE:
+                on_done[u].append(v)
+                continue
+            on_issue[u].append(v)
+            if first is not second:
+                after[v].append(u)
+    return on_issue, on_done, after
 
 
 def _passes_at(first: Lane, second: Lane) -> TaskState:

@@ -157,27 +157,32 @@ def waits(
     for source, both, receiver in sent:
         # The messages that an exchange sends hold it up too, until the receiver has posted them. A
         # transport that takes a message at once has ended the exchange by then.
-        own = posted[source.rank]
-        if source.task in own and both < spans[source.rank][source.task].ended_s:
-            own[source.task] = max((both, receiver), own[source.task])
-    result: list[list[Wait]] = []
-    for known, own in zip(spans, posted, strict=True):
-        if not known:
-            result.append([])
-            continue
-        start, stop = _whole(known.values())
-        own_work = (s for s in known.values() if s.lane == compute_lane)
-        gaps = _gaps(start, stop, sorted((s.started_s, s.ended_s) for s in own_work))
-        wire = _union((both, known[t].ended_s) for t, (both, _) in own.items())
-        early = _union((known[t].issued_s, both) for t, (both, _) in own.items())
-        arrivals = sorted((known[t].ended_s, t, peer, both) for t, (both, peer) in own.items())
-        meetings = sorted((both, t, peer, both) for t, (both, peer) in own.items())
-        found = [_wait(piece, True, arrivals) for piece in _cut(gaps, wire)]
-        # A late peer counts only while nothing else is on the wire.
-        alone = _cut(_cut(gaps, early), _gaps(start, stop, wire))
-        found += [_wait(piece, False, meetings) for piece in alone]
-        result.append(sorted(found))
-    return result
+        senders = posted[source.rank]
+        if source.task in senders and both < spans[source.rank][source.task].ended_s:
+            senders[source.task] = max((both, receiver), senders[source.task])
+    return [
+        _waits_of_rank(trace, exchanges, compute_lane)
+        for trace, exchanges in zip(spans, posted, strict=True)
+    ]
+
+
+def _waits_of_rank(
+    spans: Mapping[int, Span], posted: Mapping[int, tuple[float, int]], compute_lane: str
+) -> list[Wait]:
+    """posted: for each exchange that receives, when it was on the wire, and with which rank."""
+    if not spans:
+        return []
+    start, stop = _whole(spans.values())
+    tiles = (s for s in spans.values() if s.lane == compute_lane)
+    gaps = _gaps(start, stop, sorted((s.started_s, s.ended_s) for s in tiles))
+    wire = _union((both, spans[t].ended_s) for t, (both, _) in posted.items())
+    early = _union((spans[t].issued_s, both) for t, (both, _) in posted.items())
+    arrivals = sorted((spans[t].ended_s, t, peer, both) for t, (both, peer) in posted.items())
+    meetings = sorted((both, t, peer, both) for t, (both, peer) in posted.items())
+    exposed = [_wait(piece, True, arrivals) for piece in _cut(gaps, wire)]
+    # A late peer counts only while nothing else is on the wire.
+    alone = _cut(_cut(gaps, early), _gaps(start, stop, wire))
+    return sorted(exposed + [_wait(piece, False, meetings) for piece in alone])
 
 
 def _wait(

@@ -103,32 +103,40 @@ def check_share(own: Graph, stated: Iterable[Transfer]) -> None:
     has ended or is one of them, so it is posted too. Then the exchange ends.
     """
     check_graph(own)
-    last = None
-    found: dict[tuple[int, ...], list[tuple[Transfer, int]]] = defaultdict(list)
-    for task in own.tasks:
+    built = _transfers(own)
+    wanted: dict[tuple[int, ...], list[Transfer]] = defaultdict(list)
+    for transfer in stated:
+        wanted[transfer[:2]].append(transfer)
+    for ranks in dict.fromkeys((*built, *wanted)):
+        for has, wants in zip_longest(built[ranks], wanted[ranks]):
+            if has is None or has[0] != wants:
+                raise InternalError(
+                    f"rank {own.rank}: {_say(own, has[1]) if has else 'no task'} has "
+                    f"{has[0] if has else wants}; stated is {wants or 'no such message'}"
+                )
+
+
+def _transfers(graph: Graph) -> dict[tuple[int, ...], list[tuple[Transfer, int]]]:
+    """A graph's messages, each with its task, by sender and receiver. Raises InternalError where
+    the tags of exchanges do not ascend in program order.
+    """
+    transfers: dict[tuple[int, ...], list[tuple[Transfer, int]]] = defaultdict(list)
+    rank, last = graph.rank, None
+    for task in graph.tasks:
         if not task.is_exchange:
             continue
         tags = {m.tag for m in (*task.sends, *task.recvs)}
         if len(tags) != 1 or (last is not None and min(tags) <= last):
             raise InternalError(
-                f"rank {own.rank}: {_say(own, task.id)} uses tags {sorted(tags)} after tag {last}; "
+                f"rank {rank}: {_say(graph, task.id)} uses tags {sorted(tags)} after tag {last}; "
                 "give each exchange one tag, higher than those of the exchanges before it"
             )
         (last,) = tags
-        has = [Transfer(own.rank, m.peer, m.tag, m.size_bytes) for m in task.sends]
-        has += [Transfer(m.peer, own.rank, m.tag, m.size_bytes) for m in task.recvs]
-        for transfer in has:
-            found[transfer[:2]].append((transfer, task.id))
-    wanted: dict[tuple[int, ...], list[Transfer]] = defaultdict(list)
-    for transfer in stated:
-        wanted[transfer[:2]].append(transfer)
-    for ranks in dict.fromkeys((*found, *wanted)):
-        for here, wants in zip_longest(found[ranks], wanted[ranks]):
-            if here is None or here[0] != wants:
-                raise InternalError(
-                    f"rank {own.rank}: {_say(own, here[1]) if here else 'no task'} has "
-                    f"{here[0] if here else wants}; stated is {wants or 'no such message'}"
-                )
+        messages = [Transfer(rank, m.peer, m.tag, m.size_bytes) for m in task.sends]
+        messages += [Transfer(m.peer, rank, m.tag, m.size_bytes) for m in task.recvs]
+        for transfer in messages:
+            transfers[transfer[:2]].append((transfer, task.id))
+    return transfers
 
 
 def _check_orders(graphs: Sequence[Graph]) -> None:
@@ -191,22 +199,9 @@ def _require_path(
 
 def _check_lanes(graph: Graph) -> None:
     for task in graph.tasks:
-        lane = graph.lanes[task.lane]
-        if not task.is_exchange:
-            continue
-        # A full lane holds back exchanges that a peer may wait for. The tasks that it holds back
-        # are known only if it is issued in program order.
-        if (lane.ordered or lane.max_in_flight is not None) and not lane.in_program_order:
-            kind = "ordered" if lane.ordered else "bounded"
-            raise InternalError(
-                f"rank {graph.rank}: {_say(graph, task.id)} is on {kind} lane {lane.name!r}, which "
-                "must be issued in program order"
-            )
-        if task.op is not None:
-            raise InternalError(
-                f"rank {graph.rank}: {_say(graph, task.id)} both computes and exchanges"
-            )
-        _check_exchange(graph, task)
+        if task.is_exchange:
+            _check_lane_of(graph, task)
+            _check_exchange(graph, task)
     # A transfer on a stream holds back the transfers that come after it. These are the same on
     # every rank only if all transfers of a graph are on that one stream.
     used = {task.lane for task in graph.tasks if task.is_exchange}
@@ -215,6 +210,26 @@ def _check_lanes(graph: Graph) -> None:
             f"rank {graph.rank}: exchanges are on lanes {sorted(used)}; a graph with exchanges on "
             "an ordered lane must have all its exchanges on that lane"
         )
+    _check_tags(graph)
+
+
+def _check_lane_of(graph: Graph, task: Task) -> None:
+    lane = graph.lanes[task.lane]
+    # A full lane holds back exchanges that a peer may wait for. The tasks that it holds back are
+    # known only if it is issued in program order.
+    if (lane.ordered or lane.max_in_flight is not None) and not lane.in_program_order:
+        kind = "ordered" if lane.ordered else "bounded"
+        raise InternalError(
+            f"rank {graph.rank}: {_say(graph, task.id)} is on {kind} lane {lane.name!r}, which "
+            "must be issued in program order"
+        )
+    if task.op is not None:
+        raise InternalError(
+            f"rank {graph.rank}: {_say(graph, task.id)} both computes and exchanges"
+        )
+
+
+def _check_tags(graph: Graph) -> None:
     # A free lane issues exchanges as they become ready, in any order. So two exchanges must not use
     # one tag with one peer.
     owner: dict[tuple[bool, int, int], int] = {}
@@ -316,16 +331,7 @@ def _play(graphs: Sequence[Graph]) -> None:
     for end, source in match_messages(graphs).items():
         needs[end.rank, end.task].add((source.rank, source.task))
         needs[source.rank, source.task].add((end.rank, end.task))
-    before = [list(map(set, graph.predecessors)) for graph in graphs]
-    after = [list(map(list, graph.successors)) for graph in graphs]
-    for graph in graphs:
-        last: dict[str, int] = {}
-        for task in graph.tasks:
-            if graph.lanes[task.lane].in_program_order:
-                if task.lane in last:
-                    before[graph.rank][task.id].add(last[task.lane])
-                    after[graph.rank][last[task.lane]].append(task.id)
-                last[task.lane] = task.id
+    before, after = _orders(graphs)
     posted: set[tuple[int, int]] = set()
     done: set[tuple[int, int]] = set()
     queue = [(g.rank, t.id) for g in graphs for t in g.tasks if not before[g.rank][t.id]]
@@ -349,6 +355,23 @@ def _play(graphs: Sequence[Graph]) -> None:
                 _explain(graphs, node, needs[node] - posted, node in posted) for node in stuck[:4]
             )
         )
+
+
+def _orders(graphs: Sequence[Graph]) -> tuple[list[list[set[int]]], list[list[list[int]]]]:
+    """For each task of each rank: the tasks that must be done before it, and those after it; by
+    edges, and by program order on the lanes that are issued so.
+    """
+    before = [list(map(set, graph.predecessors)) for graph in graphs]
+    after = [list(map(list, graph.successors)) for graph in graphs]
+    for graph in graphs:
+        last: dict[str, int] = {}
+        for task in graph.tasks:
+            if graph.lanes[task.lane].in_program_order:
+                if task.lane in last:
+                    before[graph.rank][task.id].add(last[task.lane])
+                    after[graph.rank][last[task.lane]].append(task.id)
+                last[task.lane] = task.id
+    return before, after
 
 
 def _explain(

@@ -16,7 +16,7 @@ from slurm import slurm
 
 from burst_rt.launch.run import kill_job
 from burst_rt.launch.train.checkpoint import find_checkpoint
-from burst_rt.telemetry.record import Record, replay
+from burst_rt.telemetry.read.record import Record, replay
 
 _WAIT_S = 120.0
 _TRAIN = [

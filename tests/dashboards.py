@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from burst_rt.dashboard.reader import ModelReader
 from burst_rt.dashboard.server import Served, Where
 from burst_rt.launch.run import kill_job
-from burst_rt.telemetry.job_model import JobModel
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.read.viewer import ModelViewer
 
 __all__ = ["RunningCommand", "Serving", "command", "installed", "kill_rank", "serving"]
 
@@ -78,7 +78,7 @@ def serving(model: JobModel, where: Where | None = None) -> Iterator[Serving]:
     thread.start()
 
     async def start() -> Served:
-        return Served(ModelReader(model), where or Where(port=0))
+        return Served(ModelViewer(model), where or Where(port=0))
 
     served = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
     running = asyncio.run_coroutine_threadsafe(served.run(), loop)

@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     VERSION,
     Counters,
@@ -21,12 +20,13 @@ from burst_rt.telemetry.messages import (
     JobReport,
     LaneCounters,
     PlanSummary,
-    Sample,
-    Source,
+    SourceInfo,
+    SourceSample,
     TaskInfo,
 )
-from burst_rt.telemetry.record import Recorder
-from burst_rt.telemetry.timeline import SPAN
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.model.timeline import SPAN
+from burst_rt.telemetry.read.record import Recorder
 
 __all__ = [
     "SECRET",
@@ -171,7 +171,7 @@ def arrive(
     )
     if gpu:
         said.append(
-            Source(
+            SourceInfo(
                 name=f"gpu:{rank}",
                 kind="gpu",
                 host="host",
@@ -248,10 +248,10 @@ def counters(rank: int, hub_s: float, calls: int) -> Counters:
     )
 
 
-def gpu_sample(rank: int, hub_s: float, power_w: float) -> Sample:
+def gpu_sample(rank: int, hub_s: float, power_w: float) -> SourceSample:
     # As many values as a new chip has.
     values = {"power_w": power_w} | {name: float(i) for i, name in enumerate(_GPU_METRICS)}
-    return Sample(f"gpu:{rank}", hub_s - offset_s(rank), values)
+    return SourceSample(f"gpu:{rank}", hub_s - offset_s(rank), values)
 
 
 _GPU_METRICS = (

@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from burst_rt.attention.predict import predicted_s
 from burst_rt.attention.recent import Recent
 from burst_rt.kernels import Kernel, Picked, Work, pick
 from burst_rt.planning.choose import Chooser
@@ -29,6 +30,7 @@ from burst_rt.planning.layouts import Layout
 from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program
+from burst_rt.runtime.observer import Description
 from burst_rt.scheduler import (
     HOST_LANES,
     Graph,
@@ -140,6 +142,7 @@ class Plan(RankPlan):
     key: PlanKey
     choice: Choice  # the strategy, and why it was chosen
     work: Work  # the work for which the kernel was picked
+    hardware: Hardware | None  # the machine that was planned with, if there is a file for it
 
     def explain(self, *, tables: bool = True) -> str:
         """The plan in words: strategy and kernel with the reasons, bytes sent, memory.
@@ -165,6 +168,23 @@ class Plan(RankPlan):
             f"  {len(self.graph.tasks)} tasks on this rank",
         )
         return "\n".join(filter(None, lines))
+
+    def describe(self) -> Description:
+        """See `Subject.describe`."""
+        problem, choice, seconds = self.key.problem, self.choice, self.choice.seconds or {}
+        layout, head_dim, v_dim = problem.q_layout, problem.head_dim, problem.v_head_dim
+        return Description(
+            kind="forward" if self.key.forward else "backward",
+            explain=self.explain(tables=False),
+            predicted_s=predicted_s(choice, self.rank, self.hardware, self.work.device),
+            problem=f"layout {layout.kind}, {layout.seq_len:,} tokens, {problem.num_heads} heads "
+            f"of {head_dim}{f' / {v_dim}' if v_dim != head_dim else ''} ({problem.num_kv_heads} "
+            f"kv), batch {problem.batch}, {self.key.dtype}, {problem.mask!r}",
+            strategy=choice.strategy,
+            candidates=tuple(
+                (name, size, seconds.get(name)) for name, size in choice.candidates.items()
+            ),
+        )
 
     @cached_property
     def writes_gradients(self) -> bool:
@@ -259,7 +279,7 @@ class Planner:
         schedule = Schedule.of(self.lowered(choice.program, own))
         return Plan(
             rank=self._rank, picked=picked, program_graph=own, schedule=schedule,
-            key=key, choice=choice, work=work,
+            key=key, choice=choice, work=work, hardware=self._hardware,
         )  # fmt: skip
 
     def lowered(self, program: Graphs, own: Graph) -> Graph:

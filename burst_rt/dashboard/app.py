@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,11 +25,10 @@ from starlette.routing import Route
 
 from burst_rt.dashboard.compact import compact
 from burst_rt.dashboard.exporter import CONTENT_TYPE, exposition
-from burst_rt.dashboard.links import WINDOW_S, Links, LinkView
-from burst_rt.dashboard.reader import Reader
+from burst_rt.dashboard.links import LinkStates, LinkView
 from burst_rt.errors import BurstError, Stalled
 from burst_rt.telemetry.metrics import METRICS, THROTTLE_REASONS
-from burst_rt.telemetry.views import (
+from burst_rt.telemetry.model.views import (
     EventView,
     JobView,
     ProgressView,
@@ -36,18 +36,17 @@ from burst_rt.telemetry.views import (
     Snapshot,
     SourceView,
 )
+from burst_rt.telemetry.read.viewer import Viewer
 
 __all__ = ["Dashboard", "make_app", "metrics_app"]
 
-# Seconds between two snapshots, and between two computations of the links, which need spans.
-_PERIOD_S = 0.5
-_LINKS_PERIOD_S = 1.0
-_LINKS_SPANS = 4000
+_PERIOD_S = 0.5  # seconds between two snapshots
 _MAX_STREAMS = 32
 _MAX_SPANS = 20_000
 _MAX_ROWS = 2_000
 _MAX_NAMES = 256
 _MAX_RANK_DIGITS = 9
+_T = TypeVar("_T")
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
@@ -64,40 +63,44 @@ class Present(msgspec.Struct, kw_only=True):
 
 
 class Dashboard:
-    """The data from which the routes answer. All viewers share one, so that ten viewers cost the
+    """The data from which the routes answer. All people who look share one, so that ten cost the
     hub what one does.
     """
 
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
+    def __init__(self, viewer: Viewer) -> None:
+        self.viewer = viewer
         self.closing = asyncio.Event()
         self.streams = 0
-        self._links = Links()
-        self._link_views: list[LinkView] = []
-        self._links_at_s = -math.inf
-        self._snapshot: Snapshot | None = None
-        self._snapshot_at_s = -math.inf
-        self._lock = asyncio.Lock()
+        self._links = LinkStates()
+        self._present: tuple[Snapshot, list[LinkView]] | None = None
+        self._present_at_s = -math.inf
+        self._asking = asyncio.Lock()
+        self._making = asyncio.Lock()
+
+    async def ask(self, question: Callable[..., _T], *about: Any) -> _T:  # question's arguments
+        """The viewer's answer. A model of this process is for the event loop's thread alone. A hub
+        answers later: another thread waits for that, with one question at a time.
+        """
+        if not self.viewer.blocks:
+            return question(*about)
+        async with self._asking:
+            return await asyncio.to_thread(question, *about)
 
     async def present(self, *, fresh: bool = False) -> tuple[Snapshot, list[LinkView]]:
         """The snapshot and the links, at most half a period old. fresh: they are made now."""
-        async with self._lock:
+        async with self._making:
             now_s = time.monotonic()
-            if fresh or self._snapshot is None or now_s - self._snapshot_at_s > _PERIOD_S / 2:
-                self._snapshot = await self.reader.snapshot()
-                self._snapshot_at_s = now_s
-                if now_s - self._links_at_s >= _LINKS_PERIOD_S:
-                    self._links_at_s = now_s
-                    self._links.look(await self.reader.timeline(-WINDOW_S, None, (), _LINKS_SPANS))
-                self._link_views = self._links.now(self._snapshot)
-            return self._snapshot, self._link_views
+            if fresh or self._present is None or now_s - self._present_at_s > _PERIOD_S / 2:
+                self._present = await self.ask(self._links.read, self.viewer)
+                self._present_at_s = now_s
+            return self._present
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events: the present, twice a second, until the viewer goes or the hub
         ends. A last event named "end" says that nothing more comes.
         """
         self.streams += 1
-        told = 0
+        last = 0
         closing = False
         try:
             while True:
@@ -105,8 +108,8 @@ class Dashboard:
                     snapshot, links = await self.present(fresh=closing)
                 except Stalled:
                     continue  # the try took long enough: the next may begin at once
-                events = [event for event in snapshot.events if event.number > told]
-                told = max((event.number for event in events), default=told)
+                events = [event for event in snapshot.events if event.number > last]
+                last = max((event.number for event in events), default=last)
                 yield self._event(snapshot, links, events)
                 if closing:
                     break
@@ -114,8 +117,8 @@ class Dashboard:
                     closing = await asyncio.wait_for(self.closing.wait(), _PERIOD_S)
         except BurstError:
             # The hub that this dashboard asks has ended: a viewer who comes now sees its last.
-            if self._snapshot is not None and not told:
-                yield self._event(self._snapshot, self._link_views, self._snapshot.events)
+            if self._present is not None and not last:
+                yield self._event(*self._present, self._present[0].events)
         finally:
             self.streams -= 1
         yield b"event: end\ndata: {}\n\n"
@@ -135,7 +138,7 @@ class Dashboard:
 
 def make_app(dashboard: Dashboard) -> Starlette:
     """The application, to be guarded (`guard.Guard`)."""
-    reader = dashboard.reader
+    viewer = dashboard.viewer
 
     async def events(request: Request) -> Response:
         if request.method == "HEAD":
@@ -149,23 +152,16 @@ def make_app(dashboard: Dashboard) -> Starlette:
         ranks = _ranks(request)
         limit = _limit(request, 2000, _MAX_SPANS)
         snapshot, _ = await dashboard.present()
-        view = await reader.timeline(
-            _number(request, "since", -10.0),
-            until_s if math.isfinite(until_s) else None,
-            ranks,
-            limit,
-        )
+        window = _number(request, "since", -10.0), until_s if math.isfinite(until_s) else None
+        view = await dashboard.ask(viewer.timeline, *window, ranks, limit)
         return _json(compact(view, snapshot.job.now_s))
 
     async def series(request: Request) -> Response:
         limit = _limit(request, 300, _MAX_ROWS)
-        found = await reader.series(
-            _words(request, "source"),
-            _words(request, "metric"),
-            _number(request, "since", -600.0),
-            limit,
-        )
-        return _json(msgspec.json.encode(found))
+        names = _words(request, "source"), _words(request, "metric")
+        since_s = _number(request, "since", -600.0)
+        views = await dashboard.ask(viewer.series, *names, since_s, limit)
+        return _json(msgspec.json.encode(views))
 
     async def plans(request: Request) -> Response:
         snapshot, _ = await dashboard.present()
@@ -175,14 +171,11 @@ def make_app(dashboard: Dashboard) -> Starlette:
         )
 
     async def names(request: Request) -> Response:
-        told = {
+        metrics = {
             name: (metric.unit, metric.label, THROTTLE_REASONS if metric.unit == "bits" else {})
             for name, metric in METRICS.items()
         }
-        return _json(msgspec.json.encode(told))
-
-    async def metrics(request: Request) -> Response:
-        return Response(exposition(*await dashboard.present()), media_type=CONTENT_TYPE)
+        return _json(msgspec.json.encode(metrics))
 
     routes = [
         Route("/api/events", events),
@@ -190,7 +183,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
         Route("/api/series", series),
         Route("/api/plans", plans),
         Route("/api/metrics", names),
-        Route("/metrics", metrics),
+        _metrics(dashboard),
         *_files(),
     ]
     return Starlette(routes=routes, exception_handlers={BurstError: _unavailable})
@@ -198,13 +191,14 @@ def make_app(dashboard: Dashboard) -> Starlette:
 
 def metrics_app(dashboard: Dashboard) -> Starlette:
     """`/metrics` alone. It has a port of its own on loopback, and needs no token."""
+    return Starlette(routes=[_metrics(dashboard)], exception_handlers={BurstError: _unavailable})
 
+
+def _metrics(dashboard: Dashboard) -> Route:
     async def metrics(request: Request) -> Response:
         return Response(exposition(*await dashboard.present()), media_type=CONTENT_TYPE)
 
-    return Starlette(
-        routes=[Route("/metrics", metrics)], exception_handlers={BurstError: _unavailable}
-    )
+    return Route("/metrics", metrics)
 
 
 def _files() -> list[Route]:

@@ -1,15 +1,13 @@
 """A timeline as a browser gets it, in few bytes.
 
-Spans are beneath their call, each name is said once, and times are whole tenths of microseconds.
+Each name is said once, and times are whole tenths of microseconds.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from burst_rt.telemetry.views import SpanView, TimelineView
+from burst_rt.telemetry.model.views import CallView, FlowView, TimelineView, WaitView, shared
 
 __all__ = ["UNITS_PER_S", "compact"]
 
@@ -17,7 +15,7 @@ UNITS_PER_S = 1e7
 
 
 class CallRows(msgspec.Struct, kw_only=True):
-    """A call of a rank."""
+    """A `CallView` in few bytes."""
 
     rank: int
     group: str
@@ -39,8 +37,8 @@ class CompactTimeline(msgspec.Struct, kw_only=True):
     units_per_s: float
     names: list[str]
     calls: list[CallRows]
-    waits: list[Any]  # rows as in `telemetry.views`
-    flows: list[Any]  # rows as in `telemetry.views`
+    waits: list[WaitView]
+    flows: list[FlowView]
     complete: int
     left_out: int
 
@@ -48,45 +46,25 @@ class CompactTimeline(msgspec.Struct, kw_only=True):
 def compact(view: TimelineView, now_s: float) -> bytes:
     """The JSON of a `CompactTimeline`. now_s: the hub's time, for the page."""
     names: dict[str, int] = {}
-    calls: dict[tuple[int, str, int], list[SpanView]] = {}
-    for span in view.spans:
-        calls.setdefault((span.rank, span.group, span.call), []).append(span)
-    rows = []
-    for (rank, group, call), spans in calls.items():
-        start = min(span.issued_s for span in spans)
-        cells = []
-        for span in spans:
-            bits = (span.sends > 0) | (span.receives > 0) << 1
-            name = names.setdefault(span.name, len(names))
-            lane = names.setdefault(span.lane, len(names))
-            times = (
-                round((at - start) * UNITS_PER_S)
-                for at in (span.issued_s, span.started_s, span.ended_s)
-            )
-            cells.append(
-                (name, lane, span.hop, bits, *times, span.size_bytes, span.flops, span.task)
-            )
-        rows.append(
-            CallRows(
-                rank=rank,
-                group=group,
-                call=call,
-                kind=spans[0].kind,
-                plan=spans[0].plan,
-                started_s=start,
-                spans=cells,
-            )
-        )
-    made = CompactTimeline(
+    timeline = CompactTimeline(
+        **shared(view, CompactTimeline) | {"calls": [_rows(call, names) for call in view.calls]},
         now_s=now_s,
-        since_s=view.since_s,
-        until_s=view.until_s,
         units_per_s=UNITS_PER_S,
         names=list(names),
-        calls=rows,
-        waits=view.waits,
-        flows=view.flows,
-        complete=view.complete,
-        left_out=view.left_out,
     )
-    return msgspec.json.encode(made)
+    return msgspec.json.encode(timeline)
+
+
+def _rows(call: CallView, names: dict[str, int]) -> CallRows:
+    """names: the place of each name; takes new ones."""
+    start_s = min(span.issued_s for span in call.spans)
+    rows = []
+    for span in call.spans:
+        times = (
+            round((at_s - start_s) * UNITS_PER_S)
+            for at_s in (span.issued_s, span.started_s, span.ended_s)
+        )
+        name, lane = (names.setdefault(word, len(names)) for word in (span.name, span.lane))
+        bits = (span.sends > 0) | (span.receives > 0) << 1
+        rows.append((name, lane, span.hop, bits, *times, span.size_bytes, span.flops, span.task))
+    return CallRows(**shared(call, CallRows) | {"spans": rows}, started_s=start_s)

@@ -8,16 +8,17 @@ has not measured is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from burst_rt.dashboard.links import LinkView
+from burst_rt.telemetry.messages import LaneCounters
 from burst_rt.telemetry.metrics import METRICS
-from burst_rt.telemetry.views import RankView, Snapshot, SourceView
+from burst_rt.telemetry.model.views import RankView, Snapshot, SourceView
 
 __all__ = ["CONTENT_TYPE", "DCGM", "exposition"]
 
@@ -97,83 +98,80 @@ def exposition(snapshot: Snapshot, links: Iterable[LinkView]) -> bytes:
 class _Families(Collector):
     def __init__(self, snapshot: Snapshot, links: Iterable[LinkView]) -> None:
         self._snapshot = snapshot
-        self._links = links
+        self._links = list(links)
 
     def collect(self) -> Iterator[Metric]:
+        sources = self._snapshot.sources
         yield from _of_job(self._snapshot)
         yield from _of_ranks(self._snapshot.ranks)
         yield from _of_links(self._links)
-        yield from _of_gpus([source for source in self._snapshot.sources if source.kind == "gpu"])
-        yield from _of_sources(
-            [source for source in self._snapshot.sources if source.kind in ("host", "process")]
-        )
+        yield from _of_gpus([source for source in sources if source.kind == "gpu"])
+        yield from _of_sources("host", [source for source in sources if source.kind == "host"])
+        yield from _of_sources("rank", [source for source in sources if source.kind == "process"])
+
+
+# The values of a family's labels, and the value.
+_Samples: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=labels), samples)
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
+    return _filled(CounterMetricFamily(name, text, labels=labels), samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) -> Metric:
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family
 
 
 def _of_job(snapshot: Snapshot) -> Iterator[Metric]:
     job, progress = snapshot.job, snapshot.progress
-    info = GaugeMetricFamily(
-        "burst_rt_job_info", "The job: always 1.", labels=("command", "package")
-    )
-    info.add_metric((job.command, job.package), 1)
-    yield info
-    yield GaugeMetricFamily(
-        "burst_rt_job_start_time_seconds",
-        "When the job's hub began, in seconds since the epoch.",
-        job.began_at_s,
-    )
-    yield GaugeMetricFamily("burst_rt_job_ranks", "Ranks of the job.", job.world_size)
-    yield CounterMetricFamily(
-        "burst_rt_telemetry_dropped_messages",
-        "Telemetry that ranks dropped because a queue was full.",
-        job.dropped,
-    )
+    about = ((job.command, job.package), 1)
+    yield _gauge("burst_rt_job_info", "The job: always 1.", ("command", "package"), [about])
+    text = "When the job's hub began, in seconds since the epoch."
+    yield _gauge("burst_rt_job_start_time_seconds", text, (), [((), job.began_at_s)])
+    yield _gauge("burst_rt_job_ranks", "Ranks of the job.", (), [((), job.world_size)])
+    text = "Telemetry that ranks dropped because a queue was full."
+    yield _counter("burst_rt_telemetry_dropped_messages", text, (), [((), job.dropped)])
     if progress.at_s is not None:
-        yield GaugeMetricFamily("burst_rt_job_step", "Step of the last report.", progress.step)
-        reported = GaugeMetricFamily(
-            "burst_rt_job_report", "Values of the job's last report.", labels=("name",)
-        )
-        for name, value in sorted(progress.values.items()):
-            if name not in _SERVING:
-                reported.add_metric((name,), value)
-        yield reported
+        yield _gauge("burst_rt_job_step", "Step of the last report.", (), [((), progress.step)])
+        values = sorted(progress.values.items())
+        reported = (((name,), value) for name, value in values if name not in _SERVING)
+        yield _gauge("burst_rt_job_report", "Values of the job's last report.", ("name",), reported)
     for name, field in _SERVING.items():
         if name in progress.values:
             label = METRICS[name].label
-            yield GaugeMetricFamily(field, f"{label[0].upper()}{label[1:]}.", progress.values[name])
+            text = f"{label[0].upper()}{label[1:]}."
+            yield _gauge(field, text, (), [((), progress.values[name])])
 
 
-def _of_ranks(ranks: Iterable[RankView]) -> Iterator[Metric]:
-    status = GaugeMetricFamily(
+def _of_ranks(ranks: Sequence[RankView]) -> Iterator[Metric]:
+    yield _gauge(
         "burst_rt_rank_status",
         "1 for the status that a rank has.",
-        labels=("rank", "host", "status"),
+        ("rank", "host", "status"),
+        (
+            ((str(rank.rank), rank.host, status), float(rank.status == status))
+            for rank in ranks
+            for status in _STATUSES
+        ),
     )
-    overlap = GaugeMetricFamily(
-        "burst_rt_rank_overlap_ratio",
-        "Share of the transfer time that compute hid.",
-        labels=("rank",),
-    )
-    counters = [(_counter(*row[:2], ("rank",)), row[2]) for row in _RANK_COUNTERS]
-    tasks = _counter("burst_rt_rank_lane_tasks", "Tasks done.", ("rank", "lane"))
-    sizes = _counter(
-        "burst_rt_rank_lane_bytes", "Bytes sent (lane network) or moved.", ("rank", "lane")
-    )
-    flops = _counter(
-        "burst_rt_rank_lane_flops", "Floating-point operations of tiles.", ("rank", "lane")
-    )
-    for rank in ranks:
-        name = str(rank.rank)
-        for word in _STATUSES:
-            status.add_metric((name, rank.host, word), float(rank.status == word))
-        if rank.overlap is not None:
-            overlap.add_metric((name,), rank.overlap)
-        for family, value in counters:
-            family.add_metric((name,), value(rank))
-        for lane, counts in rank.lanes.items():
-            tasks.add_metric((name, lane), counts.tasks)
-            sizes.add_metric((name, lane), counts.size_bytes)
-            flops.add_metric((name, lane), counts.flops)
-    yield from (status, overlap, *(family for family, _ in counters), tasks, sizes, flops)
+    overlaps = (((str(r.rank),), r.overlap) for r in ranks if r.overlap is not None)
+    text = "Share of the transfer time that compute hid."
+    yield _gauge("burst_rt_rank_overlap_ratio", text, ("rank",), overlaps)
+    for name, text, count in _RANK_COUNTERS:
+        yield _counter(name, text, ("rank",), (((str(rank.rank),), count(rank)) for rank in ranks))
+    for name, text, work in _LANE_COUNTERS:
+        counts = (
+            ((str(rank.rank), lane), work(counters))
+            for rank in ranks
+            for lane, counters in rank.lanes.items()
+        )
+        yield _counter(name, text, ("rank", "lane"), counts)
 
 
 _RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankView], float]], ...] = (
@@ -186,77 +184,62 @@ _RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankView], float]], ...] = (
     ),
     ("burst_rt_rank_call_seconds", "Time in calls.", lambda rank: rank.total_s),
 )
+_LANE_COUNTERS: tuple[tuple[str, str, Callable[[LaneCounters], float]], ...] = (
+    ("burst_rt_rank_lane_tasks", "Tasks done.", lambda lane: lane.tasks),
+    (
+        "burst_rt_rank_lane_bytes",
+        "Bytes sent (lane network) or moved.",
+        lambda lane: lane.size_bytes,
+    ),
+    ("burst_rt_rank_lane_flops", "Floating-point operations of tiles.", lambda lane: lane.flops),
+)
 
 
-def _of_links(links: Iterable[LinkView]) -> Iterator[Metric]:
-    rates = GaugeMetricFamily(
-        "burst_rt_link_bytes_per_second",
-        "Bytes a second from rank to rank.",
-        labels=("sender", "receiver"),
+def _of_links(links: Sequence[LinkView]) -> Iterator[Metric]:
+    ends = ("sender", "receiver")
+    rates = (((str(link.sender), str(link.receiver)), link.bytes_per_s) for link in links)
+    text = "Bytes a second from rank to rank."
+    yield _gauge("burst_rt_link_bytes_per_second", text, ends, rates)
+    states = (
+        ((str(link.sender), str(link.receiver), state), float(link.state == state))
+        for link in links
+        for state in _LINK_STATES
     )
-    states = GaugeMetricFamily(
-        "burst_rt_link_state",
-        "1 for the state that a link has.",
-        labels=("sender", "receiver", "state"),
+    yield _gauge(
+        "burst_rt_link_state", "1 for the state that a link has.", (*ends, "state"), states
     )
-    for link in links:
-        ends = (str(link.sender), str(link.receiver))
-        rates.add_metric(ends, link.bytes_per_s)
-        for word in _LINK_STATES:
-            states.add_metric((*ends, word), float(link.state == word))
-    yield from (rates, states)
 
 
-def _of_gpus(gpus: list[SourceView]) -> Iterator[Metric]:
+def _of_gpus(gpus: Sequence[SourceView]) -> Iterator[Metric]:
     labels = ("gpu", "UUID", "modelName", "Hostname", "ranks")
     for metric in sorted({name for gpu in gpus for name in gpu.values}):
         field, info = DCGM.get(metric), METRICS.get(metric)
+        scale = field.scale if field else 1
+        samples = (
+            (_gpu_labels(gpu), gpu.values[metric] * scale) for gpu in gpus if metric in gpu.values
+        )
         if field is not None:
-            family: Metric = GaugeMetricFamily(field.name, field.help, labels=labels)
+            yield _gauge(field.name, field.help, labels, samples)
         elif info is not None:
-            name, text = f"burst_rt_gpu_{metric}", f"{info.label} ({info.unit})"
-            family = (
-                _counter(name, text, labels)
-                if info.cumulative
-                else GaugeMetricFamily(name, text, labels=labels)
-            )
-        else:
-            continue
-        for gpu in gpus:
-            if metric in gpu.values:
-                value = gpu.values[metric] * (field.scale if field else 1)
-                family.add_metric(_gpu_labels(gpu), value)  # type: ignore[attr-defined]  # both families have it
-        yield family
+            family = _counter if info.cumulative else _gauge
+            text = f"{info.label} ({info.unit})"
+            yield family(f"burst_rt_gpu_{metric}", text, labels, samples)
 
 
 def _gpu_labels(gpu: SourceView) -> tuple[str, ...]:
-    about = gpu.about
-    ranks = ",".join(map(str, gpu.ranks))
-    return (
-        about.get("index", ""),
-        gpu.name.removeprefix("gpu:"),
-        about.get("name", ""),
-        gpu.host,
-        ranks,
-    )
+    about, ranks = gpu.about, ",".join(map(str, gpu.ranks))
+    uuid = gpu.name.removeprefix("gpu:")
+    return about.get("index", ""), uuid, about.get("name", ""), gpu.host, ranks
 
 
-def _of_sources(sources: list[SourceView]) -> Iterator[Metric]:
-    for kind, label in (("host", "host"), ("process", "rank")):
-        own = [source for source in sources if source.kind == kind]
-        for metric in sorted({name for source in own for name in source.values if name in METRICS}):
-            info = METRICS[metric]
-            family = GaugeMetricFamily(
-                f"burst_rt_{kind}_{metric}", f"{info.label} ({info.unit})", labels=(label,)
-            )
-            for source in own:
-                if metric in source.values:
-                    family.add_metric(
-                        (source.host if kind == "host" else source.name.removeprefix("rank:"),),
-                        source.values[metric],
-                    )
-            yield family
-
-
-def _counter(name: str, text: str, labels: tuple[str, ...]) -> CounterMetricFamily:
-    return CounterMetricFamily(name, text, labels=labels)
+def _of_sources(label: str, sources: Sequence[SourceView]) -> Iterator[Metric]:
+    """label: what names a source: "host" or "rank"."""
+    for metric in sorted({name for source in sources for name in source.values} & METRICS.keys()):
+        info = METRICS[metric]
+        samples = (
+            ((source.host if label == "host" else source.name.removeprefix("rank:"),), value)
+            for source in sources
+            if (value := source.values.get(metric)) is not None
+        )
+        name = f"burst_rt_{'host' if label == 'host' else 'process'}_{metric}"
+        yield _gauge(name, f"{info.label} ({info.unit})", (label,), samples)

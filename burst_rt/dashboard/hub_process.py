@@ -1,6 +1,6 @@
 """The hub's process: the hub, its record and, where asked for, the dashboard.
 
-`telemetry.starting.start_hub` starts it as `python -m burst_rt.dashboard.hub_process`.
+`telemetry.hub.starting.start_hub` starts it as `python -m burst_rt.dashboard.hub_process`.
 
 It joins the hub (`telemetry.hub`) with what shows the job to people: the record and, where it is
 asked for, the dashboard. The job's secret comes by the environment, all other settings as
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import BurstError
-from burst_rt.telemetry.hub import Hub, serve
-from burst_rt.telemetry.record import Recorder
+from burst_rt.telemetry.hub.hub import Hub, serve
+from burst_rt.telemetry.read.record import Recorder
 from burst_rt.telemetry.wire import SECRET_VARIABLE
 from burst_rt.version import __version__
 
@@ -46,17 +46,17 @@ def main() -> None:
         try:
             hub.recorder = Recorder(Path(options.record), hub.model.began_at_s, __version__)
             if hub.recorder.kept is not None:
-                hub.told.append(f"the record that was there is kept as {hub.recorder.kept}")
+                hub.lines.append(f"the record that was there is kept as {hub.recorder.kept}")
         except OSError as error:
-            hub.told.append(f"no record: cannot write {options.record}: {error.strerror}")
+            hub.lines.append(f"no record: cannot write {options.record}: {error.strerror}")
             hub.model.record = ""
     folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-", dir="/tmp"))
     try:
-        shown = _show(hub, options.dashboard, options.metrics_port)
-        asyncio.run(serve(hub, options.listen, folder, held=options.held, shown=shown))
+        dashboard = _show(hub, options.dashboard, options.metrics_port)
+        asyncio.run(serve(hub, options.listen, folder, held=options.held, service=dashboard))
     finally:
         if hub.recorder is not None:
             hub.recorder.close()
@@ -87,13 +87,13 @@ def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> Served | None:
     if not dashboard and metrics_port is None:
         return None
     # A hub without a dashboard starts sooner without a web server, and takes less memory.
-    from burst_rt.dashboard.reader import ModelReader
     from burst_rt.dashboard.server import Served, Where
+    from burst_rt.telemetry.read.viewer import ModelViewer
 
     try:
-        return Served(ModelReader(hub.model, hub.now_s), Where.parse(dashboard, metrics_port))
+        return Served(ModelViewer(hub.model, hub.now_s), Where.parse(dashboard, metrics_port))
     except BurstError as error:
-        hub.told.append(f"no dashboard: {error}")
+        hub.lines.append(f"no dashboard: {error}")
         return None
 
 

@@ -18,9 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from burst_rt.dashboard.app import Dashboard, make_app, metrics_app
 from burst_rt.dashboard.guard import Guard
-from burst_rt.dashboard.reader import Reader
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.telemetry.starting import is_port
+from burst_rt.telemetry.hub.starting import is_port
+from burst_rt.telemetry.read.viewer import Viewer
 
 __all__ = ["DEFAULT_PORT", "Served", "Where"]
 
@@ -83,13 +83,13 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._await_request()
-        mute = [
-            one
-            for one in self.connections
-            if isinstance(one, _Connection) and one._deadline is not None
-        ]
+        mute = {
+            connection: connection._deadline.when()
+            for connection in self.connections
+            if isinstance(connection, _Connection) and connection._deadline is not None
+        }
         if len(mute) > _MAX_MUTE:
-            longest = min(mute, key=lambda one: one._deadline.when() if one._deadline else 0.0)
+            longest = min(mute, key=mute.__getitem__)
             longest._stop_waiting()
             longest.transport.abort()
 
@@ -123,27 +123,27 @@ class _Server(uvicorn.Server):
 
 class Served:
     """A dashboard that listens. For the person who started it there are `link`, which carries the
-    token, and `told`, lines to print.
+    token, and `lines` to print.
     """
 
-    def __init__(self, reader: Reader, where: Where, token: str | None = None) -> None:
+    def __init__(self, viewer: Viewer, where: Where, token: str | None = None) -> None:
         """Binds the ports. Raises ConfigError where that fails."""
         self.token = token or secrets.token_urlsafe(24)
-        self._dashboard = Dashboard(reader)
+        self._dashboard = Dashboard(viewer)
         bound = _bind(where.host, where.port)
         port = bound.getsockname()[1]
-        shown = where.host if where.host not in ("0.0.0.0", "::") else socket.gethostname()
-        self.link = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={self.token}"
+        host = where.host if where.host not in ("0.0.0.0", "::") else socket.gethostname()
+        self.link = f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={self.token}"
         hosts = (
             frozenset()
             if where.is_loopback
             else frozenset({where.host, socket.gethostname().lower(), socket.getfqdn().lower()})
         )
         self._servers = [(_server(Guard(make_app(self._dashboard), self.token, hosts)), bound)]
-        self.told = [*([where.warning] if where.warning else []), f"dashboard {self.link}"]
+        self.lines = [*([where.warning] if where.warning else []), f"dashboard {self.link}"]
         if where.metrics_port is not None:
             bound = _bind("127.0.0.1", where.metrics_port)
-            self.told.append(f"metrics http://127.0.0.1:{bound.getsockname()[1]}/metrics")
+            self.lines.append(f"metrics http://127.0.0.1:{bound.getsockname()[1]}/metrics")
             self._servers.append((_server(Guard(metrics_app(self._dashboard), None)), bound))
 
     async def run(self) -> None:

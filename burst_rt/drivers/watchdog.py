@@ -23,7 +23,7 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -152,19 +152,29 @@ class Watchdog:
     def _look(self) -> BurstError | None:
         """The trouble that ends the job, or None. Never blocks."""
         try:
-            found = self._oldest()
-            begun = found is not None and found[0].driver.begun()
+            oldest = self._oldest()
+            begun = oldest is not None and oldest[0].driver.begun()
         except RuntimeError as error:  # torch's
             return self._error(DeviceError, self._calls[0], None, f"the device failed: {error}")
-        if found is None:
+        if oldest is None:
             return None
-        call, tasks = found
+        call, tasks = oldest
         inside_s, putting = self._wire.entered_s, call.driver.putting
         messages = [task for task in tasks if task.is_exchange]
         if inside_s is not None and putting is not None:
             messages.append(putting)
         if call.issuing and not messages:
             return None  # the thread that makes the call has deadlines of its own
+        return (
+            self._refusal(call, messages, tasks)
+            or self._not_started(call, inside_s, putting)
+            or self._no_progress(call, tasks, begun=begun)
+        )
+
+    def _refusal(
+        self, call: WatchedCall, messages: Sequence[Task], tasks: Sequence[Task]
+    ) -> BurstError | None:
+        """The trouble that NCCL, or another rank, reports."""
         try:
             self._wire.check()
         except DeviceError as error:
@@ -174,11 +184,22 @@ class Watchdog:
             lost = self._watch.lost(())
             if lost is not None:
                 return self._error(type(lost), call, messages[0], lost.message, peer=lost.peer)
+        return None
+
+    def _not_started(
+        self, call: WatchedCall, inside_s: float | None, putting: Task | None
+    ) -> BurstError | None:
+        """A message that could not be started in time. inside_s: since when it is being started."""
+        took_s = time.perf_counter() - inside_s if inside_s is not None else 0.0
+        if took_s <= self._timeout_s:
+            return None
+        return self._stalled(call, putting, "NCCL has not started its messages for", took_s)
+
+    def _no_progress(
+        self, call: WatchedCall, tasks: Sequence[Task], *, begun: bool
+    ) -> BurstError | None:
+        """A call of which no task has ended in time, once the caller's stream has reached it."""
         now_s = time.perf_counter()
-        if inside_s is not None and now_s - inside_s > self._timeout_s:
-            return self._stalled(
-                call, putting, "NCCL has not started its messages for", now_s - inside_s
-            )
         known = (call, len(tasks))
         if not begun or known != self._known:
             self._known, self._since_s = known, now_s

@@ -73,7 +73,7 @@ def end_job(error: BurstError, abort: Callable[[], None]) -> NoReturn:
 
 def _say(error: BurstError) -> None:
     print(f"burst-rt: {type(error).__name__}: {error.message}", file=sys.stderr)
-    telemetry = sys.modules.get("burst_rt.telemetry.joining")
+    telemetry = sys.modules.get("burst_rt.telemetry.rank.joining")
     if telemetry is not None:
         telemetry.farewell(error.exit_code, error)
     for stream in (sys.stdout, sys.stderr):

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from burst_rt.drivers import BaseDriver
 from burst_rt.scheduler import Schedule
 
-__all__ = ["Observer"]
+__all__ = ["Description", "Observer", "Subject"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a schedule does, in words and plain data."""
+
+    kind: str  # "forward", "backward", "decode" or "pipeline"
+    explain: str  # strategy, kernel and why, bytes, memory
+    # Time of a run on a machine like this one. None where that is not known, or where another rank
+    # says it.
+    predicted_s: float | None = None
+    problem: str = ""  # layout, shapes and mask, the same on all ranks of the group
+    strategy: str = ""  # the candidate that runs
+    # The strategies that it was chosen from: name, bytes that all ranks together send in one run,
+    # and seconds, None without a forecast.
+    candidates: tuple[tuple[str, int, float | None], ...] = ()
+
+
+class Subject(Protocol):
+    """What a schedule was made from."""
+
+    def describe(self) -> Description:
+        """The description of one run. Takes milliseconds; any thread may ask."""
 
 
 class Observer(Protocol):
@@ -22,7 +46,7 @@ class Observer(Protocol):
     def abandoned(self) -> None:
         """The call that began does not take place: the ranks do not agree on it."""
 
-    def ended(self, schedule: Schedule, driver: BaseDriver, subject: object) -> None:
+    def ended(self, schedule: Schedule, driver: BaseDriver, subject: Subject | None) -> None:
         """The call that began has ended well.
 
         subject: what the schedule was made from, as given to `Runtime.perform`; None for a custom

@@ -41,7 +41,7 @@ from burst_rt.job.ending import end_job, exit_code_of, in_words, mpi_takes_threa
 from burst_rt.job.flight import own_flight
 from burst_rt.runtime.agreement import Agreed, AgreedWhen, Agreement, Contract
 from burst_rt.runtime.machine import Machine
-from burst_rt.runtime.observer import Observer
+from burst_rt.runtime.observer import Observer, Subject
 from burst_rt.runtime.process import process
 from burst_rt.scheduler import Graph, Schedule, run
 from burst_rt.transport import ControlGroup, LocalTransport, Memory, Pending
@@ -207,7 +207,7 @@ class Runtime:
         memory: Mapping[int, Memory],
         *,
         progress: Progress | None = None,
-        subject: object = None,
+        subject: Subject | None = None,
         takes: Callable[[], str] | None = None,
         agreed: AgreedWhen = AgreedWhen.OPENING,
         counted: bool = True,

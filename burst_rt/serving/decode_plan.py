@@ -16,6 +16,7 @@ from burst_rt.errors import InputError
 from burst_rt.kernels import Work, pick_decode, sum_dtype
 from burst_rt.planning.masks import Full
 from burst_rt.planning.problem import ScoreOptions
+from burst_rt.runtime.observer import Description
 from burst_rt.scheduler import Schedule
 from burst_rt.serving.decode_graph import Decode
 
@@ -41,6 +42,10 @@ class DecodePlan(RankPlan):
             f"  slots {memory:,} bytes\n"
             f"  {len(self.graph.tasks)} tasks on this rank"
         )
+
+    def describe(self) -> Description:
+        """See `Subject.describe`."""
+        return Description(kind="decode", explain=self.explain(), problem=str(self.program))
 
 
 def bucket_of(keys: int) -> int:

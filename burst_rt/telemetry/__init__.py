@@ -3,12 +3,15 @@
 Its cost cannot hurt the run.
 
 Off unless asked: `burst-rt run --telemetry` (or `--record FILE`), BURST_RT_TELEMETRY=1, or
-`burst_rt.init(telemetry=True)`. A rank's agent (`agent`) tells a hub (`hub`) what the rank does.
-All viewers ask the hub's model of the job (`job_model`). `report` lets a job add figures of its
-own, and `TokenMeter` adds the figures of a job that serves.
+`burst_rt.init(telemetry=True)`. `report` lets a job add figures of its own, and `TokenMeter` adds
+the figures of a job that serves.
+
+`messages`, `metrics` and `wire` are what all speak. Each folder knows only those before it:
+`model`, what a job is; `read`, viewers and records; `hub`, the process that feeds the model;
+`rank`, what runs in a rank and tells the hub.
 """
 
-from burst_rt.telemetry.joining import report
-from burst_rt.telemetry.tokens import TokenMeter
+from burst_rt.telemetry.rank.joining import report
+from burst_rt.telemetry.rank.tokens import TokenMeter
 
 __all__ = ["TokenMeter", "report"]

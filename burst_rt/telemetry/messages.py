@@ -3,7 +3,7 @@
 The types are msgspec's; messages travel as MessagePack.
 
 A connection carries frames (`wire`), one message each. A record file holds the same messages, each
-with the time at which the hub had it and the rank that it came from. So the model (`job_model`) is
+with the time at which the hub had it and the rank that it came from. So the model (`JobModel`) is
 fed in one way, live or replayed. A message is an array, not a map: a newer version may append
 fields with defaults, and nothing else, so that old records stay readable.
 
@@ -14,6 +14,7 @@ times are seconds since the hub began.
 
 from __future__ import annotations
 
+import logging
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -32,6 +33,7 @@ __all__ = [
     "Group",
     "Heartbeat",
     "Hello",
+    "HubReport",
     "Item",
     "JobReport",
     "LaneCounters",
@@ -41,12 +43,11 @@ __all__ = [
     "Ping",
     "PlanSummary",
     "Pong",
-    "Presence",
     "RecordHeader",
     "Recorded",
-    "Sample",
     "Severity",
-    "Source",
+    "SourceInfo",
+    "SourceSample",
     "Stopping",
     "TaskInfo",
     "ToRank",
@@ -65,6 +66,11 @@ class Severity(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+    @property
+    def level(self) -> int:
+        """The level at which Python's logging has it."""
+        return int(logging.getLevelNamesMapping()[self.name])
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -203,7 +209,7 @@ class Counters(Counts, array_like=True, tag="counters", kw_only=True):
     """The counts of a rank, as they are now."""
 
 
-class Source(_Message, tag="source", kw_only=True):
+class SourceInfo(_Message, tag="source", kw_only=True):
     """Something that is sampled. Comes before the source's first sample."""
 
     name: str  # "gpu:UUID", "host:NAME", or "rank:N" for the process of a rank
@@ -213,7 +219,7 @@ class Source(_Message, tag="source", kw_only=True):
     about: dict[str, str]  # words for people: name, driver, memory, cores
 
 
-class Sample(_Message, tag="sample"):
+class SourceSample(_Message, tag="sample"):
     """The measurements of a source."""
 
     source: str
@@ -259,8 +265,8 @@ FromRank: TypeAlias = (
     | EndedCall
     | Agreed
     | Counters
-    | Source
-    | Sample
+    | SourceInfo
+    | SourceSample
     | JobReport
     | Note
     | Bye
@@ -322,8 +328,8 @@ class RecordHeader(_Message, tag="header"):
     began_at_s: float  # when the hub began, in seconds since the epoch
 
 
-class Presence(_Message, tag="presence"):
-    """An observation of the hub itself."""
+class HubReport(_Message, tag="presence"):
+    """What the hub itself has seen."""
 
     rank: int  # -1 means the whole job
     status: str  # a rank's: "lost" (its connection ended without a `Bye`); the job's: "stopping"
@@ -335,8 +341,8 @@ class Recorded(_Message):
 
     at_s: float  # when the hub had the message
     rank: int  # that the message came from, -1 for the hub itself
-    message: FromRank | Presence
+    message: FromRank | HubReport
 
 
 # A message that a JobModel takes.
-Item: TypeAlias = FromRank | Presence
+Item: TypeAlias = FromRank | HubReport

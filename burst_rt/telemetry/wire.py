@@ -32,6 +32,7 @@ __all__ = [
     "connect",
     "frame",
     "read_settings",
+    "readable",
     "until_beat_s",
 ]
 
@@ -68,10 +69,10 @@ class Settings:
 def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     """Reads what the environment asks for."""
     word, record = environment.get(TELEMETRY_VARIABLE, ""), environment.get(RECORD_VARIABLE, "")
-    shown, port = environment.get(DASHBOARD_VARIABLE, ""), environment.get(METRICS_VARIABLE, "")
-    if shown.lower() in (*_OFF, *_ON):
-        shown = "1" if shown.lower() in _ON else ""
-    if word.lower() in ("0", *_OFF) or not (word or record or shown or port):
+    dashboard, port = environment.get(DASHBOARD_VARIABLE, ""), environment.get(METRICS_VARIABLE, "")
+    if dashboard.lower() in (*_OFF, *_ON):
+        dashboard = "1" if dashboard.lower() in _ON else ""
+    if word.lower() in ("0", *_OFF) or not (word or record or dashboard or port):
         return Settings(asked=False)
     address = word if word.startswith(("unix:", "tcp:")) else ""
     return Settings(
@@ -79,9 +80,14 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         address=address,
         secret=environment.get(SECRET_VARIABLE, ""),
         record=record,
-        dashboard=shown,
+        dashboard=dashboard,
         metrics_port=port,
     )
+
+
+def readable(text: str) -> str:
+    """The text as it can be sent: question marks replace characters that UTF-8 cannot encode."""
+    return text.encode(errors="replace").decode()
 
 
 def frame(payload: bytes) -> bytes:

@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 import psutil
 
-import burst_rt.telemetry.hub  # noqa: F401  (what a hub imports counts as idle)
+import burst_rt.telemetry.hub.hub  # noqa: F401  (what a hub imports counts as idle)
 from burst_rt.launch.bench.report import Cell, publish
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     VERSION,
     Counters,
@@ -27,11 +26,12 @@ from burst_rt.telemetry.messages import (
     Hello,
     LaneCounters,
     PlanSummary,
-    Sample,
-    Source,
+    SourceInfo,
+    SourceSample,
     TaskInfo,
 )
-from burst_rt.telemetry.timeline import SPAN
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.model.timeline import SPAN
 
 __all__ = ["main"]
 
@@ -70,7 +70,7 @@ def main(seconds: int, out: Path | None) -> None:
                     "minutes": second / 60, "messages": num_messages,
                     "us a message": took_s / num_messages * 1e6,
                     "hub MB beyond idle": (process.memory_info().rss - idle) / 1e6,
-                    "spans shown": len(timeline.spans),
+                    "spans shown": timeline.num_spans,
                     "ranks shown": len(view.ranks),
                 }
             )  # fmt: skip
@@ -106,7 +106,7 @@ def _second(rank: int, second: int) -> Iterator[tuple[float, FromRank]]:
         yield 0.0, Group(name, list(range(_RANKS)), "nccl", "a GPU each")
         yield (
             0.0,
-            Source(
+            SourceInfo(
                 name=f"gpu:{rank}",
                 kind="gpu",
                 host=f"host{rank // 8}",
@@ -144,10 +144,10 @@ def _second(rank: int, second: int) -> Iterator[tuple[float, FromRank]]:
     for i in range(_RATE_HZ):
         at_s = second + i / _RATE_HZ
         calls = second * _RATE_HZ + i
-        yield at_s, Sample(f"gpu:{rank}", at_s, values)
+        yield at_s, SourceSample(f"gpu:{rank}", at_s, values)
         yield (
             at_s,
-            Sample(
+            SourceSample(
                 f"rank:{rank}",
                 at_s,
                 {"process_percent": 99.0, "rss_bytes": 1e9, "telemetry_percent": 0.3},

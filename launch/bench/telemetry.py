@@ -29,9 +29,9 @@ import burst_rt
 from burst_rt.errors import InternalError
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.launch.bench.timing import slowest_s
-from burst_rt.telemetry import joining
-from burst_rt.telemetry.agent import Agent
-from burst_rt.telemetry.starting import HUB_MODULE
+from burst_rt.telemetry.hub.starting import HUB_MODULE
+from burst_rt.telemetry.rank import joining
+from burst_rt.telemetry.rank.agent import Agent
 from burst_rt.telemetry.wire import RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_VARIABLE
 
 __all__ = ["main"]
@@ -177,8 +177,8 @@ def _hub() -> psutil.Process | None:
 
 _VIEWER = """
 import sys, time
-from burst_rt.telemetry.viewer import Viewer
-with Viewer(sys.argv[1], sys.argv[2]) as viewer:
+from burst_rt.telemetry.read.viewer import HubViewer
+with HubViewer(sys.argv[1], sys.argv[2]) as viewer:
     while True:
         viewer.snapshot()
         viewer.timeline(-2.0)

@@ -18,7 +18,7 @@ from hosts import Hosts, Running, hosts
 import burst_rt
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
-from burst_rt.telemetry.record import Record, replay
+from burst_rt.telemetry.read.record import Record, replay
 
 _TROUBLE = str(Path(__file__).parent / "programs" / "host_trouble.py")
 # On a busy machine four ranks take long to start.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from burst_rt.launch.doctor import probe_device_mpi
+from burst_rt.launch.checks import probe_device_mpi
 from burst_rt.launch.run import find_launcher
 from burst_rt.transport.probe import last_answer, note_answer
 
@@ -37,8 +37,8 @@ def test_memory_that_mpi_takes() -> None:
     """Host memory stands in for a device's."""
     from mpi4py import MPI
 
-    finding = probe_device_mpi(find_launcher(), "cpu", "a CPU")
-    assert "16,777,216 bytes on cpu" in finding.found
+    answer = probe_device_mpi(find_launcher(), "cpu", "a CPU")
+    assert "16,777,216 bytes on cpu" in answer
     assert last_answer(MPI.Get_library_version().strip(), "a CPU") is True
 
 
@@ -46,6 +46,6 @@ def test_memory_that_mpi_does_not_take() -> None:
     """Memory without an address: the ranks of the probe fail, and nobody else does."""
     from mpi4py import MPI
 
-    finding = probe_device_mpi(find_launcher(), "meta", "no memory")
-    assert finding.found.startswith("MPI does not take it; messages go through pinned host memory")
+    answer = probe_device_mpi(find_launcher(), "meta", "no memory")
+    assert answer.startswith("MPI does not take it; messages go through pinned host memory")
     assert last_answer(MPI.Get_library_version().strip(), "no memory") is False

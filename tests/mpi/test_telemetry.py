@@ -18,9 +18,9 @@ from standin import build_standin, with_standin
 
 from burst_rt.launch.run import kill_job
 from burst_rt.telemetry.messages import Bye
-from burst_rt.telemetry.record import Record, replay
-from burst_rt.telemetry.summary import summarise
-from burst_rt.telemetry.views import Snapshot
+from burst_rt.telemetry.model.views import Snapshot
+from burst_rt.telemetry.read.record import Record, replay
+from burst_rt.telemetry.read.summary import summarise
 
 _TESTS = Path(__file__).parents[1]
 _PROGRAM = Path(__file__).parent / "programs" / "watched.py"

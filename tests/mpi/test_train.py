@@ -31,7 +31,7 @@ from burst_rt.launch.train.checkpoint import find_checkpoint
 from burst_rt.launch.train.cli import eval_command, train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
-from burst_rt.telemetry.starting import HUB_MODULE
+from burst_rt.telemetry.hub.starting import HUB_MODULE
 
 _JOB_DEADLINE_S = 90.0
 _STEPS = 50

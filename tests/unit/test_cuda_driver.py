@@ -28,9 +28,9 @@ from burst_rt.scheduler import (
     Schedule,
     run,
 )
-from burst_rt.telemetry.calls import CallLog, Described, Totals
 from burst_rt.telemetry.messages import EndedCall, Group, PlanSummary
-from burst_rt.telemetry.timeline import SPAN
+from burst_rt.telemetry.model.timeline import SPAN
+from burst_rt.telemetry.rank.call_log import CallLog, Totals
 from burst_rt.transport import LocalWorld, NoticeKind
 
 _COPIES = (Lane("d2h", ordered=True, device=0), Lane("h2d", ordered=True, device=0))
@@ -269,7 +269,7 @@ def test_telemetry_gets_a_devices_spans_when_they_have_ended_and_never_waits() -
     log = CallLog(Group("0-2", [0, 1, 2], "mpi", ""), Totals())
     driver = drive(device, graph)
     log.began(5, driver)
-    log.ended(schedule, driver, lambda: Described(kind="pipeline", explain=""))
+    log.ended(schedule, driver, None)
     messages, polls = log.take(), 1
     while not messages:
         messages, polls = log.take(), polls + 1

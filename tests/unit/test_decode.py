@@ -36,7 +36,6 @@ from burst_rt.scheduler.simulator import reference as of_program_order
 from burst_rt.serving.bruck import bruck_gather, bruck_parts
 from burst_rt.serving.decode_graph import Decode
 from burst_rt.serving.decode_plan import DecodePlan, bucket_of
-from burst_rt.telemetry.describe import describe
 from burst_rt.transport.staged import staged
 
 _WORLDS = (1, 2, 3, 4, 5)
@@ -202,7 +201,7 @@ def test_bytes_and_messages_of_a_run() -> None:
         before = ctx.stats().bytes_sent
         decode(ctx, case)
         (plan,) = ctx.setup.kept[DecodePlan].values()
-        told = describe(plan, ctx.runtime.machine, ctx.rank)
+        told = plan.describe()
         assert told.kind == "decode"
         assert f"{plan.program.num_rounds} rounds" in told.explain
         return ctx.stats().bytes_sent - before, plan.bytes_sent()

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch import doctor
-from burst_rt.launch.doctor import Finding
+from burst_rt.launch import checks, doctor
+from burst_rt.launch.checks import Finding
 
 
 def _findings(
@@ -18,16 +18,24 @@ def _findings(
     torch sees.
     """
 
-    def ask(source: str, *, deadline_s: float = 0.0) -> doctor._Answer:
+    def ask(source: str, *, deadline_s: float = 0.0) -> checks._Answer:
         error = next((said for word, said in errors.items() if word in source), "")
         return (
-            doctor._Answer(error=error)
+            checks._Answer(error=error)
             if error
-            else doctor._Answer(cuda if "torch.cuda" in source else "1.2.3")
+            else checks._Answer(cuda if "torch.cuda" in source else "1.2.3")
         )
 
-    monkeypatch.setattr(doctor, "_ask_python", ask)
-    return {finding.name: finding for finding in doctor._gpu_findings(None)}
+    monkeypatch.setattr(checks, "_ask_python", ask)
+    return {finding.name: finding for finding in checks.check(_machine(), checks.GPU_CHECKS)}
+
+
+def _machine() -> checks.Inspection:
+    """A machine without mpirun."""
+    machine = checks.Inspection()
+    machine.launcher = ConfigError("no mpirun")
+    machine.findings = {name: Finding(name, "missing", "") for name in checks.JOBS.values()}
+    return machine
 
 
 @pytest.mark.parametrize(
@@ -75,21 +83,12 @@ def test_of_nccl_it_says_that_the_library_is_missing(monkeypatch: pytest.MonkeyP
 
 def test_no_advice_names_a_distribution_that_no_index_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        doctor,
+        checks,
         "_ask_python",
-        lambda source, **_: doctor._Answer(error="ModuleNotFoundError: No module named 'x'"),
+        lambda source, **_: checks._Answer(error="ModuleNotFoundError: No module named 'x'"),
     )
-    monkeypatch.setattr(
-        doctor, "find_launcher", lambda: (_ for _ in ()).throw(ConfigError("no mpirun"))
-    )
-    advice = [
-        finding.advice
-        for finding in (
-            *doctor._gpu_findings(None),
-            doctor._mpi_library(),
-            doctor._find_mpirun()[1],
-        )
-    ]
+    mpi = {name: checks.CHECKS[name] for name in ("MPI library", "mpirun")}
+    advice = [finding.advice for finding in checks.check(_machine(), mpi | checks.GPU_CHECKS)]
     assert sum("pip install '.[" in words for words in advice) == 5
     assert not any("burst-rt[" in words for words in advice)
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.main import cli
-from burst_rt.telemetry.jobs import RunningJob, announce, find_job, running_jobs
-from burst_rt.telemetry.starting import start_hub
+from burst_rt.telemetry.hub.jobs import RunningJob, announce, find_job, running_jobs
+from burst_rt.telemetry.hub.starting import start_hub
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +87,10 @@ def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) ->
     from rich.console import Console
     from telemetry_feed import arrive, beat, call, counters
 
-    from burst_rt.dashboard.links import Links
+    from burst_rt.dashboard.links import LinkStates
     from burst_rt.launch.top import render
-    from burst_rt.telemetry.job_model import JobModel
-    from burst_rt.telemetry.messages import Presence
+    from burst_rt.telemetry.messages import HubReport
+    from burst_rt.telemetry.model.job_model import JobModel
 
     model = JobModel(1e9)
     for rank in range(2):
@@ -102,8 +102,8 @@ def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) ->
             3.0, rank, call(rank, 1, 2.0, (0.0, 0.0, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 0.9))
         )
         model.apply(3.0, rank, beat(rank, 3.0, number=4, doing="hop 1", since_s=2.5))
-    model.apply(3.5, -1, Presence(1, "lost", "its connection ended"))
-    links = Links()
+    model.apply(3.5, -1, HubReport(1, "lost", "its connection ended"))
+    links = LinkStates()
     links.look(model.timeline(-5.0))
     Console(width=100).print(render(model.snapshot(), links.now(model.snapshot()), [3.0, 2.0]))
     shown = capsys.readouterr().out
@@ -122,8 +122,8 @@ def test_top_shows_whole_columns_at_any_width(
     from telemetry_feed import arrive, beat, gpu_sample
 
     from burst_rt.launch.top import render
-    from burst_rt.telemetry.job_model import JobModel
-    from burst_rt.telemetry.messages import Presence, Sample
+    from burst_rt.telemetry.messages import HubReport, SourceSample
+    from burst_rt.telemetry.model.job_model import JobModel
 
     model = JobModel(1e9)
     own = {
@@ -139,13 +139,15 @@ def test_top_shows_whole_columns_at_any_width(
             model.apply(0.0, rank, message)
         model.apply(3.0, rank, beat(rank, 3.0, number=932, doing="hop 11 q1 kv10", since_s=2.9))
         model.apply(
-            3.0, rank, Sample(f"rank:{rank}", beat(rank, 3.0).sent_s, own | {"flops_per_s": 3.2e10})
+            3.0,
+            rank,
+            SourceSample(f"rank:{rank}", beat(rank, 3.0).sent_s, own | {"flops_per_s": 3.2e10}),
         )
         if gpu:
             model.apply(3.0, rank, gpu_sample(rank, 3.0, 690.0))
-    model.apply(3.5, -1, Presence(11, "lost", "its connection ended"))
+    model.apply(3.5, -1, HubReport(11, "lost", "its connection ended"))
     for rank in range(6):
-        model.apply(4.0, -1, Presence(rank, "lost", "its connection ended"))
+        model.apply(4.0, -1, HubReport(rank, "lost", "its connection ended"))
     Console(width=width).print(render(model.snapshot(), [], []))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width

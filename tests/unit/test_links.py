@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from telemetry_feed import arrive, beat, call, counters
 
-from burst_rt.dashboard.links import Links, LinkView
-from burst_rt.telemetry.job_model import JobModel
-from burst_rt.telemetry.messages import Presence
+from burst_rt.dashboard.links import LinkStates, LinkView
+from burst_rt.telemetry.messages import HubReport
+from burst_rt.telemetry.model.job_model import JobModel
 
 _WORLD = 4
 
@@ -42,8 +42,8 @@ def _job(slow: int | None = None) -> JobModel:
     return model
 
 
-def _links(model: JobModel, links: Links | None = None) -> dict[tuple[int, int], LinkView]:
-    links = links or Links()
+def _links(model: JobModel, links: LinkStates | None = None) -> dict[tuple[int, int], LinkView]:
+    links = links or LinkStates()
     links.look(model.timeline(-5.0))
     return {(view.sender, view.receiver): view for view in links.now(model.snapshot())}
 
@@ -62,9 +62,9 @@ def test_a_slow_link_is_told_from_the_others() -> None:
 
 
 def test_links_of_a_lost_rank_are_silent_and_stay() -> None:
-    model, links = _job(), Links()
+    model, links = _job(), LinkStates()
     _links(model, links)
-    model.apply(4.0, -1, Presence(1, "lost", "its connection ended"))
+    model.apply(4.0, -1, HubReport(1, "lost", "its connection ended"))
     found = links.now(model.snapshot())
     assert [(view.sender, view.receiver) for view in found if view.state == "silent"] == [
         (0, 1),
@@ -74,7 +74,7 @@ def test_links_of_a_lost_rank_are_silent_and_stay() -> None:
 
 
 def test_of_a_ring_that_stands_still_only_the_link_at_fault_is_silent() -> None:
-    model, links = _job(), Links()
+    model, links = _job(), LinkStates()
     _links(model, links)
     for rank in range(_WORLD):
         # Rank 1 computes and computes, all others wait for a message.

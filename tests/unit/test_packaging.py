@@ -396,6 +396,41 @@ def test_imports_point_down(name: str) -> None:
     assert not upward, f"{name} is on floor {here[0]}; above it or beside it: {sorted(upward)}"
 
 
+# Folders of telemetry, from below: each imports only from those before it.
+_TELEMETRY = ("model", "read", "hub", "rank")
+
+
+def test_the_folders_of_telemetry_are_those_of_the_page() -> None:
+    text = (_ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert f"Folders of telemetry, from below: {', '.join(_TELEMETRY)} |" in text
+    folders = {name.split(".")[2] for name in _PACKAGES if name.startswith("burst_rt.telemetry.")}
+    assert folders == set(_TELEMETRY)
+
+
+@pytest.mark.parametrize("folder", ["", *_TELEMETRY])
+def test_folders_of_telemetry_import_from_those_before_them(folder: str) -> None:
+    """What lies in no folder is spoken by all: it imports from none of them."""
+    above = _TELEMETRY[_TELEMETRY.index(folder) + 1 if folder else 0 :]
+    upward = {
+        (name, module)
+        for name in _MODULES
+        if (parts := name.split("."))[:2] == ["burst_rt", "telemetry"]
+        and (parts[2] if len(parts) > 2 and parts[2] in _TELEMETRY else "") == folder
+        # The face of the room hands on what runs in a rank.
+        and len(parts) > 2
+        for module in _imports(name)
+        if _within(module, *(f"burst_rt.telemetry.{other}" for other in above))
+    }
+    assert not upward
+
+
+def test_telemetry_knows_nothing_of_attention() -> None:
+    """It reads what plans say of themselves (`runtime.observer.Subject`)."""
+    modules = [name for name in _MODULES if _within(name, "burst_rt.telemetry")]
+    rooms = {_room(imported) for name in modules for imported in _imports(name)}
+    assert not rooms & {"burst_rt.attention", "burst_rt.serving", "burst_rt.planning"}
+
+
 def test_no_files_form_a_circle() -> None:
     """Imports count wherever they are in a file: imports for types, and imports of functions."""
     circle: list[str] = []

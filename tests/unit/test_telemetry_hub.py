@@ -25,15 +25,14 @@ from telemetry_feed import beat, hello
 
 import burst_rt
 from burst_rt.errors import ConfigError, InputError, ProtocolError
-from burst_rt.telemetry import joining
-from burst_rt.telemetry.agent import Agent
-from burst_rt.telemetry.calls import CallLog, Totals
-from burst_rt.telemetry.following import Teller
+from burst_rt.telemetry.hub.starting import HUB_MODULE, RunningHub, scrubbed, start_hub
 from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Severity
-from burst_rt.telemetry.record import Record
-from burst_rt.telemetry.starting import HUB_MODULE, RunningHub, scrubbed, start_hub
-from burst_rt.telemetry.viewer import Viewer
-from burst_rt.telemetry.views import Snapshot
+from burst_rt.telemetry.model.views import Snapshot
+from burst_rt.telemetry.rank import joining
+from burst_rt.telemetry.rank.agent import Agent
+from burst_rt.telemetry.rank.call_log import CallLog, Totals
+from burst_rt.telemetry.read.record import Record
+from burst_rt.telemetry.read.viewer import HubViewer
 from burst_rt.telemetry.wire import Frames, connect, frame, read_settings
 from burst_rt.transport import LocalWorld
 
@@ -47,7 +46,7 @@ def hub() -> Iterator[RunningHub]:
     running.release()
 
 
-def _wait_until(viewer: Viewer, there: Callable[[Snapshot], bool]) -> Snapshot:
+def _wait_until(viewer: HubViewer, there: Callable[[Snapshot], bool]) -> Snapshot:
     deadline_s = time.monotonic() + _DEADLINE_S
     while not there(shown := viewer.snapshot()):
         assert time.monotonic() < deadline_s, shown
@@ -85,7 +84,7 @@ def test_ranks_that_are_threads_show_calls_and_leave(
     for name, value in hub.environment().items():
         monkeypatch.setenv(name, value)
     burst_rt.run_local(3, lambda ctx: _attend(ctx, 5))
-    with Viewer(hub.address, hub.secret) as viewer:
+    with HubViewer(hub.address, hub.secret) as viewer:
         shown = _wait_until(
             viewer, lambda s: len(s.ranks) == 3 and all(r.status == "left" for r in s.ranks)
         )
@@ -104,7 +103,7 @@ def test_ranks_that_are_threads_show_calls_and_leave(
         view = viewer.timeline(0.0, limit=100_000)
         assert (view.complete, view.left_out) == (10, 0)
         assert len(view.flows) > 0
-        assert all(s.issued_s <= s.started_s <= s.ended_s for s in view.spans)
+        assert all(s.issued_s <= s.started_s <= s.ended_s for c in view.calls for s in c.spans)
         assert {"rank:0", "host:" + socket.gethostname(), "job"} <= {s.name for s in shown.sources}
         (series,) = viewer.series(["rank:0"], ["rss_bytes"])
         assert series.values["rss_bytes"][0] > 1e6  # type: ignore[operator]  # the first row has it
@@ -136,7 +135,7 @@ def test_one_ranks_wish_is_enough_and_the_first_starts_the_hub(
     with burst_rt.init(burst_rt.LocalRank(world, 0), telemetry=True) as ctx:
         _attend(ctx, 1)
         agent = joining._agents[id(world), 0]
-        with Viewer(agent.address, agent.secret) as viewer:
+        with HubViewer(agent.address, agent.secret) as viewer:
             _wait_until(viewer, lambda s: bool(s.ranks))
         (process,) = [p for p in psutil.process_iter(["cmdline"]) if _listens(p, agent.address)]
     process.wait(_DEADLINE_S)  # it ends with its last rank
@@ -192,14 +191,14 @@ def test_a_report_that_cannot_be_sent_leaves_telemetry_as_it_was(
         burst_rt.telemetry.report(2**63 - 1, **{"é" * 128: 2.0}, loss=3.0)
 
     burst_rt.run_local(1, wrong)
-    with Viewer(hub.address, hub.secret) as viewer:
+    with HubViewer(hub.address, hub.secret) as viewer:
         shown = _wait_until(viewer, lambda s: any(r.status == "left" for r in s.ranks))
         assert shown.progress.step == 2**63 - 1
         assert shown.progress.values == {"é" * 128: 2.0, "loss": 3.0}
 
 
 def test_a_dropped_connection_is_noticed_within_100_ms(hub: RunningHub) -> None:
-    with Viewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as other:
+    with HubViewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as other:
         connection = _rank(hub, 1)
         _say(connection, beat(1, 0.0, number=4, doing="hop 1 q1 kv0"))
         _wait_until(viewer, lambda s: len(s.ranks) == 2 and s.ranks[1].call == 4)
@@ -214,7 +213,11 @@ def test_a_dropped_connection_is_noticed_within_100_ms(hub: RunningHub) -> None:
 
 def test_the_launcher_asks_who_was_lost_first_and_what_it_did(hub: RunningHub) -> None:
     assert hub.first_lost() is None
-    with Viewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as other, _rank(hub, 1) as victim:
+    with (
+        HubViewer(hub.address, hub.secret) as viewer,
+        _rank(hub, 0) as other,
+        _rank(hub, 1) as victim,
+    ):
         _say(victim, beat(1, 0.0, number=932, doing="hop 1 q1 kv0", hop=1))
         _wait_until(viewer, lambda s: len(s.ranks) == 2 and s.ranks[1].call == 932)
         killed_at_s = time.time()
@@ -235,12 +238,16 @@ def test_the_launcher_asks_who_was_lost_first_and_what_it_did(hub: RunningHub) -
     )
     assert lost.at_s == pytest.approx(killed_at_s, abs=1.0)
     assert 0.0 <= lost.age_s < 10.0
-    assert "in call 932, hop 1 q1 kv0" in lost.known
+    assert "in call 932, hop 1 q1 kv0" in lost.activity
 
 
 def test_the_launcher_waits_until_it_is_known_how_ranks_ended(hub: RunningHub) -> None:
     """The launcher may see the end of a job before the hub does."""
-    with Viewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as good, _rank(hub, 1) as victim:
+    with (
+        HubViewer(hub.address, hub.secret) as viewer,
+        _rank(hub, 0) as good,
+        _rank(hub, 1) as victim,
+    ):
         _wait_until(viewer, lambda s: len(s.ranks) == 2)
         _say(good, Bye(0.0, 0, ""))
         threading.Timer(0.3, victim.close).start()
@@ -252,7 +259,7 @@ def test_the_launcher_waits_until_it_is_known_how_ranks_ended(hub: RunningHub) -
 
 
 def test_a_rank_that_is_never_heard_to_leave_is_lost(hub: RunningHub) -> None:
-    with Viewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as good, _rank(hub, 1):
+    with HubViewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as good, _rank(hub, 1):
         _wait_until(viewer, lambda s: len(s.ranks) == 2)
         _say(good, Bye(0.0, 0, ""))
         lost = hub.first_lost(settling_s=0.3)
@@ -264,7 +271,7 @@ def test_ranks_that_end_because_the_job_is_stopped_are_not_lost(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     running = start_hub(one_host=True, held=True)
-    with Viewer(running.address, running.secret) as viewer:
+    with HubViewer(running.address, running.secret) as viewer:
         ranks = [_rank(running, rank) for rank in range(2)]
         _wait_until(viewer, lambda s: len(s.ranks) == 2)
         asked_s = time.monotonic()
@@ -285,7 +292,7 @@ def test_ranks_that_end_because_the_job_is_stopped_are_not_lost(
 def test_stopping_imports_nothing_in_a_signals_handler() -> None:
     source = """
 import sys
-from burst_rt.telemetry.starting import start_hub
+from burst_rt.telemetry.hub.starting import start_hub
 hub = start_hub(one_host=True, held=True)
 before = set(sys.modules)
 hub.stopping("SIGINT")
@@ -316,14 +323,14 @@ def test_a_hub_that_does_not_answer_holds_the_launcher_up_for_less_than_a_second
 
 
 def test_a_silent_rank_is_noticed(hub: RunningHub) -> None:
-    with Viewer(hub.address, hub.secret) as viewer, _rank(hub, 0):
+    with HubViewer(hub.address, hub.secret) as viewer, _rank(hub, 0):
         shown = _wait_until(viewer, lambda s: bool(s.ranks) and s.ranks[0].status == "silent")
         assert "nothing heard for 2 s" in shown.events[-1].text
 
 
 def test_strangers_are_not_heard(hub: RunningHub) -> None:
     with (
-        Viewer(hub.address, "wrong") as viewer,
+        HubViewer(hub.address, "wrong") as viewer,
         pytest.raises(ConfigError, match="the secret is wrong"),
     ):
         viewer.snapshot()
@@ -342,7 +349,7 @@ def test_strangers_are_not_heard(hub: RunningHub) -> None:
         with connect(hub.address, _DEADLINE_S) as stranger:
             _say(stranger, said)
             assert stranger.recv(100) == b""
-    with Viewer(hub.address, hub.secret) as viewer:
+    with HubViewer(hub.address, hub.secret) as viewer:
         assert viewer.snapshot().ranks == []
 
 
@@ -365,7 +372,7 @@ def test_over_tcp_with_the_secret() -> None:
     running = start_hub(one_host=False, held=True)
     try:
         assert running.address.startswith("tcp:")
-        with Viewer(
+        with HubViewer(
             f"tcp:127.0.0.1:{running.address.rpartition(':')[2]}", running.secret
         ) as viewer:
             assert viewer.snapshot().ranks == []
@@ -381,7 +388,7 @@ def _agent(running: RunningHub) -> Agent:
 
 def test_clocks_are_aligned(hub: RunningHub) -> None:
     agent = _agent(hub)
-    with Viewer(hub.address, hub.secret) as viewer:
+    with HubViewer(hub.address, hub.secret) as viewer:
         shown = _wait_until(viewer, lambda s: bool(s.ranks) and s.ranks[0].rtt_s > 0)
         (rank,) = shown.ranks
         # On one host both read the same clock: what the hub has counted since it began, this
@@ -398,7 +405,7 @@ def test_clocks_are_aligned(hub: RunningHub) -> None:
 def test_clocks_are_compared_again_and_again(
     hub: RunningHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burst_rt.telemetry.agent._CLOCK_PERIOD_S", 0.1)
+    monkeypatch.setattr("burst_rt.telemetry.rank.agent._CLOCK_PERIOD_S", 0.1)
     agent = _agent(hub)
     seen: dict[float, float] = {}  # when sent -> the way there and back
     deadline_s = time.perf_counter() + 20
@@ -414,7 +421,7 @@ def test_clocks_are_compared_again_and_again(
 
 def test_a_process_is_sampled_twice_a_second(hub: RunningHub) -> None:
     agent = _agent(hub)
-    with Viewer(hub.address, hub.secret) as viewer:
+    with HubViewer(hub.address, hub.secret) as viewer:
         deadline_s = time.perf_counter() + 20
         times: list[float] = []
         while len(times) < 5:
@@ -447,7 +454,7 @@ with burst_rt.init() as ctx:
     os.kill(os.getpid(), 9)
 """
     environment = dict(os.environ) | hub.environment()
-    with Viewer(hub.address, hub.secret) as viewer:
+    with HubViewer(hub.address, hub.secret) as viewer:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", source], env=environment, start_new_session=True
         )
@@ -461,7 +468,7 @@ with burst_rt.init() as ctx:
 def test_a_hub_that_is_killed_ends_telemetry_and_nothing_else(hub: RunningHub) -> None:
     agent = _agent(hub)
     log = agent.follow([0], "local", "a test")
-    with Viewer(hub.address, hub.secret) as viewer:
+    with HubViewer(hub.address, hub.secret) as viewer:
         _wait_until(viewer, lambda s: bool(s.ranks))
     os.kill(hub._process.pid, signal.SIGKILL)
     deadline_s = time.monotonic() + _DEADLINE_S
@@ -479,7 +486,7 @@ def test_a_hub_that_is_killed_ends_telemetry_and_nothing_else(hub: RunningHub) -
 def test_a_hub_that_does_not_read_makes_nobody_wait(hub: RunningHub) -> None:
     """Messages pile up to a bound, then they are dropped and counted."""
     agent = _agent(hub)
-    with Viewer(hub.address, hub.secret) as viewer:
+    with HubViewer(hub.address, hub.secret) as viewer:
         _wait_until(viewer, lambda s: bool(s.ranks))
         os.kill(hub._process.pid, signal.SIGSTOP)
         try:
@@ -501,7 +508,7 @@ def test_a_hub_that_does_not_read_makes_nobody_wait(hub: RunningHub) -> None:
 def test_a_hub_that_cannot_start_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("burst_rt.telemetry.starting.sys.executable", "/bin/false")
+    monkeypatch.setattr("burst_rt.telemetry.hub.starting.sys.executable", "/bin/false")
     with pytest.raises(ConfigError, match="did not start"):
         start_hub(one_host=True)
     monkeypatch.setenv("BURST_RT_TELEMETRY", "1")
@@ -528,7 +535,7 @@ def test_a_wrong_metrics_port_is_told_at_once(
 def test_what_a_hub_cannot_do_is_told_to_whoever_started_it() -> None:
     running = start_hub(one_host=True, held=True, record="/proc/none/x", dashboard="8.8.8.8:1")
     try:
-        record, dashboard = running.told
+        record, dashboard = running.lines
         assert record == "no record: cannot write /proc/none/x: No such file or directory"
         assert dashboard.startswith("no dashboard: ")
     finally:
@@ -594,7 +601,7 @@ def test_counts_miss_nothing_when_spans_are_dropped() -> None:
     totals = Totals()
     with burst_rt.init() as ctx:
         log = CallLog(Group("0-0", [0], "local", ""), totals)
-        ctx.runtime.observer = Teller(log, ctx.runtime)
+        ctx.runtime.observer = log
         _attend(ctx, 200)
         counted = totals.message(log.num_dropped)
         ctx.runtime.observer = None

@@ -9,21 +9,22 @@ import numpy as np
 import pytest
 from telemetry_feed import arrive, beat, call, counters, gpu_sample, offset_s
 
-from burst_rt.telemetry.history import FULL_S, History
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     Bye,
+    EndedCall,
     FromRank,
+    HubReport,
     JobReport,
     Note,
     PlanSummary,
-    Presence,
-    Sample,
     Severity,
+    SourceSample,
 )
 from burst_rt.telemetry.metrics import METRICS, plausible, throttle_reasons
-from burst_rt.telemetry.timeline import KeptCall, Recent
-from burst_rt.telemetry.views import Snapshot, TimelineView
+from burst_rt.telemetry.model.history import FULL_S, SourceHistory
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.model.timeline import RecentCalls
+from burst_rt.telemetry.model.views import Snapshot, TimelineView
 
 
 def _job(world_size: int = 2, *, gpu: bool = False) -> JobModel:
@@ -49,16 +50,17 @@ def test_a_call_of_all_ranks_tells_who_waited_for_whom() -> None:
     model.apply(1.0, 0, call(0, 7, 10.0, *_TIMES_0))
     view = model.timeline(0.0, 20.0)
     # the other rank's part may still come
-    assert (len(view.spans), view.complete, view.waits) == (
+    assert (view.num_spans, view.complete, view.waits) == (
         3,
         0,
         [],
     )
     model.apply(1.0, 1, call(1, 7, 10.1, *_TIMES_1))
     view = model.timeline(0.0, 20.0)
-    assert (len(view.spans), view.complete, view.left_out) == (6, 1, 0)
-    first = next(s for s in view.spans if s.rank == 1 and s.task == 2)
-    assert (first.name, first.lane, first.hop, first.call, first.kind) == (
+    assert (view.num_spans, view.complete, view.left_out) == (6, 1, 0)
+    part = next(c for c in view.calls if c.rank == 1)
+    first = next(s for s in part.spans if s.task == 2)
+    assert (first.name, first.lane, first.hop, part.call, part.kind) == (
         "hop 1 q0 kv1",
         "compute",
         1,
@@ -93,10 +95,9 @@ def test_a_timeline_is_cut_to_its_limit_and_says_so() -> None:
     for number in range(10):
         model.apply(1.0, 0, call(0, number, 10.0 + number, *_TIMES_0))
     view = model.timeline(0.0, 30.0, ranks=[0], limit=6)
-    assert {s.call for s in view.spans} == {8, 9}
-    assert view.left_out == 24
-    assert view.spans == sorted(view.spans, key=lambda s: s.call)
-    assert model.timeline(12.0, 13.2, ranks=[0]).spans[0].call == 2
+    assert [call.call for call in view.calls] == [8, 9]
+    assert (view.num_spans, view.left_out) == (6, 24)
+    assert model.timeline(12.0, 13.2, ranks=[0]).calls[0].call == 2
 
 
 def test_counts_become_rates() -> None:
@@ -128,7 +129,7 @@ def test_a_lost_rank_is_named_with_what_it_did() -> None:
     model = _job()
     _feed(model, 1, [beat(1, 4.0, number=3, doing="hop 2", since_s=3.0, hop=2)], at_s=4.0)
     model.advance(4.5)
-    model.apply(4.5, -1, Presence(1, "lost", "its connection closed unexpectedly"))
+    model.apply(4.5, -1, HubReport(1, "lost", "its connection closed unexpectedly"))
     rank = model.snapshot().ranks[1]
     assert (rank.status, rank.call, rank.doing, rank.hop) == ("lost", 3, "hop 2", 2)
     assert rank.doing_since_s == pytest.approx(3.0)
@@ -139,7 +140,7 @@ def test_a_lost_rank_is_named_with_what_it_did() -> None:
     assert rank.ending == event.text
     lost = model.first_lost
     assert lost is not None
-    assert (lost.rank, lost.call, lost.task, lost.hop, lost.known) == (1, 3, "hop 2", 2, known)
+    assert (lost.rank, lost.call, lost.task, lost.hop, lost.activity) == (1, 3, "hop 2", 2, known)
     assert [lost.at_s - 1e9, lost.age_s] == pytest.approx([4.5, 0.5])
 
 
@@ -149,7 +150,7 @@ def test_what_is_not_known_of_a_lost_rank_is_not_said() -> None:
     """
     model = _job()
     _feed(model, 1, [beat(1, 4.0), call(1, 7, 4.0, *_TIMES_1)], at_s=4.0)
-    model.apply(4.4, -1, Presence(1, "lost", "it ended"))
+    model.apply(4.4, -1, HubReport(1, "lost", "it ended"))
     assert model.snapshot().events[-1].text == "it ended; last heard 0.4 s before, after call 7"
     assert model.first_lost is not None
     assert (model.first_lost.call, model.first_lost.last_call, model.first_lost.hop) == (-1, 7, -1)
@@ -157,12 +158,12 @@ def test_what_is_not_known_of_a_lost_rank_is_not_said() -> None:
     model = _job()
     _feed(model, 1, [beat(1, 4.0, number=7, doing="hop 1", since_s=4.0)], at_s=4.0)
     _feed(model, 1, [call(1, 7, 4.0, *_TIMES_1)], at_s=4.2)
-    model.apply(4.4, -1, Presence(1, "lost", "it ended"))
+    model.apply(4.4, -1, HubReport(1, "lost", "it ended"))
     assert model.snapshot().events[-1].text == "it ended; last heard 0.2 s before, after call 7"
     # It had said nothing but who it is.
     model = JobModel(1e9)
     model.apply(0.0, 0, arrive(0)[0])
-    model.apply(1.0, -1, Presence(0, "lost", "it ended"))
+    model.apply(1.0, -1, HubReport(0, "lost", "it ended"))
     assert model.snapshot().events[-1].text == "it ended"
 
 
@@ -170,9 +171,9 @@ def test_ranks_that_end_after_a_lost_one_are_not_blamed() -> None:
     model = _job(4)
     # it heard of it before the hub did
     model.apply(1.0, 0, Bye(1.0, 75, "PeerLost: rank 2 is gone"))
-    model.apply(1.1, -1, Presence(2, "lost", "it ended"))
+    model.apply(1.1, -1, HubReport(2, "lost", "it ended"))
     model.apply(1.2, 1, Bye(1.2, 75, "PeerLost: rank 2 is gone"))
-    model.apply(1.3, -1, Presence(3, "lost", "it ended"))
+    model.apply(1.3, -1, HubReport(3, "lost", "it ended"))
     shown = model.snapshot()
     assert [rank.status for rank in shown.ranks] == ["ended", "ended", "lost", "ended"]
     assert [event.rank for event in shown.events if event.severity is Severity.ERROR] == [0, 2]
@@ -182,10 +183,10 @@ def test_ranks_that_end_after_a_lost_one_are_not_blamed() -> None:
     # One that says why it fails is the cause too.
     model = _job()
     model.apply(1.0, 1, Bye(1.0, 1, "KeyError: 'x'"))
-    model.apply(1.1, -1, Presence(0, "lost", "it ended"))
+    model.apply(1.1, -1, HubReport(0, "lost", "it ended"))
     assert [rank.status for rank in model.snapshot().ranks] == ["ended", "left"]
     assert model.first_lost is not None
-    assert (model.first_lost.rank, model.first_lost.exit_code, model.first_lost.said) == (
+    assert (model.first_lost.rank, model.first_lost.exit_code, model.first_lost.reason) == (
         1,
         1,
         "KeyError: 'x'",
@@ -194,7 +195,7 @@ def test_ranks_that_end_after_a_lost_one_are_not_blamed() -> None:
 
 def test_a_rank_that_comes_back_is_the_cause_of_nothing() -> None:
     model = _job()
-    model.apply(1.0, -1, Presence(1, "lost", "it ended"))
+    model.apply(1.0, -1, HubReport(1, "lost", "it ended"))
     _feed(model, 1, arrive(1), at_s=2.0)
     assert model.first_lost is None
     assert model.snapshot().ranks[1].status == "live"
@@ -215,7 +216,7 @@ def test_a_rank_that_says_goodbye_is_not_lost() -> None:
     model = _job()
     model.apply(5.0, 0, Bye(5.0, 0))
     model.apply(5.0, 1, Bye(5.0, 1, "KeyError: 'x'"))
-    model.apply(5.1, -1, Presence(0, "lost", "its connection ended"))
+    model.apply(5.1, -1, HubReport(0, "lost", "its connection ended"))
     model.advance(60.0)
     assert [(r.status, r.exit_code, r.call) for r in model.snapshot().ranks] == [
         ("left", 0, -1),
@@ -259,16 +260,16 @@ def test_views_go_through_json() -> None:
 def test_messages_of_unknown_ranks_and_plans_do_no_harm() -> None:
     model = _job()
     model.apply(1.0, 9, beat(1, 1.0))
-    model.apply(1.0, 0, Sample("gpu:none", 1.0, {"power_w": 1.0}))
+    model.apply(1.0, 0, SourceSample("gpu:none", 1.0, {"power_w": 1.0}))
     model.apply(1.0, 0, msgspec.structs.replace(call(0, 1, 1.0, *_TIMES_0), plan=99))
     model.apply(1.0, 0, msgspec.structs.replace(call(0, 2, 1.0, *_TIMES_0), spans=b"seven"))
-    model.apply(1.0, -1, Presence(17, "lost", "who was that"))
-    assert [s.rank for s in model.timeline(0.0, 9.0).spans] == []
+    model.apply(1.0, -1, HubReport(17, "lost", "who was that"))
+    assert model.timeline(0.0, 9.0).calls == []
     assert model.series("nobody").times == []
 
 
 def test_a_history_is_exact_for_ten_minutes_and_thinned_after() -> None:
-    history = History(rows_per_s=5.0)
+    history = SourceHistory(rows_per_s=5.0)
     for i in range(5 * 3600):
         history.add(i / 5, {"x": float(i)} | ({"late": 1.0} if i > 17_000 else {}))
     times, values = history.window(3600 - FULL_S, 3600, max_rows=5000)
@@ -286,7 +287,7 @@ def test_a_history_is_exact_for_ten_minutes_and_thinned_after() -> None:
 
 
 def test_a_history_of_days_takes_no_more() -> None:
-    history = History(rows_per_s=0.1)
+    history = SourceHistory(rows_per_s=0.1)
     sizes = []
     for i in range(0, 40_000, 10):
         history.add(float(i * 6), {"x": 1.0})
@@ -296,42 +297,26 @@ def test_a_history_of_days_takes_no_more() -> None:
     assert times[0] > 0  # the first day is gone
 
 
+def _past(number: int, started_s: float, num_bytes: int) -> EndedCall:
+    """A call of half a second."""
+    return EndedCall(
+        group="g", number=number, plan=0, started_s=started_s, ended_s=started_s + 0.5,
+        compute_s=0.0, wait_s=0.0, spans=bytes(num_bytes),
+    )  # fmt: skip
+
+
 def test_recent_calls_are_bounded_by_time_and_by_size() -> None:
-    recent = Recent(10_000)
+    recent = RecentCalls(10_000)
     for i in range(200):
-        recent.add(
-            KeptCall(
-                group="g",
-                number=i,
-                plan=0,
-                started_s=i,
-                ended_s=i + 0.5,
-                wait_s=0.0,
-                spans=bytes(160),
-            )
-        )
+        recent.add(_past(i, float(i), 160))
     assert recent.size_bytes <= 10_000
     kept = [c.number for c in recent.newest_first(0.0, 1e9)]
     assert kept[0] == 199
     assert recent.get("g", 199) is not None
     assert recent.get("g", kept[-1] - 1) is None
-    recent.add(
-        KeptCall(
-            group="g", number=500, plan=0, started_s=1000.0, ended_s=1001.0, wait_s=0.0, spans=b""
-        )
-    )
+    recent.add(_past(500, 1000.0, 0))
     assert [c.number for c in recent.newest_first(0.0, 1e9)] == [500]
-    recent.add(
-        KeptCall(
-            group="g",
-            number=501,
-            plan=0,
-            started_s=1002.0,
-            ended_s=1003.0,
-            wait_s=0.0,
-            spans=bytes(20_000),
-        )
-    )  # more than there is room for
+    recent.add(_past(501, 1002.0, 20_000))  # more than there is room for
     assert (list(recent.newest_first(0.0, 1e9)), recent.size_bytes) == ([], 0)
 
 
@@ -427,12 +412,12 @@ def test_plans_that_run_are_kept_and_others_give_way() -> None:
         )
     shown = model.timeline(0.0, 60.0)
     assert shown.left_out == 0
-    assert shown.spans
-    assert len(model.ranks[0].plans) == 256
+    assert shown.num_spans
+    assert len(model.plans.ranks[0].packed) == 256
 
 
 def test_a_thinned_window_has_what_came_in_turns() -> None:
-    history = History()
+    history = SourceHistory()
     for i in range(1001):
         history.add(i / 10, {"even": float(i)} if i % 2 == 0 else {"odd": float(i)})
     times, values = history.window(0.0, 1e9, max_rows=251)

@@ -21,7 +21,7 @@ _SAMPLE = """
 import json, sys, time
 import msgspec
 from burst_rt.telemetry.messages import Note
-from burst_rt.telemetry.nvml import GpuId, NvmlSampler
+from burst_rt.telemetry.rank.nvml import GpuId, NvmlSampler
 sampler = NvmlSampler([GpuId(*pair) for pair in json.loads(sys.argv[1])], "here")
 messages = []
 for _ in range(int(sys.argv[2])):
@@ -32,7 +32,7 @@ print(json.dumps([[msgspec.structs.asdict(s) for s in sampler.sources], plain]))
 """
 _THREAD = """
 import sys, time
-from burst_rt.telemetry import nvml
+from burst_rt.telemetry.rank import nvml
 nvml._SLOW_S = 0.2
 said = []
 thread = nvml.NvmlThread(said.append, [], "here", 50.0)

@@ -19,23 +19,23 @@ from telemetry_feed import Times, arrive, beat, call, gpu_sample, offset_s, reco
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch import dashboard, top
 from burst_rt.launch.trace import command
-from burst_rt.telemetry.chrome import write_trace
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     Agreed,
     Counters,
     FromRank,
+    HubReport,
     LaneCounters,
     PlanSummary,
-    Presence,
 )
-from burst_rt.telemetry.record import Record, Recorder, replay
-from burst_rt.telemetry.summary import RecordSummary, summarise
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.read.chrome import write_trace
+from burst_rt.telemetry.read.record import Record, Recorder, replay
+from burst_rt.telemetry.read.summary import RecordSummary, summarise
 from burst_rt.telemetry.wire import frame
 
 
-def _messages() -> list[tuple[float, int, FromRank | Presence]]:
-    said: list[tuple[float, int, FromRank | Presence]] = [
+def _messages() -> list[tuple[float, int, FromRank | HubReport]]:
+    said: list[tuple[float, int, FromRank | HubReport]] = [
         (0.0, rank, m) for rank in range(2) for m in arrive(rank, gpu=True)
     ]
     said.append((5.0, 0, gpu_sample(0, 5.0, 650.0)))
@@ -47,7 +47,7 @@ def _messages() -> list[tuple[float, int, FromRank | Presence]]:
     said.append((13.0, 1, call(1, 8, 12.5, (0.0, 0.0, 0.2), (0.0, 0.0, 0.1), (0.2, 0.2, 0.4))))
     said.append((14.0, 0, call(0, 9, 13.5, (0.0, 0.0, 0.1))))  # the other rank's part was dropped
     said.append((14.5, 1, beat(1, 14.5, number=10, doing="hop 0", since_s=14.0)))
-    said.append((15.0, -1, Presence(1, "lost", "its connection ended")))
+    said.append((15.0, -1, HubReport(1, "lost", "its connection ended")))
     return said
 
 
@@ -56,7 +56,7 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "folder" / "run.record"
     recorder = Recorder(path, 1e9, "0.1")
     for at_s, rank, message in _messages():
-        if isinstance(message, Presence):
+        if isinstance(message, HubReport):
             recorder.add_message(at_s, rank, message)
         else:
             recorder.add(at_s, rank, msgspec.msgpack.encode(message))
@@ -73,7 +73,8 @@ def test_a_replay_is_the_state_that_was(path: Path) -> None:
     assert replayed.snapshot() == live.snapshot()
     assert replayed.timeline(0.0, 20.0) == live.timeline(0.0, 20.0)
     assert replay(Record(path), until_s=11.0).now_s == 11.0
-    assert [s.call for s in replay(Record(path), until_s=11.0).timeline(0.0, 20.0).spans] == [7] * 6
+    cut = replay(Record(path), until_s=11.0).timeline(0.0, 20.0)
+    assert [(call.call, len(call.spans)) for call in cut.calls] == [(7, 3), (7, 3)]
 
 
 @pytest.mark.parametrize("shown", [top.command, dashboard.command])

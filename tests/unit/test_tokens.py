@@ -16,9 +16,9 @@ import burst_rt.hf
 from burst_rt import KVCache, run_local
 from burst_rt.launch.top import render
 from burst_rt.telemetry import TokenMeter
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import JobReport
 from burst_rt.telemetry.metrics import METRICS
+from burst_rt.telemetry.model.job_model import JobModel
 
 
 class _Clock:
@@ -34,7 +34,7 @@ class _Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     clock = _Clock()
-    monkeypatch.setattr("burst_rt.telemetry.tokens.time", clock)
+    monkeypatch.setattr("burst_rt.telemetry.rank.tokens.time", clock)
     return clock
 
 
@@ -45,7 +45,7 @@ _Reports = list[tuple[int, dict[str, float]]]
 def reports(monkeypatch: pytest.MonkeyPatch) -> _Reports:
     heard: _Reports = []
     monkeypatch.setattr(
-        "burst_rt.telemetry.tokens.report", lambda step, **values: heard.append((step, values))
+        "burst_rt.telemetry.rank.tokens.report", lambda step, **values: heard.append((step, values))
     )
     return heard
 

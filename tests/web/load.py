@@ -24,7 +24,7 @@ from dashboards import Serving, serving
 from playwright.sync_api import CDPSession, sync_playwright
 from telemetry_feed import Load
 
-from burst_rt.telemetry.job_model import JobModel
+from burst_rt.telemetry.model.job_model import JobModel
 
 _TICK_S = 0.1
 # Of the page: how long frames took and how far apart they were.

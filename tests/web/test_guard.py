@@ -20,11 +20,11 @@ from starlette.routing import Route
 from telemetry_feed import arrive, beat, counters
 
 from burst_rt.dashboard.app import Dashboard, make_app
-from burst_rt.dashboard.reader import ModelReader
 from burst_rt.dashboard.server import Served, Where
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import Hello, Note, Severity
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.read.viewer import ModelViewer
 
 _EVIL = '<img src=x onerror="window.evil=1"><script>window.evil=1</script>'
 
@@ -43,7 +43,7 @@ def _small_job(command: str = "train.py") -> JobModel:
 
 
 def _paths() -> list[str]:
-    routes = make_app(Dashboard(ModelReader(_small_job()))).routes
+    routes = make_app(Dashboard(ModelViewer(_small_job()))).routes
     assert all(isinstance(route, Route) for route in routes), (
         "a mount or a websocket would need tests of its own"
     )
@@ -210,7 +210,7 @@ def test_another_address_only_with_a_warning() -> None:
         Where.parse("everywhere")
     # Not one of loopback's usual names, and yet only this machine can connect.
     with serving(_small_job(), Where.parse("127.0.0.2:0")) as running:
-        assert running.served.told[0].startswith("WARNING")
+        assert running.served.lines[0].startswith("WARNING")
         cookie = _cookie(running).partition(";")[0]
         assert (
             _ask(
@@ -227,7 +227,7 @@ def test_a_port_that_is_taken_is_said() -> None:
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(ConfigError, match="choose another port"),
     ):
-        Served(ModelReader(_small_job()), Where(port=taken.getsockname()[1]))
+        Served(ModelViewer(_small_job()), Where(port=taken.getsockname()[1]))
 
 
 def test_names_from_a_run_stay_text(browser: Browser) -> None:

@@ -16,8 +16,8 @@ from dashboards import serving
 from playwright.sync_api import Browser, Page, expect
 from telemetry_feed import Load, arrive, gpu_sample, offset_s
 
-from burst_rt.telemetry.job_model import JobModel
-from burst_rt.telemetry.messages import JobReport, Presence, Sample, Source
+from burst_rt.telemetry.messages import HubReport, JobReport, SourceInfo, SourceSample
+from burst_rt.telemetry.model.job_model import JobModel
 
 _LAPTOP = {"width": 1440, "height": 900}
 _PHONE = {"width": 390, "height": 844}
@@ -87,7 +87,7 @@ def test_words_of_the_ring_cover_neither_links_nor_each_other(
             "links" if num_ranks > 1 else "nothing"
         )
         if num_ranks > 2:
-            running.do(lambda model: model.apply(9.0, -1, Presence(1, "lost", "it ended")))
+            running.do(lambda model: model.apply(9.0, -1, HubReport(1, "lost", "it ended")))
             expect(page.locator(".ring text.silent").first).not_to_be_empty()
         found = page.locator(".ring svg").evaluate(_RING)
         page.close()
@@ -115,9 +115,9 @@ def test_words_of_the_ring_cover_neither_links_nor_each_other(
 def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
     with serving(_job(3)) as running:
         page = _open(browser, running.served.link)
-        running.do(lambda model: model.apply(9.0, -1, Presence(-1, "stopping", "SIGINT")))
+        running.do(lambda model: model.apply(9.0, -1, HubReport(-1, "stopping", "SIGINT")))
         for rank in range(3):
-            lost = Presence(rank, "lost", "it ended")
+            lost = HubReport(rank, "lost", "it ended")
             running.do(lambda model, lost=lost: model.apply(9.1, -1, lost))  # type: ignore[misc]
         expect(page.locator(".card.stopped")).to_have_count(3)
         expect(page.locator("#health")).to_have_text("○ 3 ranks stopped")
@@ -221,7 +221,7 @@ def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) ->
     model.apply(
         0.0,
         0,
-        Source(
+        SourceInfo(
             name="gpu:1234-abcdef",
             kind="gpu",
             host="host",
@@ -238,7 +238,9 @@ def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) ->
                 "pcie_tx_bytes_per_s": 0.0,
             }
             model.apply(i / 2, rank, msgspec.structs.replace(sample, values=values))
-        model.apply(i / 2, 0, Sample("gpu:1234-abcdef", i / 2 - offset_s(0), {"power_w": 60.0}))
+        model.apply(
+            i / 2, 0, SourceSample("gpu:1234-abcdef", i / 2 - offset_s(0), {"power_w": 60.0})
+        )
     with serving(model) as running:
         page = _open(browser, running.served.link)
         page.keyboard.press("3")

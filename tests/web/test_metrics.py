@@ -22,10 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from telemetry_feed import arrive, beat, call, counters, gpu_sample
 
 from burst_rt.dashboard.exporter import DCGM, exposition
-from burst_rt.dashboard.links import Links
-from burst_rt.telemetry.job_model import JobModel
-from burst_rt.telemetry.messages import JobReport, Sample, Source
+from burst_rt.dashboard.links import LinkStates
+from burst_rt.telemetry.messages import JobReport, SourceInfo, SourceSample
 from burst_rt.telemetry.metrics import METRICS
+from burst_rt.telemetry.model.job_model import JobModel
 
 _PROGRAM = Path(__file__).parent / "programs" / "ring.py"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -43,11 +43,15 @@ def _full_job() -> JobModel:
         model.apply(
             0.1,
             rank,
-            Source(name="host:host", kind="host", host="host", metrics=["cpu_percent"], about={}),
+            SourceInfo(
+                name="host:host", kind="host", host="host", metrics=["cpu_percent"], about={}
+            ),
         )
-        model.apply(1.0, rank, Sample("host:host", 1.0, {"cpu_percent": 12.5}))
+        model.apply(1.0, rank, SourceSample("host:host", 1.0, {"cpu_percent": 12.5}))
         model.apply(
-            1.0, rank, Sample(f"rank:{rank}", 1.0, {"process_percent": 80.0, "rss_bytes": 1e9})
+            1.0,
+            rank,
+            SourceSample(f"rank:{rank}", 1.0, {"process_percent": 80.0, "rss_bytes": 1e9}),
         )
         for i in range(3):
             model.apply(1.0 + i, rank, counters(rank, 1.0 + i, 1 + i))
@@ -59,7 +63,7 @@ def _full_job() -> JobModel:
 
 
 def _exposed(model: JobModel) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    links = Links()
+    links = LinkStates()
     links.look(model.timeline(-5.0))
     text = exposition(model.snapshot(), links.now(model.snapshot())).decode()
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}

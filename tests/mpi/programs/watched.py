@@ -16,7 +16,7 @@ from spec import reference
 
 import burst_rt
 from burst_rt import Causal
-from burst_rt.telemetry.starting import HUB_MODULE
+from burst_rt.telemetry.hub.starting import HUB_MODULE
 
 victim, last_s = sys.argv[1], float(sys.argv[2])
 

@@ -1,4 +1,4 @@
-"""What viewers get: types of plain data, ready for JSON.
+"""What viewers get: types of plain data, ready for JSON. The model holds them, too.
 
 The dashboard, `burst-rt top`, `/metrics` and replays all read these types, and nothing else.
 
@@ -8,15 +8,36 @@ their units are in `metrics.METRICS`.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import msgspec
 
 from burst_rt.telemetry.messages import Candidate, Counts, Severity
 
 __all__ = [
-    "EventView", "FlowView", "JobView", "Lost", "PlanView", "ProgressView", "RankView",
-    "SeriesView", "Snapshot", "SourceView", "SpanView",
-    "TimelineView", "WaitView",
+    "CallView", "EventView", "FlowView", "JobView", "Lost", "PlanView", "ProgressView", "RankView",
+    "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView", "WaitView", "shared",
+    "update",
 ]  # fmt: skip
+
+
+@cache
+def _shared_names(view: type[msgspec.Struct], message: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(name for name in view.__struct_fields__ if name in message.__struct_fields__)
+
+
+def shared(message: msgspec.Struct, view: type[msgspec.Struct]) -> dict[str, Any]:
+    """The fields that a message and a type of view share by name: a field that a message brings to
+    viewers has one name, and is written down nowhere else.
+    """
+    return {name: getattr(message, name) for name in _shared_names(view, type(message))}
+
+
+def update(view: msgspec.Struct, message: msgspec.Struct) -> None:
+    """Brings the fields of a message into a view that has them, too."""
+    for name in _shared_names(type(view), type(message)):
+        setattr(view, name, getattr(message, name))
 
 
 class JobView(msgspec.Struct, kw_only=True):
@@ -35,7 +56,8 @@ class JobView(msgspec.Struct, kw_only=True):
 
 class RankView(Counts, kw_only=True):
     """A rank, and what it has counted. `calls` counts only calls that run a graph; the number of a
-    call counts agreements and reductions too.
+    call counts agreements and reductions too. Fields of `Hello`, `Heartbeat` and `Counters` have
+    the names that they have there.
     """
 
     rank: int
@@ -43,23 +65,23 @@ class RankView(Counts, kw_only=True):
     pid: int
     device: str
     source: str  # source of the rank's process
-    gpu: str  # source of the rank's GPU, "" without one
+    gpu: str = ""  # source of the rank's GPU, "" without one
     # "live"; "silent": no heartbeat for 2 s; "lost": the connection closed unexpectedly; "left":
     # the rank ended by itself; "ended": lost, or failed, after another rank had been; "stopped":
     # lost, or failed, after the job was told to stop.
-    status: str
+    status: str = "live"
     status_since_s: float
-    exit_code: int | None  # exit code of a rank that left
+    exit_code: int | None = None  # exit code of a rank that left
     # As it was when the rank last told.
-    group: str
-    call: int  # number of the call in progress, -1 outside any
-    hop: int
-    doing: str  # the call's task, or what the call waits for
-    doing_since_s: float
+    group: str = ""
+    call: int = -1  # number of the call in progress, -1 outside any
+    hop: int = -1
+    doing: str = ""  # the call's task, or what the call waits for
+    doing_since_s: float = 0.0
     heard_s: float  # when the rank was last heard
-    offset_s: float  # see `messages.Heartbeat`
-    rtt_s: float
-    overlap: float | None  # part of the time of transfers that compute hid
+    offset_s: float = 0.0  # see `messages.Heartbeat`
+    rtt_s: float = -1.0
+    overlap: float | None = None  # part of the time of transfers that compute hid
     last_call: int = -1  # the last call that the rank is known to have ended, -1: none
     ending: str = ""  # the rank's end in words; "" while it runs
 
@@ -76,9 +98,9 @@ class Lost(msgspec.Struct, kw_only=True):
     hop: int
     age_s: float
     last_call: int  # the last call that the rank is known to have ended, -1: none
-    known: str  # last known activity of the rank, and how long before, in words; "" if unknown
+    activity: str  # last known activity of the rank, and how long before, in words; "" if unknown
     exit_code: int | None = None  # exit code of a rank that said how it ended
-    said: str = ""  # why it ended, as the rank said
+    reason: str = ""  # why it ended, as the rank said
 
 
 class SourceView(msgspec.Struct, kw_only=True):
@@ -87,12 +109,12 @@ class SourceView(msgspec.Struct, kw_only=True):
     name: str
     kind: str  # "gpu", "host", "process" or "job"
     host: str
-    ranks: list[int]  # ranks that use it
+    ranks: list[int] = []  # ranks that use it
     about: dict[str, str]
-    at_s: float  # time of the last sample
+    at_s: float = 0.0  # time of the last sample
     metrics: list[str]  # all metrics that have a history (`JobModel.series`)
-    values: dict[str, float]
-    details: dict[str, list[float]]  # vectors; "core_percent" has one number a core
+    values: dict[str, float] = {}
+    details: dict[str, list[float]] = {}  # vectors; "core_percent" has one number a core
 
 
 class ProgressView(msgspec.Struct):
@@ -159,26 +181,33 @@ class SeriesView(msgspec.Struct):
     values: dict[str, list[float | None]]
 
 
-class SpanView(msgspec.Struct, array_like=True, kw_only=True):
-    """A task as it ran. In JSON an array in this order."""
+class SpanView(msgspec.Struct, array_like=True):
+    """A task as it ran: a `scheduler.Span`, and what the plan says of the task. In JSON an array in
+    this order.
+    """
 
-    rank: int
-    group: str
-    call: int  # number of the call in its group
-    kind: str
     task: int
     name: str
     lane: str
-    op: str
-    hop: int  # -1 where the task belongs to none
     issued_s: float
     started_s: float
     ended_s: float
     size_bytes: int
     flops: int
-    plan: int  # number of the rank's plan
+    hop: int  # -1 where the task belongs to none
     sends: int  # messages that the task sends
     receives: int
+
+
+class CallView(msgspec.Struct, kw_only=True):
+    """The spans of a call on one rank."""
+
+    rank: int
+    group: str
+    call: int  # number of the call in its group
+    kind: str
+    plan: int  # number of the rank's plan
+    spans: list[SpanView]
 
 
 class WaitView(msgspec.Struct, array_like=True, kw_only=True):
@@ -216,8 +245,13 @@ class TimelineView(msgspec.Struct, kw_only=True):
 
     since_s: float
     until_s: float
-    spans: list[SpanView] = []
+    calls: list[CallView] = []  # the oldest first
     waits: list[WaitView] = []
     flows: list[FlowView] = []
     complete: int = 0  # calls of which the spans of all ranks are here
     left_out: int = 0  # spans beyond the limit: the oldest
+
+    @property
+    def num_spans(self) -> int:
+        """Number of spans of all calls."""
+        return sum(len(call.spans) for call in self.calls)

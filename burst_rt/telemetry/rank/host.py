@@ -9,7 +9,7 @@ import time
 
 import psutil
 
-from burst_rt.telemetry.messages import Sample, Source
+from burst_rt.telemetry.messages import SourceInfo, SourceSample
 
 __all__ = ["HostSampler", "ProcessSampler"]
 
@@ -26,7 +26,7 @@ class HostSampler:
         psutil.cpu_percent(percpu=True)  # the first answer says nothing
         self._at_s, self._sent, self._received = time.perf_counter(), *_network()
 
-    def source(self) -> Source:
+    def source(self) -> SourceInfo:
         """The host as a source."""
         memory = psutil.virtual_memory()
         about = {"cores": str(psutil.cpu_count()), "memory_bytes": str(memory.total)}
@@ -37,9 +37,11 @@ class HostSampler:
             "net_tx_bytes_per_s",
             "net_rx_bytes_per_s",
         ]
-        return Source(name=self._name, kind="host", host=self._host, metrics=metrics, about=about)
+        return SourceInfo(
+            name=self._name, kind="host", host=self._host, metrics=metrics, about=about
+        )
 
-    def sample(self) -> Sample:
+    def sample(self) -> SourceSample:
         """A sample of the host's activity since the last sample. Does not block."""
         cores = psutil.cpu_percent(percpu=True)
         memory = psutil.virtual_memory()
@@ -53,7 +55,7 @@ class HostSampler:
             "net_rx_bytes_per_s": max(0, received - self._received) / elapsed_s,
         }
         self._at_s, self._sent, self._received = now_s, sent, received
-        return Sample(self._name, now_s, values, {"core_percent": cores})
+        return SourceSample(self._name, now_s, values, {"core_percent": cores})
 
 
 class ProcessSampler:
@@ -67,7 +69,7 @@ class ProcessSampler:
         self._threads_at_s = 0.0
         self._threads: dict[int, float] = {}
 
-    def sample(self, telemetry_percent: float) -> Sample:
+    def sample(self, telemetry_percent: float) -> SourceSample:
         """A sample of the process's activity since the last sample. telemetry_percent: part of a
         core that telemetry's own threads took. Does not block.
         """
@@ -89,7 +91,7 @@ class ProcessSampler:
                 ]
             values["num_threads"] = float(len(threads))
             self._threads, self._threads_at_s = threads, now_s
-        return Sample(self._source, now_s, values, details)
+        return SourceSample(self._source, now_s, values, details)
 
 
 def _network() -> tuple[int, int]:

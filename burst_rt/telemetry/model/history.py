@@ -3,9 +3,9 @@
 The last ten minutes are kept as they came, an hour and a half as means of 5 s, a day as means of a
 minute.
 
-One `History` holds all metrics of one source: rows of float32, and one float64 time a row. A metric
-that a row lacks is NaN there. Older samples than the coarsest level holds are gone; a record keeps
-everything.
+One `SourceHistory` holds all metrics of one source: rows of float32, and one float64 time a row. A
+metric that a row lacks is NaN there. Older samples than the coarsest level holds are gone; a record
+keeps everything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FULL_S", "History"]
+__all__ = ["FULL_S", "SourceHistory"]
 
 FULL_S = 600.0
 # The coarser levels: seconds that a row covers, and number of rows.
@@ -51,8 +51,8 @@ class _Ring:
         self, since_s: float, until_s: float
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
         """Rows in order of time, copied."""
-        held = min(self.count, len(self.times))
-        order = np.arange(self.count - held, self.count) % len(self.times)
+        count = min(self.count, len(self.times))
+        order = np.arange(self.count - count, self.count) % len(self.times)
         inside = order[(self.times[order] >= since_s) & (self.times[order] <= until_s)]
         return self.times[inside], self.values[inside]
 
@@ -66,7 +66,7 @@ class _Ring:
         )
 
 
-class History:
+class SourceHistory:
     """See the module. rows_per_s: how many rows a second are kept for ten minutes; rows that come
     faster are kept for less time.
     """
@@ -120,9 +120,9 @@ class History:
         times: list[npt.NDArray[np.float64]] = []
         values: list[npt.NDArray[np.float32]] = []
         for ring in (self._full, *self._coarse):
-            some_times, some_values = ring.window(since_s, until)
-            times.insert(0, some_times)
-            values.insert(0, some_values)
+            rows = ring.window(since_s, until)
+            times.insert(0, rows[0])
+            values.insert(0, rows[1])
             until = min(until, np.nextafter(ring.first_s, -np.inf))
         time, value = np.concatenate(times), np.concatenate(values)
         every = max(1, -(-len(time) // max(1, max_rows)))
@@ -146,9 +146,9 @@ class History:
 
 def _mean(rows: npt.NDArray[np.float32], axis: int = 0) -> npt.NDArray[np.float32]:
     """The mean of each column over the rows that have it; NaN where none has."""
-    there = ~np.isnan(rows)
+    has_value = ~np.isnan(rows)
     with np.errstate(invalid="ignore"):
         mean: npt.NDArray[np.float32] = (
-            np.where(there, rows, 0).sum(axis) / there.sum(axis)
+            np.where(has_value, rows, 0).sum(axis) / has_value.sum(axis)
         ).astype(np.float32)
     return mean

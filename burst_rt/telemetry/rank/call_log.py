@@ -15,10 +15,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from burst_rt.drivers import BaseDriver
+from burst_rt.runtime.observer import Description, Subject
 from burst_rt.scheduler import Graph, Lane, Message, Schedule, Task, overlap
 from burst_rt.telemetry.messages import (
     Agreed,
@@ -32,28 +34,14 @@ from burst_rt.telemetry.messages import (
     TaskInfo,
 )
 
-if TYPE_CHECKING:
-    from burst_rt.drivers import BaseDriver
-
-__all__ = ["NOTHING", "CallLog", "Described", "Doing", "Totals"]
+__all__ = ["NOTHING", "CallLog", "Doing", "Totals"]
 
 # Maximum number of calls whose spans wait for the agent.
 _MAX_WAITING = 256
 # Number of schedules that a log knows before it forgets the deleted ones.
 _MAX_KNOWN = 256
 _PACK = struct.Struct("<Ifff").pack  # timeline.SPAN
-
-
-@dataclass(frozen=True, kw_only=True)
-class Described:
-    """The fields of a `PlanSummary` besides its tasks; see there."""
-
-    kind: str
-    explain: str
-    predicted_s: float | None = None
-    problem: str = ""
-    strategy: str = ""
-    candidates: tuple[Candidate, ...] = ()
+_PIPELINE = Description(kind="pipeline", explain="custom task graph")
 
 
 class Doing(NamedTuple):
@@ -74,7 +62,7 @@ def _hop_number(task: Task) -> int:
     return -1 if task.hop is None else task.hop
 
 
-class _Known:
+class _Plan:
     """A schedule that has run, and what one run of it counts on each lane."""
 
     def __init__(self, number: int, schedule: Schedule) -> None:
@@ -97,12 +85,13 @@ class _Known:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Ended:
-    """A call whose spans wait to be sent."""
+class _Call:
+    """A call that has ended, whose spans wait to be sent."""
 
     number: int
-    known: _Known
+    plan: _Plan
     graph: Graph
+    subject: Subject | None
     driver: BaseDriver
     started_s: float
     ended_s: float
@@ -110,7 +99,6 @@ class _Ended:
     # when the call has ended there too; the rest is counted then.
     counted_s: float
     waited_s: float
-    describe: Callable[[], Described]  # for a plan that has not been sent yet
 
 
 class Totals:
@@ -118,34 +106,33 @@ class Totals:
 
     def __init__(self) -> None:
         self.counts = Counters()  # except for time, lanes and dropped messages: `message` adds them
-        self.num_known = 0
-        self._known: list[_Known] = []
-        self._gone: dict[str, LaneCounters] = {}  # counters of deleted plans
+        self.num_plans = 0
+        self._plans: list[_Plan] = []
+        self._deleted: dict[str, LaneCounters] = {}  # counters of deleted plans
 
-    def add(self, schedule: Schedule) -> _Known:
+    def add(self, schedule: Schedule) -> _Plan:
         """A schedule that runs for the first time."""
-        known = _Known(self.num_known, schedule)
-        self.num_known += 1
-        self._known.append(known)
-        return known
+        plan = _Plan(self.num_plans, schedule)
+        self.num_plans += 1
+        self._plans.append(plan)
+        return plan
 
     def message(self, dropped: int) -> Counters:
         """The counts as they are now. dropped: messages that found no room so far."""
-        for known in [known for known in self._known if known.alive() is None]:
-            self._known.remove(known)
-            known.add_to(self._gone)
-        lanes = dict(self._gone)
-        for known in list(self._known):
-            known.add_to(lanes)
+        for plan in [plan for plan in self._plans if plan.alive() is None]:
+            self._plans.remove(plan)
+            plan.add_to(self._deleted)
+        lanes = dict(self._deleted)
+        for plan in list(self._plans):
+            plan.add_to(lanes)
         return msgspec.structs.replace(
             self.counts, at_s=time.perf_counter(), lanes=lanes, dropped=dropped
         )
 
 
 class CallLog:
-    """The calls of one context, as whoever performs them tells. `began`, `ended`, `abandoned`,
-    `agreed` and `left` are for the thread that calls, the rest is for the agent's. when_left:
-    called by `left`.
+    """The calls of one context: an `Observer` of its runtime. The methods of an observer are for
+    the thread that calls, the rest is for the agent's. when_left: called by `left`.
     """
 
     def __init__(
@@ -159,9 +146,9 @@ class CallLog:
         self.current: tuple[int, BaseDriver] | None = None
         self._started_s = 0.0
         self._stopped = False
-        self._known: dict[int, _Known] = {}
-        self._waiting: deque[_Ended | Agreed] = deque()
-        self._described: set[int] = set()
+        self._plans: dict[int, _Plan] = {}
+        self._waiting: deque[_Call | Agreed] = deque()
+        self._described: set[int] = set()  # numbers of the plans that have been sent
 
     def began(self, number: int, driver: BaseDriver) -> None:
         """A call begins."""
@@ -172,49 +159,39 @@ class CallLog:
         """The call that began does not take place, because the ranks disagree."""
         self.current = None
 
-    def ended(
-        self, schedule: Schedule, driver: BaseDriver, describe: Callable[[], Described]
-    ) -> None:
+    def ended(self, schedule: Schedule, driver: BaseDriver, subject: Subject | None) -> None:
         """The call that began has ended well."""
         assert self.current is not None
         (number, _), self.current = self.current, None
         now_s = time.perf_counter()
-        known = self._known.get(id(schedule))
-        if known is None or known.alive() is not schedule:
-            known = self._first_run(schedule)
-        known.calls += 1
+        plan = self._plans.get(id(schedule))
+        if plan is None or plan.alive() is not schedule:
+            plan = self._first_run(schedule)
+        plan.calls += 1
         counts = self.totals.counts
         counts.calls += 1
         counts.compute_s += driver.compute_s
         counts.wait_s += driver.wait_s
         counts.total_s += now_s - self._started_s
-        if self._stopped:
-            return
-        if len(self._waiting) < _MAX_WAITING:
-            self._waiting.append(
-                _Ended(
-                    number=number,
-                    known=known,
-                    graph=schedule.graph,
-                    driver=driver,
-                    started_s=self._started_s,
-                    ended_s=now_s,
-                    counted_s=driver.compute_s,
-                    waited_s=driver.wait_s,
-                    describe=describe,
-                )
+        self._keep(
+            _Call(
+                number=number, plan=plan, graph=schedule.graph, subject=subject, driver=driver,
+                started_s=self._started_s, ended_s=now_s,
+                counted_s=driver.compute_s, waited_s=driver.wait_s,
             )
-        else:
-            self.num_dropped += 1
+        )  # fmt: skip
 
     def agreed(self, number: int, entered_s: float) -> None:
         """The ranks have agreed in a call that runs no schedule."""
         now_s = time.perf_counter()
         self.totals.counts.total_s += now_s - entered_s
+        self._keep(Agreed(self.group.name, number, entered_s, now_s))
+
+    def _keep(self, call: _Call | Agreed) -> None:
         if self._stopped:
             return
         if len(self._waiting) < _MAX_WAITING:
-            self._waiting.append(Agreed(self.group.name, number, entered_s, now_s))
+            self._waiting.append(call)
         else:
             self.num_dropped += 1
 
@@ -237,10 +214,10 @@ class CallLog:
         if current is None:
             return NOTHING
         number, driver = current
-        found = driver.doing()
-        if found is None:
+        activity = driver.doing()
+        if activity is None:
             return Doing(number, "", self._started_s, -1)
-        task, since_s = found
+        task, since_s = activity
         return Doing(number, task.name, since_s, _hop_number(task))
 
     def take(self) -> list[PlanSummary | EndedCall | Agreed]:
@@ -249,70 +226,51 @@ class CallLog:
         """
         if not self._waiting:
             return []
-        ended = self._waiting[0]
-        if isinstance(ended, Agreed):
-            self._waiting.popleft()
-            return [ended]
-        if not ended.driver.settled():
+        call = self._waiting[0]
+        if isinstance(call, _Call) and not call.driver.settled():
             return []
         self._waiting.popleft()
-        messages: list[PlanSummary | EndedCall | Agreed] = []
-        if ended.known.number not in self._described:
-            self._described.add(ended.known.number)
-            messages.append(self._plan(ended))
-        messages.append(self._call(ended))
+        if isinstance(call, Agreed):
+            return [call]
+        messages: list[PlanSummary | EndedCall | Agreed] = [self._ended_call(call)]
+        if call.plan.number not in self._described:
+            self._described.add(call.plan.number)
+            messages.insert(0, self._plan_summary(call))
         return messages
 
-    def _first_run(self, schedule: Schedule) -> _Known:
-        if len(self._known) >= _MAX_KNOWN:
-            self._known = {
-                key: known for key, known in self._known.items() if known.alive() is not None
-            }
-        known = self._known[id(schedule)] = self.totals.add(schedule)
-        return known
+    def _first_run(self, schedule: Schedule) -> _Plan:
+        if len(self._plans) >= _MAX_KNOWN:
+            alive = (item for item in self._plans.items() if item[1].alive() is not None)
+            self._plans = dict(alive)
+        plan = self._plans[id(schedule)] = self.totals.add(schedule)
+        return plan
 
-    def _plan(self, ended: _Ended) -> PlanSummary:
-        graph = ended.graph
+    def _plan_summary(self, call: _Call) -> PlanSummary:
+        graph = call.graph
         tasks = [_task_info(task, graph.lanes[task.lane]) for task in graph.tasks]
-        told = ended.describe()
-        return PlanSummary(
-            number=ended.known.number,
-            group=self.group.name,
-            kind=told.kind,
-            tasks=tasks,
-            explain=told.explain,
-            predicted_s=told.predicted_s,
-            problem=told.problem,
-            strategy=told.strategy,
-            candidates=list(told.candidates),
-        )
+        description = call.subject.describe() if call.subject is not None else _PIPELINE
+        candidates = [Candidate(*candidate) for candidate in description.candidates]
+        words = vars(description) | {"candidates": candidates}
+        return PlanSummary(number=call.plan.number, group=self.group.name, tasks=tasks, **words)
 
-    def _call(self, ended: _Ended) -> EndedCall:
-        trace = list(ended.driver.trace)
-        start = ended.started_s
+    def _ended_call(self, call: _Call) -> EndedCall:
+        driver, start = call.driver, call.started_s
+        trace = list(driver.trace)
         transfer_s, hidden_s = overlap(trace)
         counts = self.totals.counts
         counts.traced_calls += 1
-        counts.compute_s += ended.driver.compute_s - ended.counted_s
-        counts.wait_s += ended.driver.wait_s - ended.waited_s
+        counts.compute_s += driver.compute_s - call.counted_s
+        counts.wait_s += driver.wait_s - call.waited_s
         counts.transfer_s += transfer_s
         counts.overlap_s += hidden_s
-        spans = b"".join(
-            [
-                _PACK(s.task, s.issued_s - start, s.started_s - start, s.ended_s - start)
-                for s in trace
-            ]
+        spans = (
+            _PACK(s.task, s.issued_s - start, s.started_s - start, s.ended_s - start) for s in trace
         )
         return EndedCall(
-            group=self.group.name,
-            number=ended.number,
-            plan=ended.known.number,
-            started_s=start,
-            ended_s=ended.ended_s,
-            compute_s=ended.driver.compute_s,
-            wait_s=ended.driver.wait_s,
-            spans=spans,
-        )
+            group=self.group.name, number=call.number, plan=call.plan.number,
+            started_s=start, ended_s=call.ended_s,
+            compute_s=driver.compute_s, wait_s=driver.wait_s, spans=b"".join(spans),
+        )  # fmt: skip
 
 
 def _task_info(task: Task, lane: Lane) -> TaskInfo:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.telemetry.messages import Heartbeat, Hello, JobReport, Sample, Source
-from burst_rt.telemetry.reading import CallOfAll, calls_of
-from burst_rt.telemetry.record import Record, replay
-from burst_rt.telemetry.timeline import spans_of
+from burst_rt.telemetry.messages import Hello, JobReport, SourceInfo, SourceSample
+from burst_rt.telemetry.model.timeline import flow_views, spans_of, wait_views
+from burst_rt.telemetry.read.calls import CallOfAll, calls_of
+from burst_rt.telemetry.read.record import Clocks, Record, replay
 
 __all__ = ["write_trace"]
 
@@ -70,15 +70,9 @@ def _events(record: Record) -> Iterator[_TraceEvent]:
         yield from _call(call, rows, number)
     for event in replay(record).events:
         about = {"text": event.text, "severity": str(event.severity)}
+        instant = {"ph": "i", "name": event.kind, "ts": event.at_s * 1e6, "tid": 0, "pid": 0}
         place: _TraceEvent = {"s": "g"} if event.rank < 0 else {"s": "p", "pid": event.rank}
-        yield {
-            "ph": "i",
-            "name": event.kind,
-            "ts": event.at_s * 1e6,
-            "tid": 0,
-            "pid": 0,
-            "args": about,
-        } | place
+        yield instant | {"args": about} | place
     yield from rows.names()
 
 
@@ -103,21 +97,12 @@ class _Rows:
         for (rank, lane), ends in self._ends.items():
             for row in range(len(ends)):
                 thread = _thread(lane, row)
-                name = lane if row == 0 else f"{lane} {row + 1}"
-                yield {
-                    "ph": "M",
-                    "name": "thread_name",
-                    "pid": rank,
-                    "tid": thread,
-                    "args": {"name": name},
+                about = {
+                    "thread_name": {"name": lane if row == 0 else f"{lane} {row + 1}"},
+                    "thread_sort_index": {"sort_index": thread},
                 }
-                yield {
-                    "ph": "M",
-                    "name": "thread_sort_index",
-                    "pid": rank,
-                    "tid": thread,
-                    "args": {"sort_index": thread},
-                }
+                for name, args in about.items():
+                    yield {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": args}
 
 
 def _thread(lane: str, row: int) -> int:
@@ -128,97 +113,60 @@ def _thread(lane: str, row: int) -> int:
 def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_TraceEvent]:
     threads: dict[tuple[int, int], int] = {}
     ends: dict[tuple[int, int], tuple[float, float]] = {}
-    for rank, (plan, kept) in call.ranks.items():
-        for span in sorted(spans_of(plan, kept), key=lambda s: s.started_s):
-            task = plan.tasks[span.task]
-            thread = threads[rank, span.task] = rows.place(
-                rank, span.lane, span.started_s, span.ended_s
-            )
-            ends[rank, span.task] = (span.started_s, span.ended_s)
-            about: _TraceEvent = {
-                "call": f"{call.kind} {call.number}",
-                "op": task.op,
-                "bytes": span.size_bytes,
-            }
+    for rank, (plan, part) in call.ranks.items():
+        for span in sorted(spans_of(plan, part), key=lambda s: s.started_s):
+            task, times = plan.tasks[span.task], (span.started_s, span.ended_s)
+            threads[rank, span.task] = rows.place(rank, span.lane, *times)
+            ends[rank, span.task] = times
+            about: _TraceEvent = {"call": f"{call.kind} {call.number}", "op": task.op}
+            about["bytes"] = span.size_bytes
             if span.flops:
                 about["flops"] = span.flops
             if task.hop >= 0:
                 about["hop"] = task.hop
-            yield _slice(rank, thread, span.name, task.op, span.started_s, span.ended_s, about)
+            yield _slice(rank, threads[rank, span.task], span.name, task.op, times, about)
     if call.whole is None:
         return
-    for place, waits in enumerate(call.whole.waits):
-        rank = call.members[place]
-        for wait in waits:
-            name = "exposed" if wait.on_wire else "skew"
-            thread = rows.place(rank, "waits", wait.started_s, wait.ended_s)
-            about = {
-                "task": call.whole.plans[place].tasks[wait.task].name,
-                "peer": call.members[wait.peer],
-            }
-            yield _slice(rank, thread, name, name, wait.started_s, wait.ended_s, about)
-    for number, (end, source) in enumerate(call.whole.matched.items()):
-        sender, receiver = (
-            (call.members[source.rank], source.task),
-            (call.members[end.rank], end.task),
-        )
+    for wait in wait_views(call.whole):
+        times, about = (wait.started_s, wait.ended_s), {"task": wait.task, "peer": wait.peer}
+        thread = rows.place(wait.rank, "waits", *times)
+        yield _slice(wait.rank, thread, wait.cause, wait.cause, times, about)
+    for number, message in enumerate(flow_views(call.whole)):
+        sender = message.sender, message.send_task
+        receiver = message.receiver, message.receive_task
         flow: _TraceEvent = {"cat": "message", "name": "message", "id": f"{serial}.{number}"}
         # Both ends of an arrow must lie inside the slices that they belong to.
         sent_s, received_s = ends[sender][0], max(ends[receiver][0], ends[receiver][1] - 1e-7)
-        yield flow | {"ph": "s", "pid": sender[0], "tid": threads[sender], "ts": sent_s * 1e6}
-        yield flow | {
-            "ph": "f",
-            "bp": "e",
-            "pid": receiver[0],
-            "tid": threads[receiver],
-            "ts": max(sent_s, received_s) * 1e6,
-        }
+        start = {"ph": "s", "pid": sender[0], "tid": threads[sender], "ts": sent_s * 1e6}
+        end = {"ph": "f", "bp": "e", "pid": receiver[0], "tid": threads[receiver]}
+        yield flow | start
+        yield flow | end | {"ts": max(sent_s, received_s) * 1e6}
 
 
 def _slice(
-    rank: int,
-    thread: int,
-    name: str,
-    category: str,
-    started_s: float,
-    ended_s: float,
-    about: _TraceEvent,
+    rank: int, thread: int, name: str, category: str, times: tuple[float, float], about: _TraceEvent
 ) -> _TraceEvent:
-    times = {"ts": started_s * 1e6, "dur": max(0.0, ended_s - started_s) * 1e6}
-    return {
-        "ph": "X",
-        "pid": rank,
-        "tid": thread,
-        "name": name,
-        "cat": category,
-        "args": about,
-    } | times
+    where = {"ph": "X", "pid": rank, "tid": thread, "name": name, "cat": category, "args": about}
+    return where | {"ts": times[0] * 1e6, "dur": max(0.0, times[1] - times[0]) * 1e6}
 
 
 def _samples(record: Record) -> Iterator[_TraceEvent]:
     """The names of ranks and sources, and the counters."""
-    offsets: dict[int, float] = {}
+    clocks = Clocks()
     processes: dict[str, int] = {}
     for entry in record:
         rank, message = entry.rank, entry.message
+        clocks.hear(entry)
         if isinstance(message, Hello):
             yield _process(rank, f"rank {rank} on {message.host}, {message.device}")
-        elif isinstance(message, Heartbeat):
-            offsets[rank] = message.offset_s if message.rtt_s >= 0 else entry.at_s - message.sent_s
-        elif isinstance(message, Source) and message.name not in processes:
-            processes[message.name] = _FIRST_SOURCE + len(processes)
-            yield _process(
-                processes[message.name], f"{message.about.get('name', '')} {message.name}".strip()
-            )
-        elif isinstance(message, Sample):
-            process = processes.get(message.source, rank)
-            yield from _counters(
-                process, (message.at_s + offsets.get(rank, 0.0)) * 1e6, message.values
-            )
-        elif isinstance(message, JobReport):
-            yield from _counters(
-                rank, (message.at_s + offsets.get(rank, 0.0)) * 1e6, message.values
-            )
+        elif isinstance(message, SourceInfo) and message.name not in processes:
+            number = processes[message.name] = _FIRST_SOURCE + len(processes)
+            yield _process(number, f"{message.about.get('name', '')} {message.name}".strip())
+        elif isinstance(message, SourceSample | JobReport):
+            source = message.source if isinstance(message, SourceSample) else ""
+            process = processes.get(source, rank)
+            at_us = (message.at_s + clocks.offset_s(rank)) * 1e6
+            yield from _counters(process, at_us, message.values)
 
 
 def _process(number: int, name: str) -> _TraceEvent:
@@ -228,11 +176,5 @@ def _process(number: int, name: str) -> _TraceEvent:
 def _counters(process: int, at_us: float, values: dict[str, float]) -> Iterator[_TraceEvent]:
     for name in _COUNTERS:
         if math.isfinite(values.get(name, math.nan)):  # JSON has no other numbers
-            yield {
-                "ph": "C",
-                "name": name,
-                "pid": process,
-                "tid": 0,
-                "ts": at_us,
-                "args": {name: values[name]},
-            }
+            counter = {"ph": "C", "name": name, "pid": process, "tid": 0, "ts": at_us}
+            yield counter | {"args": {name: values[name]}}

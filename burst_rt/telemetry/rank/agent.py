@@ -20,8 +20,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from burst_rt.telemetry.calls import NOTHING, CallLog, Totals
-from burst_rt.telemetry.host import HostSampler, ProcessSampler
 from burst_rt.telemetry.messages import (
     Bye,
     EndedCall,
@@ -34,10 +32,11 @@ from burst_rt.telemetry.messages import (
     Ping,
     PlanSummary,
     Pong,
-    Severity,
     ToRank,
 )
-from burst_rt.telemetry.nvml import GpuId, NvmlThread
+from burst_rt.telemetry.rank.call_log import NOTHING, CallLog, Totals
+from burst_rt.telemetry.rank.host import HostSampler, ProcessSampler
+from burst_rt.telemetry.rank.nvml import GpuId, NvmlThread
 from burst_rt.telemetry.wire import Frames, connect, frame, until_beat_s
 
 __all__ = ["Agent"]
@@ -66,11 +65,6 @@ _HOST_PERIOD_S = 0.5
 _BYE_DEADLINE_S = 0.5
 
 _log = logging.getLogger("burst_rt.telemetry")
-_LEVELS = {
-    Severity.INFO: logging.INFO,
-    Severity.WARNING: logging.WARNING,
-    Severity.ERROR: logging.ERROR,
-}
 
 
 class Agent:
@@ -99,7 +93,6 @@ class Agent:
         # The round-trip time of each answer, the clock's offset, and the time at which the ping was
         # sent.
         self._pings: deque[tuple[float, float, float]] = deque(maxlen=2 * _PINGS)
-        self._thread_s = 0.0
         self._nvml: NvmlThread | None = None
         self._thread = threading.Thread(target=self._main, name="burst_rt telemetry", daemon=True)
         self._thread.start()
@@ -257,19 +250,11 @@ class Agent:
         rtt_s, offset_s, _ = min(self._pings, default=(-1.0, 0.0, 0.0))
         group, doing = "", NOTHING
         for log in self._logs:
-            here = log.doing()
-            if here.call >= 0:
-                group, doing = log.group.name, here
-        return Heartbeat(
-            sent_s=now_s,
-            offset_s=offset_s,
-            rtt_s=rtt_s,
-            group=group,
-            call=doing.call,
-            doing=doing.doing,
-            since_s=doing.since_s,
-            hop=doing.hop,
-        )
+            activity = log.doing()
+            if activity.call >= 0:
+                group, doing = log.group.name, activity
+        told = doing._asdict()  # the fields of a heartbeat that it has are named so there
+        return Heartbeat(sent_s=now_s, offset_s=offset_s, rtt_s=rtt_s, group=group, **told)
 
     def _receive(self) -> None:
         try:
@@ -285,15 +270,10 @@ class Agent:
         for payload in self._frames.feed(data):
             message: ToRank = msgspec.msgpack.decode(payload, type=ToRank)
             if isinstance(message, Pong):
-                self._pings.append(
-                    (
-                        now_s - message.sent_s,
-                        message.hub_s - (message.sent_s + now_s) / 2,
-                        message.sent_s,
-                    )
-                )
+                offset_s = message.hub_s - (message.sent_s + now_s) / 2
+                self._pings.append((now_s - message.sent_s, offset_s, message.sent_s))
             elif isinstance(message, LogLine):
-                _log.log(_LEVELS[message.severity], "%s", message.text)
+                _log.log(message.severity.level, "%s", message.text)
 
     def _gather(self) -> None:
         """Makes frames of what has happened since the last time."""

@@ -17,8 +17,9 @@ import msgspec
 import psutil
 
 from burst_rt.errors import ConfigError
+from burst_rt.telemetry.wire import readable
 
-__all__ = ["RunningJob", "announce", "find_job", "readable", "running_jobs"]
+__all__ = ["RunningJob", "announce", "find_job", "running_jobs"]
 
 
 class RunningJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,13 +36,17 @@ def announce(address: str, secret: str) -> Path:
     """Writes this hub's file, and returns its path; the caller removes the file at the end. Raises
     OSError and ConfigError where the file cannot be written safely.
     """
-    own = psutil.Process()
-    parent = own.parent()
+    process = psutil.Process()
+    parent = process.parent()
     command = readable(" ".join(parent.cmdline())[:500]) if parent is not None else ""
     folder = _folder()
-    path, unfinished = folder / f"{own.pid}.json", folder / f"{own.pid}.new"
+    path, unfinished = folder / f"{process.pid}.json", folder / f"{process.pid}.new"
     job = RunningJob(
-        pid=own.pid, started_s=own.create_time(), address=address, secret=secret, command=command
+        pid=process.pid,
+        started_s=process.create_time(),
+        address=address,
+        secret=secret,
+        command=command,
     )
     with os.fdopen(
         os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb"
@@ -53,22 +58,17 @@ def announce(address: str, secret: str) -> Path:
 
 def running_jobs() -> list[RunningJob]:
     """All jobs of this user here, the newest last."""
-    found = []
+    jobs = []
     for path in _folder().glob("*.json"):
         try:
             job = msgspec.json.decode(path.read_bytes(), type=RunningJob)
             if abs(psutil.Process(job.pid).create_time() - job.started_s) < 1.0:
-                found.append(job)
+                jobs.append(job)
                 continue
         except (OSError, msgspec.DecodeError, psutil.Error):
             pass
         path.unlink(missing_ok=True)
-    return sorted(found, key=lambda job: job.started_s)
-
-
-def readable(text: str) -> str:
-    """The text as it can be sent: question marks replace characters that UTF-8 cannot encode."""
-    return text.encode(errors="replace").decode()
+    return sorted(jobs, key=lambda job: job.started_s)
 
 
 def find_job(pid: int | None) -> RunningJob:
@@ -84,10 +84,10 @@ def find_job(pid: int | None) -> RunningJob:
             "no job of this user runs here with telemetry; start one with `burst-rt run "
             "--telemetry` or --dashboard"
         )
-    known = "".join(f"\n  --attach {job.pid}   {job.command}" for job in jobs)
+    choices = "".join(f"\n  --attach {job.pid}   {job.command}" for job in jobs)
     raise ConfigError(
         f"{'several jobs run here' if pid is None else f'no job {pid} runs here'}; choose "
-        f"one:{known}"
+        f"one:{choices}"
     )
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from burst_rt.telemetry.messages import FromRank, Note, Sample, Severity, Source
+from burst_rt.telemetry.messages import FromRank, Note, Severity, SourceInfo, SourceSample
 from burst_rt.telemetry.metrics import plausible, throttle_reasons
 
 __all__ = ["GpuId", "NvmlSampler", "NvmlThread", "gpu_source"]
@@ -27,6 +27,7 @@ _SLOW_S = 5.0
 # Number of failures in a row after which a reading is given up.
 _MAX_FAILURES = 10
 _PROCESSES_EVERY_S = 1.0
+_SLOW_PCIE = "pcie_throughput"  # taken only where there are no counters
 # Minimum number of seconds that a rate is taken over: NVML does not update its counters by the
 # microsecond.
 _RATE_OVER_S = 0.005
@@ -54,10 +55,6 @@ class _Unsupported(Exception):
     """This chip or driver does not have a reading."""
 
 
-# Reads some values as they are now. A counter whose rate is wanted gives nothing the first time.
-_Reading = Callable[[], dict[str, float]]
-
-
 class _Gpu:
     """One GPU: which readings it has, and how to take them."""
 
@@ -74,21 +71,16 @@ class _Gpu:
         self._num_xid = 0
         self.notes: list[tuple[Severity, str, str]] = []
         self._throttled = 0
-        readings: tuple[_Reading, ...] = (
-            self._utilisation, self._memory, self._power, self._energy, self._temperature,
-            self._memory_temperature, self._sm_clock,
-            self._memory_clock, self._throttle, self._pcie_counters, self._nvlink, self._processes,
-            self._ecc, self._xid, self._gpm,
-        )  # fmt: skip
         self._prepared: dict[str, Any] = {}
-        self.readings = [reading for reading in readings if self._has(reading)]
-        if self._pcie_counters not in self.readings and self._has(self._pcie_throughput):
-            self.readings.append(self._pcie_throughput)
-        self.failures = dict.fromkeys(self.readings, 0)
+        # Failures in a row, of the readings that this chip and its driver have.
+        names = [name for name in _READINGS if name != _SLOW_PCIE]
+        self.failures = {name: 0 for name in names if self._has(name)}
+        if "pcie_counters" not in self.failures and self._has(_SLOW_PCIE):
+            self.failures[_SLOW_PCIE] = 0
 
-    def _has(self, reading: _Reading) -> bool:
+    def _has(self, reading: str) -> bool:
         try:
-            reading()
+            _READINGS[reading](self)
         except (self.nvml.NVMLError, _Unsupported):
             return False
         return True
@@ -96,23 +88,20 @@ class _Gpu:
     def read(self) -> dict[str, float]:
         """The values of all readings that work now."""
         values: dict[str, float] = {}
-        for reading in list(self.readings):
+        for name in list(self.failures):
             try:
-                values |= reading()
-                self.failures[reading] = 0
+                values |= _READINGS[name](self)
+                self.failures[name] = 0
             except (self.nvml.NVMLError, _Unsupported) as error:
-                self.failures[reading] += 1
-                if self.failures[reading] == 1:
-                    self.notes.append(
-                        (
-                            Severity.WARNING,
-                            "nvml",
-                            f"{self.source}: {reading.__name__[1:]}: {error}",
-                        )
-                    )
-                if self.failures[reading] >= _MAX_FAILURES:
-                    self.readings.remove(reading)
+                self.failures[name] += 1
+                if self.failures[name] == 1:
+                    self._note(Severity.WARNING, "nvml", f"{name}: {error}")
+                if self.failures[name] >= _MAX_FAILURES:
+                    del self.failures[name]
         return values
+
+    def _note(self, severity: Severity, kind: str, text: str) -> None:
+        self.notes.append((severity, kind, f"{self.source}: {text}"))
 
     def sensible(self, values: dict[str, float]) -> dict[str, float]:
         """The values that can be true."""
@@ -121,7 +110,8 @@ class _Gpu:
             del good["memory_used_bytes"]
         return good
 
-    def _field(self, number: int, scope: int = 0) -> float:
+    def field(self, number: int, scope: int = 0) -> float:
+        """A field by its number. Raises _Unsupported where the chip has no such field."""
         value = self.nvml.nvmlDeviceGetFieldValues(self.handle, [(number, scope)])[0]
         if value.nvmlReturn:
             raise _Unsupported(f"field {number}")
@@ -130,7 +120,8 @@ class _Gpu:
             raise _Unsupported(f"field {number} of type {value.valueType}")
         return float(getattr(value.value, kinds[value.valueType]))
 
-    def _since_start(self, name: str, value: float) -> float:
+    def since_start(self, name: str, value: float) -> float:
+        """How much a counter has grown since it was first read."""
         return value - self._first.setdefault(name, value)
 
     def _rate(self, name: str, value: float) -> dict[str, float]:
@@ -146,73 +137,33 @@ class _Gpu:
             else {}
         )
 
-    def _utilisation(self) -> dict[str, float]:
+    def utilisation(self) -> dict[str, float]:
         rates = self.nvml.nvmlDeviceGetUtilizationRates(self.handle)
         return {"sm_percent": float(rates.gpu), "memory_busy_percent": float(rates.memory)}
 
-    def _memory(self) -> dict[str, float]:
+    def memory(self) -> dict[str, float]:
         memory = self.nvml.nvmlDeviceGetMemoryInfo(self.handle)
         self.total_bytes = float(memory.total)
         return {"memory_used_bytes": float(memory.used)}
 
-    def _power(self) -> dict[str, float]:
-        return {"power_w": self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3}
-
-    def _energy(self) -> dict[str, float]:
-        return {
-            "energy_j": self._since_start(
-                "energy", self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle) / 1e3
-            )
-        }
-
-    def _temperature(self) -> dict[str, float]:
-        return {
-            "temperature_c": float(
-                self.nvml.nvmlDeviceGetTemperature(self.handle, self.nvml.NVML_TEMPERATURE_GPU)
-            )
-        }
-
-    def _memory_temperature(self) -> dict[str, float]:
-        return {"memory_temperature_c": self._field(self.nvml.NVML_FI_DEV_MEMORY_TEMP)}
-
-    def _sm_clock(self) -> dict[str, float]:
-        return {
-            "sm_clock_mhz": float(
-                self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)
-            )
-        }
-
-    def _memory_clock(self) -> dict[str, float]:
-        return {
-            "memory_clock_mhz": float(
-                self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_MEM)
-            )
-        }
-
-    def _throttle(self) -> dict[str, float]:
+    def throttle(self) -> dict[str, float]:
         try:
             bits = int(self.nvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle))
         except self.nvml.NVMLError:  # drivers before 535 know only the older name
             bits = int(self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle))
         unhealthy = bits & ~_HEALTHY_REASONS
         if unhealthy & ~self._throttled and plausible("throttle_bits", float(bits)):
-            self.notes.append(
-                (
-                    Severity.WARNING,
-                    "throttle",
-                    f"{self.source}: clocks are held back: "
-                    f"{', '.join(throttle_reasons(unhealthy))}",
-                )
-            )
+            reasons = ", ".join(throttle_reasons(unhealthy))
+            self._note(Severity.WARNING, "throttle", f"clocks are held back: {reasons}")
         self._throttled = unhealthy
         return {"throttle_bits": float(bits)}
 
-    def _pcie_counters(self) -> dict[str, float]:
-        sent = self._field(self.nvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES)
-        received = self._field(self.nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES)
+    def pcie_counters(self) -> dict[str, float]:
+        sent = self.field(self.nvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES)
+        received = self.field(self.nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES)
         return self._rate("pcie_tx_bytes_per_s", sent) | self._rate("pcie_rx_bytes_per_s", received)
 
-    def _pcie_throughput(self) -> dict[str, float]:
+    def pcie_throughput(self) -> dict[str, float]:
         # NVML returns KB/s. It watches the link for 20 ms at each of these calls.
         sent, received = (
             self.nvml.nvmlDeviceGetPcieThroughput(self.handle, way)
@@ -220,25 +171,25 @@ class _Gpu:
         )
         return {"pcie_tx_bytes_per_s": 1e3 * sent, "pcie_rx_bytes_per_s": 1e3 * received}
 
-    def _nvlink(self) -> dict[str, float]:
+    def nvlink(self) -> dict[str, float]:
         # NVML counts KiB.
-        sent = 1024 * self._field(self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS)
-        received = 1024 * self._field(self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS)
+        sent = 1024 * self.field(self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS)
+        received = 1024 * self.field(self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS)
         return self._rate("nvlink_tx_bytes_per_s", sent) | self._rate(
             "nvlink_rx_bytes_per_s", received
         )
 
-    def _processes(self) -> dict[str, float]:
+    def processes(self) -> dict[str, float]:
         now_s = time.perf_counter()
         if now_s - self._processes_at_s > _PROCESSES_EVERY_S:
-            found = self.nvml.nvmlDeviceGetComputeRunningProcesses(self.handle)
-            self._processes_at_s, self._num_processes = now_s, len(found)
-            pids = [float(p.pid) for p in found]
-            sizes = [float(p.usedGpuMemory or 0) for p in found]
+            processes = self.nvml.nvmlDeviceGetComputeRunningProcesses(self.handle)
+            self._processes_at_s, self._num_processes = now_s, len(processes)
+            pids = [float(p.pid) for p in processes]
+            sizes = [float(p.usedGpuMemory or 0) for p in processes]
             self.details = {"process_pid": pids, "process_bytes": sizes}
         return {"num_processes": float(self._num_processes)}
 
-    def _ecc(self) -> dict[str, float]:
+    def ecc(self) -> dict[str, float]:
         nvml = self.nvml
         kinds = {
             "ecc_corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
@@ -247,23 +198,18 @@ class _Gpu:
         counts = {}
         for name, kind in kinds.items():
             before = self._last.get(name, (0.0, 0.0))[1]
-            count = self._since_start(
+            count = self.since_start(
                 name,
                 float(nvml.nvmlDeviceGetTotalEccErrors(self.handle, kind, nvml.NVML_VOLATILE_ECC)),
             )
             if count > before and name == "ecc_uncorrected":
-                self.notes.append(
-                    (
-                        Severity.ERROR,
-                        "ecc",
-                        f"{self.source}: memory errors that could not be corrected: {count:g}",
-                    )
-                )
+                text = f"memory errors that could not be corrected: {count:g}"
+                self._note(Severity.ERROR, "ecc", text)
             self._last[name] = (0.0, count)
             counts[name] = count
         return counts
 
-    def _xid(self) -> dict[str, float]:
+    def xid(self) -> dict[str, float]:
         nvml = self.nvml
         if "xid" not in self._prepared:
             self._prepared["xid"] = events = nvml.nvmlEventSetCreate()
@@ -272,19 +218,14 @@ class _Gpu:
             while self._num_xid < 1000:
                 event = nvml.nvmlEventSetWait_v2(self._prepared["xid"], 0)
                 self._num_xid += 1
-                self.notes.append(
-                    (
-                        Severity.ERROR,
-                        "xid",
-                        f"{self.source}: XID {event.eventData} (docs.nvidia.com/deploy/xid-errors)",
-                    )
-                )
+                text = f"XID {event.eventData} (docs.nvidia.com/deploy/xid-errors)"
+                self._note(Severity.ERROR, "xid", text)
         except nvml.NVMLError as error:
             if error.value != nvml.NVML_ERROR_TIMEOUT:
                 raise
         return {"num_xid": float(self._num_xid)}
 
-    def _gpm(self) -> dict[str, float]:
+    def gpm(self) -> dict[str, float]:
         nvml = self.nvml
         names = {
             "gpm_sm_percent": nvml.NVML_GPM_METRIC_SM_UTIL,
@@ -314,28 +255,67 @@ class _Gpu:
         }
 
 
+def _energy(gpu: _Gpu) -> dict[str, float]:
+    joules = gpu.nvml.nvmlDeviceGetTotalEnergyConsumption(gpu.handle) / 1e3
+    return {"energy_j": gpu.since_start("energy", joules)}
+
+
+def _temperature(gpu: _Gpu) -> dict[str, float]:
+    nvml = gpu.nvml
+    value = nvml.nvmlDeviceGetTemperature(gpu.handle, nvml.NVML_TEMPERATURE_GPU)
+    return {"temperature_c": float(value)}
+
+
+def _clock(gpu: _Gpu, metric: str, kind: int) -> dict[str, float]:
+    return {metric: float(gpu.nvml.nvmlDeviceGetClockInfo(gpu.handle, kind))}
+
+
+# What reads some values of a GPU as they are now, by the name that notes give it. A counter whose
+# rate is wanted gives nothing the first time.
+_READINGS: dict[str, Callable[[_Gpu], dict[str, float]]] = {
+    "utilisation": _Gpu.utilisation,
+    "memory": _Gpu.memory,
+    "power": lambda gpu: {"power_w": gpu.nvml.nvmlDeviceGetPowerUsage(gpu.handle) / 1e3},
+    "energy": _energy,
+    "temperature": _temperature,
+    "memory_temperature": lambda gpu: {
+        "memory_temperature_c": gpu.field(gpu.nvml.NVML_FI_DEV_MEMORY_TEMP)
+    },
+    "sm_clock": lambda gpu: _clock(gpu, "sm_clock_mhz", gpu.nvml.NVML_CLOCK_SM),
+    "memory_clock": lambda gpu: _clock(gpu, "memory_clock_mhz", gpu.nvml.NVML_CLOCK_MEM),
+    "throttle": _Gpu.throttle,
+    "pcie_counters": _Gpu.pcie_counters,
+    "nvlink": _Gpu.nvlink,
+    "processes": _Gpu.processes,
+    "ecc": _Gpu.ecc,
+    "xid": _Gpu.xid,
+    "gpm": _Gpu.gpm,
+    "pcie_throughput": _Gpu.pcie_throughput,
+}
+
+
 class NvmlSampler:
-    """Samples the GPUs of this host that `wanted` names; none named means all. Raises
+    """Samples the GPUs of this host that `gpus` names; none named means all. Raises
     pynvml.NVMLError without NVML.
     """
 
-    def __init__(self, wanted: Sequence[GpuId], host: str) -> None:
+    def __init__(self, gpus: Sequence[GpuId], host: str) -> None:
         import pynvml
 
         pynvml.nvmlInit()
         self.host = host
         self.driver = _words(pynvml, pynvml.nvmlSystemGetDriverVersion)
         self.gpus: list[_Gpu] = []
-        self.sources: list[Source] = []
+        self.sources: list[SourceInfo] = []
         self._doubted: set[tuple[str, str]] = set()
-        uuids = {gpu.uuid.removeprefix("GPU-"): gpu for gpu in wanted if gpu.uuid}
-        addresses = {gpu.pci.lower(): gpu for gpu in wanted if gpu.pci}
+        uuids = {gpu.uuid.removeprefix("GPU-"): gpu for gpu in gpus if gpu.uuid}
+        addresses = {gpu.pci.lower(): gpu for gpu in gpus if gpu.pci}
         for i in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(i)
             uuid = _words(pynvml, pynvml.nvmlDeviceGetUUID, handle).removeprefix("GPU-")
             address = _pci_address(pynvml, handle)
             rank_gpu = uuids.get(uuid) or addresses.get(address)
-            if wanted and rank_gpu is None:
+            if gpus and rank_gpu is None:
                 continue
             # The source has the name that the GPU's rank gives it.
             name = gpu_source(rank_gpu.uuid if rank_gpu and rank_gpu.uuid else uuid)
@@ -351,7 +331,7 @@ class NvmlSampler:
                 about["memory_bytes"] = str(int(gpu.total_bytes))
             self.gpus.append(gpu)
             self.sources.append(
-                Source(
+                SourceInfo(
                     name=name,
                     kind="gpu",
                     host=host,
@@ -360,9 +340,9 @@ class NvmlSampler:
                 )
             )
 
-    def sample(self) -> list[Sample | Note]:
+    def sample(self) -> list[SourceSample | Note]:
         """Samples every GPU once, and notes what is worth an event. Blocks as long as NVML does."""
-        messages: list[Sample | Note] = []
+        messages: list[SourceSample | Note] = []
         for gpu in self.gpus:
             values = gpu.read()
             at_s = time.perf_counter()
@@ -374,7 +354,7 @@ class NvmlSampler:
                     messages.append(Note(at_s, Severity.WARNING, "nvml", text))
             messages += [Note(at_s, *note) for note in gpu.notes]
             gpu.notes.clear()
-            messages.append(Sample(gpu.source, at_s, good, gpu.details))
+            messages.append(SourceSample(gpu.source, at_s, good, gpu.details))
         return messages
 
 
@@ -384,11 +364,11 @@ class NvmlThread:
     """
 
     def __init__(
-        self, put: Callable[[FromRank], None], wanted: Sequence[GpuId], host: str, rate_hz: float
+        self, put: Callable[[FromRank], None], gpus: Sequence[GpuId], host: str, rate_hz: float
     ) -> None:
         self.percent = 0.0  # percent of a core
         self._put = put
-        self._wanted = wanted
+        self._gpus = gpus
         self._host = host
         self._period_s = 1.0 / rate_hz
         self._asked_s: float | None = None
@@ -430,7 +410,7 @@ class NvmlThread:
 
     def _run(self) -> None:
         self._asked_s = time.perf_counter()
-        sampler = NvmlSampler(self._wanted, self._host)
+        sampler = NvmlSampler(self._gpus, self._host)
         for source in sampler.sources:
             self._put(source)
         while sampler.gpus and not self._stopped.is_set():

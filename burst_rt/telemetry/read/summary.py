@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from burst_rt.scheduler import Span, Wait, overlap
-from burst_rt.telemetry.reading import CallOfAll, calls_of
-from burst_rt.telemetry.record import Record
+from burst_rt.telemetry.read.calls import CallOfAll, calls_of
+from burst_rt.telemetry.read.record import Record
 
 __all__ = ["IdleSpan", "RankSummary", "RecordSummary", "summarise"]
 
@@ -149,7 +149,7 @@ def summarise(record: Record) -> RecordSummary:
 def _latecomer(
     ranks: dict[int, RankSummary], groups: Iterable[tuple[list[int], _Lateness]]
 ) -> Latecomer | None:
-    found = []
+    latecomers = []
     for members, lateness in groups:
         place = int(lateness.waited_s.argmax())
         waited_s, num_calls = float(lateness.waited_s[place]), lateness.num_calls
@@ -158,7 +158,7 @@ def _latecomer(
         # Where ranks come late in turns, none of them spends more time outside than the others.
         alone = 2 * beyond_s * (len(members) - 1) > waited_s
         if num_calls and alone and waited_s > _WORTH_SAYING * others_s:
-            found.append(
+            latecomers.append(
                 Latecomer(
                     rank=members[place],
                     beyond_s=beyond_s / num_calls,
@@ -167,17 +167,17 @@ def _latecomer(
                     waited_share=waited_s / others_s,
                 )
             )
-    return max(found, key=lambda late: late.waited_s, default=None)
+    return max(latecomers, key=lambda late: late.waited_s, default=None)
 
 
 def _add(into: RankSummary, call: CallOfAll, place: int) -> tuple[list[IdleSpan], float]:
     """Adds the call to its rank; the stalls of the rank, and how long it waited for other ranks."""
     assert call.whole is not None
     trace, rank = call.whole.traces[place], call.members[place]
-    plan, kept = call.ranks[rank]
+    plan, part = call.ranks[rank]
     transfer_s, hidden_s = overlap(trace)
     into.calls += bool(plan.tasks)
-    into.total_s += kept.ended_s - kept.started_s
+    into.total_s += part.ended_s - part.started_s
     into.between_s += call.between_s.get(rank, 0.0)
     into.compute_s += sum(s.ended_s - s.started_s for s in trace if s.lane == "compute")
     into.transfer_s += transfer_s
@@ -207,19 +207,19 @@ def _add(into: RankSummary, call: CallOfAll, place: int) -> tuple[list[IdleSpan]
     # Nothing is sent until the last rank has entered the call and the ranks have agreed.
     last_s, last = max((call.ranks[member][1].started_s, member) for member in call.members)
     agreed_s = max((s.ended_s for s in trace if s.lane == "control"), default=0.0)
-    until_s = min(last_s, agreed_s if plan.tasks else kept.ended_s)
-    idle_s = until_s - kept.started_s - _computed_s(trace, until_s)
+    until_s = min(last_s, agreed_s if plan.tasks else part.ended_s)
+    idle_s = until_s - part.started_s - _computed_s(trace, until_s)
     if last != rank and idle_s > 0:
         waited_s += idle_s
-        cause = f"rank {last} entered the call {(last_s - kept.started_s) * 1e3:.1f} ms later"
-        stalled(kept.started_s, idle_s, cause)
+        cause = f"rank {last} entered the call {(last_s - part.started_s) * 1e3:.1f} ms later"
+        stalled(part.started_s, idle_s, cause)
     return stalls, waited_s
 
 
 def _computed_s(trace: Iterable[Span], until_s: float) -> float:
     """Seconds that a rank computed up to a time."""
-    own = (s for s in trace if s.lane == "compute")
-    return sum(max(0.0, min(s.ended_s, until_s) - s.started_s) for s in own)
+    tiles = (s for s in trace if s.lane == "compute")
+    return sum(max(0.0, min(s.ended_s, until_s) - s.started_s) for s in tiles)
 
 
 def _wire(call: CallOfAll, place: int, wait: Wait) -> str:
@@ -249,8 +249,10 @@ def _late(call: CallOfAll, place: int, wait: Wait) -> str:
         (s for s in call.whole.traces[wait.peer] if s.lane == "compute"), key=shared_s, default=None
     )
     doing = f"was still in {busy.name!r} and " if busy is not None and shared_s(busy) > 0 else ""
-    here, there = (call.ranks[call.members[p]][1].started_s for p in (place, wait.peer))
-    entered = f", having entered the call {(there - here) * 1e3:.1f} ms later"
+    ranks = call.members[place], call.members[wait.peer]
+    entered_s, peer_entered_s = (call.ranks[rank][1].started_s for rank in ranks)
+    late_s = peer_entered_s - entered_s
+    entered = f", having entered the call {late_s * 1e3:.1f} ms later"
     # A cause that explains less than half of the wait is not reported.
-    after = entered if 2 * (there - here) > wait.ended_s - wait.started_s else ""
+    after = entered if 2 * late_s > wait.ended_s - wait.started_s else ""
     return f"rank {call.members[wait.peer]} {doing}had not reached {name!r}{after}"

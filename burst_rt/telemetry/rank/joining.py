@@ -2,31 +2,31 @@
 
 One rank that asks for it is enough.
 
-A caller hands in all that is known of its ranks; nothing here knows contexts. The rest of telemetry
-is imported only once a rank has asked for it. Nothing here can fail a run: without a hub, figures
-are missing.
+The rest of telemetry is imported only once a rank has asked for it. Nothing here can fail a run:
+without a hub, figures are missing.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import BurstError, InputError
-from burst_rt.telemetry.wire import Settings, read_settings
+from burst_rt.telemetry.wire import Settings, read_settings, readable
 
 if TYPE_CHECKING:
     from burst_rt.runtime.joining import Presence
-    from burst_rt.telemetry.agent import Agent
-    from burst_rt.telemetry.calls import CallLog
+    from burst_rt.runtime.runtime import Runtime
+    from burst_rt.telemetry.rank.agent import Agent
 
-__all__ = ["Wish", "farewell", "follow", "report", "wish"]
+__all__ = ["farewell", "follow", "report"]
 
 _SAMPLE_HZ = 5.0
 # Maximum number of values of one report. Viewers show 64 of a job's values.
@@ -40,7 +40,7 @@ _current = threading.local()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class _Wish:
     """The contribution of a rank to the decision whether telemetry is on."""
 
     asked: bool
@@ -53,65 +53,77 @@ class Wish:
     pci: str  # address, "" on a CPU
 
 
-def wish(asked: bool | None, presence: Presence) -> Wish:
+def _wish(asked: bool | None, presence: Presence) -> _Wish:
     """This rank's wish. asked: what the program says; None leaves it to the environment."""
     settings = read_settings()
     agent = _agents.get(presence.thread)
     address = agent.address if agent is not None and agent.alive else settings.address
-    wanted = settings.asked if asked is None else asked
-    return Wish(
-        asked=wanted,
-        address=address if wanted else "",
-        rank=presence.job_rank,
-        world_size=presence.job_size,
-        host=presence.host,
-        device=presence.device,
-        gpu=presence.gpu,
-        pci=presence.pci,
-    )
+    asked = settings.asked if asked is None else asked
+    return _Wish(
+        asked=asked, address=address if asked else "",
+        rank=presence.job_rank, world_size=presence.job_size, host=presence.host,
+        device=presence.device, gpu=presence.gpu, pci=presence.pci,
+    )  # fmt: skip
 
 
-def follow(
-    key: object,
-    place: int,
-    wishes: Sequence[Wish],
-    transport: str,
-    reason: str,
-    gather: Callable[[bytes], Sequence[bytes]],
-) -> CallLog | None:
-    """The log of a new context, where any of its ranks asked for telemetry; else None.
+def follow(runtime: Runtime, presence: Presence, *, asked: bool | None, within_s: float) -> None:
+    """Gives the runtime an observer, where any of its ranks asked for telemetry. Collective; blocks
+    at most `within_s` for each of two steps, and 15 s more on the rank that starts a hub.
 
-    key: names a rank that is a thread; None means this process. place: this rank's, among `wishes`.
-    transport, reason: what the context sends with, and why. gather: gives every rank's bytes to
-    every rank; called on all ranks or on none. Blocks as long as `gather` does, and on the rank
-    that starts a hub up to 15 s more.
+    asked: what the program says; None leaves it to the environment.
     """
-    if not any(wished.asked for wished in wishes):
-        return None
-    settings = read_settings()
-    address, secret = wishes[place].address, settings.secret
-    if not all(wished.address for wished in wishes):
-        # The first rank that knows a hub tells the others. Where none knows one, the first rank
-        # starts one.
-        teller = next((i for i, wished in enumerate(wishes) if wished.address), 0)
-        mine = b""
-        if teller == place:
-            if address:
-                known = _agents.get(key)
-                mine = f"{address} {known.secret if known is not None else secret}".encode()
-            else:
-                mine = _start(settings, wishes)
-        told = gather(mine)[teller].decode()
-        if not told:
-            return None
-        address, _, secret = told.partition(" ")
+
+    def gather(text: bytes) -> list[bytes]:
+        """Every rank's text."""
+        pending = runtime.collective(
+            {"call": "init: telemetry"}, lambda: runtime.control.allgather(text), within_s
+        )
+        return pending.result()
+
+    texts = gather(json.dumps(asdict(_wish(asked, presence))).encode())
+    wishes = [_Wish(**json.loads(text)) for text in texts]
+    if not any(wish.asked for wish in wishes):
+        return
+    # The key names a rank that is a thread; None means this process.
+    key, place = presence.thread, runtime.rank
+    address, secret = _meet(key, place, wishes, gather)
+    if not address:
+        return
     agent = _agents.get(key)
     if agent is None or not agent.alive:
         agent = _agents[key] = _make_agent(address, secret, place, wishes)
     _current.agent = agent
     # A rank that is a thread ends with its context; a process has a `farewell`.
     when_left = partial(_end, key) if key is not None else None
-    return agent.follow([wished.rank for wished in wishes], transport, reason, when_left)
+    machine, ranks = runtime.machine, [wish.rank for wish in wishes]
+    runtime.observer = agent.follow(ranks, machine.transport_name, machine.reason, when_left)
+
+
+def _meet(
+    key: object,
+    place: int,
+    wishes: Sequence[_Wish],
+    gather: Callable[[bytes], Sequence[bytes]],
+) -> tuple[str, str]:
+    """The address and the secret of the hub that all ranks of a context tell; "" without a hub.
+
+    place: this rank's, among `wishes`. gather: called on all ranks or on none. Blocks as long as
+    `gather` does, and on the rank that starts a hub up to 15 s more.
+    """
+    settings, agent = read_settings(), _agents.get(key)
+    address, secret = wishes[place].address, settings.secret
+    if all(wish.address for wish in wishes):
+        return address, secret
+    # The first rank that knows a hub tells the others. Where none knows one, the first rank starts
+    # one.
+    teller = next((i for i, wish in enumerate(wishes) if wish.address), 0)
+    text = b""
+    if teller == place and address:
+        text = f"{address} {agent.secret if agent is not None else secret}".encode()
+    elif teller == place:
+        text = _start(settings, wishes)
+    address, _, secret = gather(text)[teller].decode().partition(" ")
+    return address, secret
 
 
 def _end(key: object, code: int) -> None:
@@ -148,8 +160,6 @@ def report(step: int = 0, **values: float) -> None:
     agent: Agent | None = getattr(_current, "agent", None) or _agents.get(None)
     if agent is None:
         return
-    from burst_rt.telemetry.jobs import readable
-
     if len(values) > _MAX_VALUES:
         raise InputError(
             f"telemetry.report: expected at most {_MAX_VALUES} values, got {len(values):,}; report "
@@ -179,14 +189,14 @@ def report(step: int = 0, **values: float) -> None:
     agent.report(number, numbers)
 
 
-def _start(settings: Settings, wishes: Sequence[Wish]) -> bytes:
+def _start(settings: Settings, wishes: Sequence[_Wish]) -> bytes:
     """Starts a hub for these ranks. Returns the hub's address and secret, or nothing where it does
     not start.
     """
-    from burst_rt.telemetry.starting import start_hub
+    from burst_rt.telemetry.hub.starting import start_hub
 
     try:
-        one_host = len({wished.host for wished in wishes}) == 1
+        one_host = len({wish.host for wish in wishes}) == 1
         hub = start_hub(
             one_host=one_host,
             record=settings.record,
@@ -197,36 +207,27 @@ def _start(settings: Settings, wishes: Sequence[Wish]) -> bytes:
         _log.warning("no telemetry: %s", error)
         return b""
     hub.forget()
-    for line in hub.told:
+    for line in hub.lines:
         print(f"burst-rt: {line}", file=sys.stderr, flush=True)
     return f"{hub.address} {hub.secret}".encode()
 
 
-def _make_agent(address: str, secret: str, place: int, wishes: Sequence[Wish]) -> Agent:
-    from burst_rt.telemetry.agent import Agent
-    from burst_rt.telemetry.jobs import readable
+def _make_agent(address: str, secret: str, place: int, wishes: Sequence[_Wish]) -> Agent:
     from burst_rt.telemetry.messages import VERSION, Hello
-    from burst_rt.telemetry.nvml import GpuId, gpu_source
+    from burst_rt.telemetry.rank.agent import Agent
+    from burst_rt.telemetry.rank.nvml import GpuId, gpu_source
     from burst_rt.version import __version__
 
-    own = wishes[place]
-    here = [i for i, wished in enumerate(wishes) if wished.host == own.host]
+    mine = wishes[place]
+    neighbours = [i for i, wish in enumerate(wishes) if wish.host == mine.host]
     hello = Hello(
-        version=VERSION,
-        secret=secret,
-        rank=own.rank,
-        world_size=own.world_size,
-        local_rank=here.index(place),
-        host=own.host,
-        pid=os.getpid(),
-        device=own.device,
-        gpu=gpu_source(own.gpu),
-        command=readable(" ".join(sys.argv)[:500]),
-        package=__version__,
+        version=VERSION, secret=secret, rank=mine.rank, world_size=mine.world_size,
+        local_rank=neighbours.index(place), host=mine.host, pid=os.getpid(), device=mine.device,
+        gpu=gpu_source(mine.gpu), command=readable(" ".join(sys.argv)[:500]), package=__version__,
         sample_hz=_SAMPLE_HZ,
-    )
-    gpus = [GpuId(wishes[i].gpu, wishes[i].pci) for i in here if wishes[i].gpu]
-    return Agent(address, hello, list(dict.fromkeys(gpus)) if here[0] == place else None)
+    )  # fmt: skip
+    gpus = [GpuId(wishes[i].gpu, wishes[i].pci) for i in neighbours if wishes[i].gpu]
+    return Agent(address, hello, list(dict.fromkeys(gpus)) if neighbours[0] == place else None)
 
 
 def _in_a_line(error: BaseException) -> str:

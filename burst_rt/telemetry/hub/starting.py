@@ -30,14 +30,21 @@ from burst_rt.telemetry.wire import (
 )
 
 if TYPE_CHECKING:
-    from burst_rt.telemetry.viewer import Viewer
-    from burst_rt.telemetry.views import Lost
+    from burst_rt.telemetry.model.views import Lost
+    from burst_rt.telemetry.read.viewer import HubViewer
 
 __all__ = ["HUB_MODULE", "RunningHub", "is_port", "scrubbed", "start_hub"]
 
 # The program of the hub's process. It is above telemetry, where the dashboard is known, and is
 # started by its name.
 HUB_MODULE = "burst_rt.dashboard.hub_process"
+_SETTINGS = (
+    TELEMETRY_VARIABLE,
+    RECORD_VARIABLE,
+    SECRET_VARIABLE,
+    DASHBOARD_VARIABLE,
+    METRICS_VARIABLE,
+)
 _READY_DEADLINE_S = 15.0
 _END_DEADLINE_S = 3.0
 # Seconds that the launcher waits to connect, and again for the answer: it asks while a person waits
@@ -69,7 +76,7 @@ class RunningHub:
 
     address: str
     secret: str
-    told: list[str]  # lines for the person who started the job: a dashboard's link, what failed
+    lines: list[str]  # for the person who started the job: a dashboard's link, what failed
     _process: subprocess.Popen[bytes]
 
     def environment(self) -> dict[str, str]:
@@ -102,10 +109,10 @@ class RunningHub:
             return viewer.first_lost()
         return None
 
-    def _viewer(self, patience_s: float = 0.0) -> Viewer:
-        from burst_rt.telemetry.viewer import Viewer
+    def _viewer(self, patience_s: float = 0.0) -> HubViewer:
+        from burst_rt.telemetry.read.viewer import HubViewer
 
-        return Viewer(self.address, self.secret, _ASK_DEADLINE_S + patience_s)
+        return HubViewer(self.address, self.secret, _ASK_DEADLINE_S + patience_s)
 
     def release(self) -> None:
         """Lets a held hub end with its last rank. Waits at most 3 s for that, so that the record is
@@ -128,39 +135,26 @@ class RunningHub:
         self._process.returncode = 0
 
 
-def _staying(viewer: Viewer) -> list[Lost]:
+def _staying(viewer: HubViewer) -> list[Lost]:
     """The ranks of which the hub does not know yet how they ended, as if they were lost now."""
-    from burst_rt.telemetry.views import Lost
+    from burst_rt.telemetry.model.views import Lost
 
     return [
         Lost(
-            rank=rank.rank,
-            at_s=time.time(),
-            call=rank.call,
-            task=rank.doing,
-            hop=rank.hop,
-            age_s=-1.0,
-            last_call=rank.last_call,
-            known="",
+            rank=rank.rank, at_s=time.time(), call=rank.call, task=rank.doing, hop=rank.hop,
+            age_s=-1.0, last_call=rank.last_call, activity="",
         )
         for rank in viewer.snapshot().ranks
         if rank.status in ("live", "silent")
-    ]
+    ]  # fmt: skip
 
 
 def scrubbed(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The environment without what makes a process a rank, and without settings of telemetry."""
-    own = (
-        TELEMETRY_VARIABLE,
-        RECORD_VARIABLE,
-        SECRET_VARIABLE,
-        DASHBOARD_VARIABLE,
-        METRICS_VARIABLE,
-    )
     return {
         name: value
         for name, value in environment
-        if not name.startswith(_MPI_PREFIXES) and name not in own
+        if not name.startswith(_MPI_PREFIXES) and name not in _SETTINGS
     }
 
 
@@ -187,14 +181,8 @@ def start_hub(
             f"{metrics_port[:80]!r}; set another, or none"
         )
     secret = secrets.token_urlsafe(24)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        HUB_MODULE,
-        "--listen",
-        "unix" if one_host else "0.0.0.0",
-    ]
+    command = [sys.executable, "-P", "-m", HUB_MODULE]
+    command += ["--listen", "unix" if one_host else "0.0.0.0"]
     command += ["--record", os.path.abspath(record)] if record else []
     command += ["--held", "--log"] if held else []
     command += ["--dashboard", dashboard] if dashboard else []
@@ -209,9 +197,9 @@ def start_hub(
     )
     # `stopping` is called by a signal's handler, which must not import. So the import is done here,
     # while the hub starts.
-    import burst_rt.telemetry.viewer  # noqa: F401
+    import burst_rt.telemetry.read.viewer  # noqa: F401
 
-    address, *told = _read_line(process).split("\t")
+    address, *lines = _read_line(process).split("\t")
     if not address:
         process.kill()
         process.wait()
@@ -219,7 +207,7 @@ def start_hub(
             f"the telemetry hub did not start within {_READY_DEADLINE_S:g} s; to see why, run "
             f"{' '.join(command)}"
         )
-    return RunningHub(address, secret, told, process)
+    return RunningHub(address, secret, lines, process)
 
 
 def is_port(text: str) -> bool:
@@ -230,13 +218,13 @@ def is_port(text: str) -> bool:
 def _read_line(process: subprocess.Popen[bytes]) -> str:
     """The first line that a process prints; "" where it ends, or prints nothing in time."""
     assert process.stdout is not None
-    said = b""
+    line = b""
     deadline_s = time.monotonic() + _READY_DEADLINE_S
     with selectors.DefaultSelector() as selector, process.stdout as out:
         selector.register(out, selectors.EVENT_READ)
-        while not said.endswith(b"\n") and selector.select(max(0.0, deadline_s - time.monotonic())):
+        while not line.endswith(b"\n") and selector.select(max(0.0, deadline_s - time.monotonic())):
             piece = os.read(out.fileno(), 4096)
             if not piece:
                 return ""
-            said += piece
-    return said.decode().strip() if said.endswith(b"\n") else ""
+            line += piece
+    return line.decode().strip() if line.endswith(b"\n") else ""

@@ -1,34 +1,101 @@
-"""A viewer in a process of its own: it asks a running hub over the hub's socket.
+"""Where a viewer reads: from a model in its own process, or from a hub in another process.
 
-A viewer in the hub's process asks the `JobModel` itself.
+A model in its own process is the hub's, or a replay's. All viewers answer in the types of `views`,
+so whatever shows a job works on any of them.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import msgspec
 
 from burst_rt.errors import ConfigError, Stalled
 from burst_rt.telemetry.messages import Ask, Stopping
-from burst_rt.telemetry.views import Lost, SeriesView, Snapshot, TimelineView
+from burst_rt.telemetry.model.views import Lost, SeriesView, Snapshot, TimelineView
 from burst_rt.telemetry.wire import Frames, connect, frame
 
-__all__ = ["Viewer"]
+if TYPE_CHECKING:
+    # A launcher asks a hub, and needs no model.
+    from burst_rt.telemetry.model.job_model import JobModel
+
+__all__ = ["HubViewer", "ModelViewer", "Viewer"]
 
 _View = TypeVar("_View")
 
 
-class Viewer:
+class Viewer(Protocol):
+    """Answers questions about a job. Times are seconds since the hub began; negative ones count
+    back from now. May raise ConfigError where the hub is gone, and Stalled where it is late.
+    """
+
+    @property
+    def blocks(self) -> bool:
+        """Whether an answer may take long: another process gives it."""
+
+    def snapshot(self) -> Snapshot:
+        """The present."""
+
+    def series(
+        self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int
+    ) -> list[SeriesView]:
+        """Histories of sources from `since_s` to now, at most `limit` rows each. sources, metrics:
+        none named means all.
+        """
+
+    def timeline(
+        self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int
+    ) -> TimelineView:
+        """The spans of a window, at most `limit`, the newest. ranks: none named means all."""
+
+
+class ModelViewer:
+    """Reads a model in this process. now: the hub's clock; None for a replay, where time does not
+    pass.
+    """
+
+    blocks = False
+
+    def __init__(self, model: JobModel, now: Callable[[], float] | None = None) -> None:
+        self._model = model
+        self._now = now
+
+    def snapshot(self) -> Snapshot:
+        """See `Viewer`."""
+        return self._current().snapshot()
+
+    def series(
+        self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int
+    ) -> list[SeriesView]:
+        """See `Viewer`."""
+        model = self._current()
+        names = [name for name in sources or model.sources if name in model.sources]
+        return [model.series(name, metrics, since_s, None, limit) for name in names]
+
+    def timeline(
+        self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int
+    ) -> TimelineView:
+        """See `Viewer`."""
+        return self._current().timeline(since_s, until_s, ranks, limit)
+
+    def _current(self) -> JobModel:
+        if self._now is not None:
+            self._model.advance(self._now())
+        return self._model
+
+
+class HubViewer:
     """A connection to a hub. address, secret: as ranks have them (BURST_RT_TELEMETRY,
     BURST_RT_TELEMETRY_SECRET).
 
     Every question blocks at most `timeout_s`. It raises Stalled where the hub has not answered by
     then (the viewer may ask again), and ConfigError where the hub is gone.
     """
+
+    blocks = True
 
     def __init__(self, address: str, secret: str, timeout_s: float = 5.0) -> None:
         self._address = address
@@ -55,7 +122,7 @@ class Viewer:
             self._socket = None
 
     def snapshot(self) -> Snapshot:
-        """See `JobModel.snapshot`."""
+        """See `Viewer`."""
         return self._ask("snapshot", Snapshot)
 
     def first_lost(self) -> Lost | None:
@@ -73,15 +140,11 @@ class Viewer:
         since_s: float = -600.0,
         limit: int = 2000,
     ) -> list[SeriesView]:
-        """See `JobModel.series`. Takes several sources; none named means all."""
+        """See `Viewer`."""
         return self._ask(
-            "series",
-            list[SeriesView],
-            sources=list(sources),
-            metrics=list(metrics),
-            since_s=since_s,
-            limit=limit,
-        )
+            "series", list[SeriesView],
+            sources=list(sources), metrics=list(metrics), since_s=since_s, limit=limit,
+        )  # fmt: skip
 
     def timeline(
         self,
@@ -90,15 +153,11 @@ class Viewer:
         ranks: Sequence[int] = (),
         limit: int = 2000,
     ) -> TimelineView:
-        """See `JobModel.timeline`."""
+        """See `Viewer`."""
         return self._ask(
-            "timeline",
-            TimelineView,
-            since_s=since_s,
-            until_s=until_s,
-            ranks=list(ranks),
-            limit=limit,
-        )
+            "timeline", TimelineView,
+            since_s=since_s, until_s=until_s, ranks=list(ranks), limit=limit,
+        )  # fmt: skip
 
     def _connect(self) -> socket.socket:
         if self._socket is None:

