@@ -21,6 +21,7 @@ from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.masks import Causal, Chunked, Documents, Full, Mask
 from burst_rt.runtime.mean import weighted_mean
+from burst_rt.runtime.objects import bytes_of
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.sums import RanksOrGroup, described, refuse_in
 
@@ -138,22 +139,16 @@ def shard_batch(
     return found
 
 
-def _bytes_of(x: torch.Tensor) -> memoryview:
-    return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
 def _check_same(batch: Mapping[str, torch.Tensor], ctx: Context) -> None:
-    found = 0
+    checksum = 0
     for name, x in sorted(batch.items()):
-        found = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode(), found)
-        found = zlib.crc32(_bytes_of(x), found)
-    sums = torch.zeros(ctx.world_size, dtype=torch.int64)
-    sums[ctx.rank] = found
-    everyones = ctx.all_reduce(sums).tolist()
-    if len(set(everyones)) > 1:  # as every rank sees
+        checksum = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode(), checksum)
+        checksum = zlib.crc32(bytes_of(x), checksum)
+    checksums = ctx.all_gather(checksum)
+    if len(set(checksums)) > 1:  # as every rank sees
         raise ContractMismatch(
             f"{_NAME}: expected the same batch on all ranks of a context, got others (checksums by "
-            f"rank: {everyones}); give every rank the same rows, and what draws by chance a "
+            f"rank: {checksums}); give every rank the same rows, and what draws by chance a "
             "generator of its own, with the same seed on every rank"
         )
 

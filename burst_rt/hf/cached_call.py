@@ -10,7 +10,7 @@ import torch
 
 from burst_rt.errors import InputError
 from burst_rt.hf.shard import KEYWORD
-from burst_rt.hf.spread import bytes_of
+from burst_rt.runtime.objects import bytes_of
 from burst_rt.serving.cache import KVCache
 
 __all__ = ["CachedCall"]

@@ -189,10 +189,8 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
 
 
 def _largest(x: float, ctx: Context) -> float:
-    """The largest of all ranks' numbers. Collective."""
-    everyones = torch.zeros(ctx.world_size, dtype=torch.float64)
-    everyones[ctx.rank] = x
-    return ctx.all_reduce(everyones).max().item()
+    """The largest of all ranks' numbers, NaN if any is. Collective."""
+    return torch.tensor(ctx.all_gather(x), dtype=torch.float64).max().item()
 
 
 def _rounding(model: Any, computed_in: torch.dtype) -> float:

@@ -267,13 +267,11 @@ def _check_number(number: Any, ctx: Context, check: bool) -> None:
         )
         refuse("hf.shard", error, ctx.runtime)
     if check:
-        everyones = torch.zeros(ctx.world_size, dtype=torch.float64)
-        everyones[ctx.rank] = value
-        found = ctx.all_reduce(everyones).tolist()
-        if len(set(found)) > 1:  # as every rank sees
+        values = ctx.all_gather(value)
+        if len(set(values)) > 1:  # as every rank sees
             raise ContractMismatch(
                 "hf.shard: num_items_in_batch: expected the same on all ranks of a context, got "
-                f"{found} by rank; count the labelled tokens of the whole batch"
+                f"{values} by rank; count the labelled tokens of the whole batch"
             )
 
 

@@ -123,10 +123,9 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         if reason:
             self._refuse(reason)
         # A context is known by the number that its first rank has among all processes.
-        first = self.accelerator.process_index if self.context.rank == 0 else 0
-        leader = self.context.all_reduce(torch.tensor([first], dtype=torch.int64))
-        everyones = self.accelerator.gather(leader.to(self.accelerator.device)).tolist()
-        sizes = Counter(everyones)
+        first = self.context.first(lambda: self.accelerator.process_index)
+        leader = torch.tensor([first], dtype=torch.int64, device=self.accelerator.device)
+        sizes = Counter(self.accelerator.gather(leader).tolist())
         if set(sizes.values()) != {self.context.world_size}:  # as every rank sees
             raise InputError(
                 f"{_NAME}: context: expected contexts of one size that share all "
