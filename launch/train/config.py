@@ -215,8 +215,8 @@ class TrainConfig:
         return None if self.data is None else Path(self.data)
 
     def validate(self, world_size: int) -> None:
-        """Raise ConfigError for what cannot run on `world_size` ranks. The check is a pure
-        function, so it says the same on every rank.
+        """Raise ConfigError for what cannot run on `world_size` ranks, as far as can be seen
+        without torch: from the values, and from the names of files.
         """
         for must, fits in _LIMITS.items():
             for entry in fields(self):
@@ -249,6 +249,9 @@ class TrainConfig:
             )
         if self.architecture and (strategy == "all-to-all" or number is not None):
             self._check_division(self.architecture, context_size)
+        if self.model is not None:
+            require_model(Path(self.model))
+        require_text(self.data_path)
 
     def _check_division(self, model: ModelConfig, context_size: int) -> None:
         """Raise ConfigError where heads or ranks do not divide as the strategy wants."""

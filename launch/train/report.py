@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import msgspec
 from rich.console import Console
@@ -282,9 +280,7 @@ def table(title: str, rows: Mapping[str, str]) -> Table:
 
 
 class Report:
-    """Shows a run's progress as a bar, as a line every ten steps, or not at all; a context
-    manager.
-    """
+    """Shows a run's progress as a bar, as a line every ten steps, or not at all, until `stop`."""
 
     def __init__(self, mode: ProgressMode, *, steps: int, done: int, world_size: int = 1) -> None:
         if mode == "auto":
@@ -371,16 +367,9 @@ class Report:
                 f"{', model/' if summary.unit == 'token' else ''})"
             ),
         }
-        self._bar.stop()
+        self.stop()
         self._console.print(table("training finished", rows))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def stop(self) -> None:
+        """Show no more progress."""
         self._bar.stop()

@@ -76,11 +76,12 @@ def test_the_time_that_is_left_is_told_in_hours_and_days(
         wait_fraction=0.0,
         bytes_sent=1,
     )
-    with Report("lines", steps=20, done=0) as report:
-        now_s = 4000.4
-        report.show(record)
-        now_s = 960392.0
-        report.show(record)
+    report = Report("lines", steps=20, done=0)
+    now_s = 4000.4
+    report.show(record)
+    now_s = 960392.0
+    report.show(record)
+    report.stop()
     assert [line.partition("eta ")[2] for line in capsys.readouterr().out.splitlines()] == [
         "1:06:40",
         "11 days, 2:46:32",
