@@ -19,7 +19,8 @@ import click
 from click.core import ParameterSource
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.run import launch, one_host
+from burst_rt.launch.mpirun import one_host
+from burst_rt.launch.run import launch
 from burst_rt.launch.where import VARIABLES
 
 __all__ = [

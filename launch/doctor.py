@@ -27,7 +27,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.run import MpiLauncher, find_launcher, kill_job, num_usable_cores
+from burst_rt.launch.mpirun import MpiLauncher, find_launcher, num_usable_cores
+from burst_rt.launch.run import kill_job
 from burst_rt.transport.probe import note_answer
 
 __all__ = ["Finding", "command", "examine"]

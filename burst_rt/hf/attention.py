@@ -98,10 +98,11 @@ def attend(
     with other positions, and for what is not done.
     """
     part = others.get(KEYWORD)
-    reason = _why_not(
-        module, part, attention_mask, others, dropout=dropout, is_causal=is_causal,
-        position_bias=position_bias, cache=cache,
-    )  # fmt: skip
+    reason = _unsupported_argument(dropout, position_bias, cache, attention_mask)
+    if not isinstance(part, (Part, CachedPart)):
+        reason = _UNMARKED
+    elif reason is None:
+        reason = _unsupported_layer(module, part, is_causal, others)
     if reason:
         if isinstance(part, Part):
             part.excused = True
@@ -156,24 +157,18 @@ def _structure(
     return structure
 
 
-def _why_not(
-    module: torch.nn.Module,
-    part: object,
-    attention_mask: object,
-    others: dict[str, Any],
-    *,
-    dropout: float,
-    is_causal: bool | None,
-    position_bias: object,
-    cache: object,
+# Why a layer cannot attend that was not told how the batch is cut.
+_UNMARKED = (
+    f"expected the keyword {KEYWORD!r}, got none: this rank's tokens do not say which part of the "
+    "sequence they are; call model(**burst_rt.hf.shard(batch, ctx)) with the whole batch, and a "
+    f"model that hands keywords on to its layers; or generate with {_CACHE}"
+)
+
+
+def _unsupported_argument(
+    dropout: float, position_bias: object, cache: object, attention_mask: object
 ) -> str | None:
-    """The reason why a layer cannot attend, in words."""
-    if not isinstance(part, (Part, CachedPart)):
-        return (
-            f"expected the keyword {KEYWORD!r}, got none: this rank's tokens do not say which part "
-            "of the sequence they are; call model(**burst_rt.hf.shard(batch, ctx)) with the whole "
-            f"batch, and a model that hands keywords on to its layers; or generate with {_CACHE}"
-        )
+    """The reason why a layer cannot attend with such arguments, in words."""
     if dropout:
         return (
             f"attention_dropout: expected 0, got {dropout}: attention is exact here; set "
@@ -189,6 +184,13 @@ def _why_not(
             f"attention_mask: expected [batch, tokens] or none, got {type(attention_mask).__name__}"
             f" of shape {shape}: a matrix for each row would be one rank's alone"
         )
+    return None
+
+
+def _unsupported_layer(
+    module: torch.nn.Module, part: Part | CachedPart, is_causal: bool | None, others: dict[str, Any]
+) -> str | None:
+    """The reason why this layer cannot attend over ranks, in words."""
     config = getattr(module, "config", None)
     if isinstance(part, CachedPart):
         causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True)

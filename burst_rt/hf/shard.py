@@ -288,32 +288,40 @@ def _shard_both(
     check: bool,
 ) -> dict[str, Any]:
     """The two sequences of an encoder-decoder."""
-    wrong = [name for name in tensors if "position_ids" in name or "cu_seq" in name]
-    if wrong or isinstance(layout, ContextLayout):
-        got = f"{wrong[0]}: got packed documents" if wrong else "layout: got a layout object"
+    _refuse_packed(tensors, ctx, layout)
+    of_encoder, of_decoder = {}, {}
+    for name, x in tensors.items():
+        if name == "labels":  # not shifted: the decoder's inputs are
+            of_decoder["shift_labels"] = x
+        elif _DECODER in name:
+            of_decoder[name.removeprefix(_DECODER)] = x
+        else:
+            of_encoder[name] = x
+    encoder = shard_batch(of_encoder, ctx, layout, check=check)
+    decoder = shard_batch(of_decoder, ctx, layout, check=check)
+    keywords = {f"{_DECODER}{name}": x for name, x in _named(decoder).items()}
+    keywords.pop(f"{_DECODER}labels", None)
+    labels = keywords.pop(f"{_DECODER}shift_labels", None)
+    if labels is not None:
+        keywords["labels"] = labels
+    padding = tensors.get("attention_mask")
+    unpadded = FULL if padding is None else _unpadded(padding, decoder.layout.seq_len)
+    part = Part(ctx, decoder, ranks, encoder=encoder, unpadded=unpadded)
+    return {**_named(encoder), **_tagged(keywords, part), KEYWORD: part}
+
+
+def _refuse_packed(
+    tensors: Mapping[str, torch.Tensor], ctx: Context, layout: str | ContextLayout
+) -> None:
+    """Raises InputError, on every rank, for what one of two sequences alone could have."""
+    packing = [name for name in tensors if "position_ids" in name or "cu_seq" in name]
+    if packing or isinstance(layout, ContextLayout):
+        got = f"{packing[0]}: got packed documents" if packing else "layout: got a layout object"
         error = InputError(
             f"hf.shard: {got}, for a model with an encoder, whose two sequences differ; expected "
             "none, with padding by attention_mask and decoder_attention_mask, and a kind of layout"
         )
         refuse("hf.shard", error, ctx.runtime)
-    # The decoder's labels are not shifted: the decoder's inputs are.
-    own = {name.removeprefix(_DECODER): x for name, x in tensors.items() if _DECODER in name}
-    if "labels" in tensors:
-        own["shift_labels"] = tensors["labels"]
-    encoder = shard_batch(
-        {name: x for name, x in tensors.items() if _DECODER not in name and name != "labels"},
-        ctx,
-        layout,
-        check=check,
-    )
-    decoder = shard_batch(own, ctx, layout, check=check)
-    found = {f"{_DECODER}{name}": x for name, x in _named(decoder).items() if "labels" not in name}
-    if decoder.shift_labels is not None:
-        found["labels"] = decoder.shift_labels
-    padding = tensors.get("attention_mask")
-    unpadded = FULL if padding is None else _unpadded(padding, decoder.layout.seq_len)
-    part = Part(ctx, decoder, ranks, encoder=encoder, unpadded=unpadded)
-    return {**_named(encoder), **_tagged(found, part), KEYWORD: part}
 
 
 def _unpadded(padding: torch.Tensor, num_queries: int) -> Mask:

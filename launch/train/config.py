@@ -218,18 +218,7 @@ class TrainConfig:
         """Raise ConfigError for what cannot run on `world_size` ranks, as far as can be seen
         without torch: from the values, and from the names of files.
         """
-        for must, fits in _LIMITS.items():
-            for entry in fields(self):
-                value = getattr(self, entry.name)
-                if entry.metadata["must"] == must and not fits(value):
-                    raise ConfigError(f"{option_name(entry.name)} must {must}, got {value}.")
-        if self.seed >= 2**63:
-            raise ConfigError(f"--seed must be below 2**63, got {self.seed}.")
-        for name, known in (("layout", LAYOUTS), ("dtype", DTYPES)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}."
-                )
+        self._check_values()
         try:
             strategy, number = check_name(self.strategy)
         except InputError as error:
@@ -252,6 +241,21 @@ class TrainConfig:
         if self.model is not None:
             require_model(Path(self.model))
         require_text(self.data_path)
+
+    def _check_values(self) -> None:
+        """Raise ConfigError for a value that is outside its own limits."""
+        for must, fits in _LIMITS.items():
+            for entry in fields(self):
+                value = getattr(self, entry.name)
+                if entry.metadata["must"] == must and not fits(value):
+                    raise ConfigError(f"{option_name(entry.name)} must {must}, got {value}.")
+        if self.seed >= 2**63:
+            raise ConfigError(f"--seed must be below 2**63, got {self.seed}.")
+        for name, known in (("layout", LAYOUTS), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}."
+                )
 
     def _check_division(self, model: ModelConfig, context_size: int) -> None:
         """Raise ConfigError where heads or ranks do not divide as the strategy wants."""

@@ -26,7 +26,7 @@ import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
 from burst_rt.job.reports import JOB_DIR_VARIABLE
-from burst_rt.launch.run import find_launcher
+from burst_rt.launch.mpirun import find_launcher
 from burst_rt.launch.train.checkpoint import find_checkpoint
 from burst_rt.launch.train.cli import eval_command, train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
