@@ -11,11 +11,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from burst_rt.attention.api import burst_attention
 from burst_rt.batches import ShardedBatch
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.hf.cache import CachedPart
+from burst_rt.hf.cache import StepInfo
 from burst_rt.hf.masks import Handed, mask_of
 from burst_rt.hf.prepare import is_prepared
-from burst_rt.hf.rotary import watch_of
-from burst_rt.hf.shard import KEYWORD, Part
+from burst_rt.hf.rotary import hook_of
+from burst_rt.hf.shard import KEYWORD, ShardInfo
 from burst_rt.hf.temperature import rescaled
 from burst_rt.planning.masks import Causal, Chunked, Full, Mask, SlidingWindow
 from burst_rt.runtime.refusing import refuse
@@ -97,37 +97,37 @@ def attend(
     Raises InputError, on every rank that waits for this one, for a call without what `shard` gives,
     with other positions, and for what is not done.
     """
-    part = others.get(KEYWORD)
+    info = others.get(KEYWORD)
     reason = _unsupported_argument(dropout, position_bias, cache, attention_mask)
-    if not isinstance(part, (Part, CachedPart)):
+    if not isinstance(info, (ShardInfo, StepInfo)):
         reason = _UNMARKED
     elif reason is None:
-        reason = _unsupported_layer(module, part, is_causal, others)
+        reason = _unsupported_layer(module, info, is_causal, others)
     if reason:
-        if isinstance(part, Part):
-            part.excused = True
-        _refuse(reason, part)
+        if isinstance(info, ShardInfo):
+            info.excused = True
+        _refuse(reason, info)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         # As for torch's own attention. Rotary embeddings have left q and k in float32.
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    assert isinstance(part, (Part, CachedPart))
-    query = rescaled(module, query, part)
-    if isinstance(part, CachedPart):
+    assert isinstance(info, (ShardInfo, StepInfo))
+    query = rescaled(module, query, info)
+    if isinstance(info, StepInfo):
         try:
             structure = _structure(module, attention_mask, None, is_causal, sliding_window)
         except InputError as error:
-            refuse(_NAME, error, part.ctx.runtime)
-        count, tokens = part.step.num_tokens, query.shape[2]
+            refuse(_NAME, error, info.ctx.runtime)
+        count, tokens = info.step.num_tokens, query.shape[2]
         q, k, v = (x.transpose(1, 2)[:, :count] for x in (query, key, value))
-        out = part.step.attend(
+        out = info.step.attend(
             cast(int, module.layer_idx), q, k, v,
             mask=structure, scale=scaling, softcap=softcap, sinks=s_aux,
         )  # fmt: skip
         # A rank without tokens runs one that nobody sees.
         return functional.pad(out, (0, 0, 0, 0, 0, tokens - count)), None
-    part.attended = True
-    queries, keys, shown = _sides(part, module)
+    info.attended = True
+    queries, keys, shown = _sides(info, module)
     structure = _structure(module, attention_mask, queries, is_causal, sliding_window)
     out = burst_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
@@ -188,15 +188,18 @@ def _unsupported_argument(
 
 
 def _unsupported_layer(
-    module: torch.nn.Module, part: Part | CachedPart, is_causal: bool | None, others: dict[str, Any]
+    module: torch.nn.Module,
+    info: ShardInfo | StepInfo,
+    is_causal: bool | None,
+    others: dict[str, Any],
 ) -> str | None:
     """The reason why this layer cannot attend over ranks, in words."""
     config = getattr(module, "config", None)
-    if isinstance(part, CachedPart):
+    if isinstance(info, StepInfo):
         causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
         if not causal or is_causal is False:
             return "attention to later tokens is not done with a cache; expected causal attention"
-    if part.ctx.world_size == 1:
+    if info.ctx.world_size == 1:
         return None
     mixing = [each for each in _layer_types(config) if each not in _KNOWN]
     if mixing:
@@ -213,14 +216,14 @@ def _unsupported_layer(
             "that was not; call burst_rt.hf.prepare(model, ctx) once, before the model is wrapped"
         )
     positions = others.get("position_ids")
-    if isinstance(part, CachedPart):
-        return part.wrong_positions(positions)
-    if watch_of(module) not in part.told:
+    if isinstance(info, StepInfo):
+        return info.wrong_positions(positions)
+    if hook_of(module) not in info.told:
         return (
             f"expected a call of the model that was prepared, or of its base model, got one of a "
             f"part of it ({type(module).__name__}); call model(**burst_rt.hf.shard(batch, ctx))"
         )
-    return _wrong_positions(part, positions)
+    return _wrong_positions(info, positions)
 
 
 def _layer_types(config: object) -> list[str]:
@@ -236,8 +239,8 @@ def _mixed(layer_types: list[str]) -> str:
     )
 
 
-def _wrong_positions(part: Part, given: torch.Tensor | None) -> str | None:
-    known = [part.batch, *([part.encoder] if part.encoder else [])]
+def _wrong_positions(info: ShardInfo, given: torch.Tensor | None) -> str | None:
+    known = [info.batch, *([info.encoder] if info.encoder else [])]
     if given is None or any(given is each.position_ids for each in known):
         return None
     if any(given.shape[-1] == each.layout.shard_len and _equal(given, each) for each in known):
@@ -254,19 +257,19 @@ def _equal(given: torch.Tensor, batch: ShardedBatch) -> bool:
     return given.shape[-1] == expected.shape[-1] and bool((given == expected).all())
 
 
-def _sides(part: Part, module: torch.nn.Module) -> tuple[ShardedBatch, ShardedBatch, Mask]:
+def _sides(info: ShardInfo, module: torch.nn.Module) -> tuple[ShardedBatch, ShardedBatch, Mask]:
     """The batches to which a layer's queries and keys belong, and the mask of documents and
     padding.
     """
-    if part.encoder is None:
-        return part.batch, part.batch, part.batch.mask
+    if info.encoder is None:
+        return info.batch, info.batch, info.batch.mask
     if not getattr(module.config, "is_decoder", False):
-        return part.encoder, part.encoder, part.encoder.mask
+        return info.encoder, info.encoder, info.encoder.mask
     if "Cross" in type(module).__name__:
-        return part.batch, part.encoder, part.unpadded
-    return part.batch, part.batch, part.batch.mask
+        return info.batch, info.encoder, info.unpadded
+    return info.batch, info.batch, info.batch.mask
 
 
-def _refuse(reason: str, part: object) -> NoReturn:
-    runtime = part.ctx.runtime if isinstance(part, (Part, CachedPart)) else None
+def _refuse(reason: str, info: object) -> NoReturn:
+    runtime = info.ctx.runtime if isinstance(info, (ShardInfo, StepInfo)) else None
     refuse(_NAME, InputError(f"{_NAME}: {reason}"), runtime)
