@@ -164,7 +164,7 @@ class Trainer:
         self.source = source
         self._model = _make_model(config, mesh, source)
         self.module = self._model.module
-        lay_out_gradients(self.module)
+        self._gradients = lay_out_gradients(self.module)
         self._optimizer = AdamW(self.module, weight_decay=config.weight_decay)
 
     @property
@@ -181,11 +181,13 @@ class Trainer:
         before = mesh.context.stats()
         indices = mesh.share_of(config.batch)
         starts = training_starts(text, config.seq_len, seed=config.seed, step=step, indices=indices)
-        self.module.zero_grad(set_to_none=False)  # the gradients stay views of one tensor
+        self._gradients.zero_()
         mean = self._model(*sequences_at(text, starts, config.seq_len), group=mesh.world)
         mean.backward()
         burst_rt.average_gradients(self.module.parameters(), group=mesh.world)
-        grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), config.clip).item()
+        norm = torch.linalg.vector_norm(self._gradients)
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), config.clip, norm)
+        grad_norm = norm.item()
         lr = learning_rate(step - 1, peak=config.lr, warmup=config.warmup, steps=config.steps)
         self._optimizer.step(lr)
 

@@ -238,12 +238,14 @@ class AdamW:
             )  # fmt: skip
 
 
-def lay_out_gradients(model: nn.Module) -> None:
-    """Give every parameter a gradient of zeros, each a view of one tensor, which
-    `burst_rt.average_gradients` reduces without a copy. Backward adds to them in place.
+def lay_out_gradients(model: nn.Module) -> Tensor:
+    """Give every parameter a gradient of zeros, each a view of the one tensor that is returned:
+    `burst_rt.average_gradients` reduces it without a copy. Backward adds to it in place, so zero it
+    before each step, and set no gradient to None.
     """
     parameters = list(model.parameters())
     sizes = [parameter.numel() for parameter in parameters]
     flat = torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[0].device)
     for parameter, part in zip(parameters, flat.split(sizes), strict=True):
         parameter.grad = part.view_as(parameter)
+    return flat
