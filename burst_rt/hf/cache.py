@@ -107,7 +107,7 @@ class Cache(HookedCache):
         require_context(ctx, _NAME)
         super().__init__(model, ctx)
         self.capacity, self.block = capacity, block
-        self._info: StepInfo | None = None  # of the call in progress
+        self._info: StepInfo | None = None  # while a call is in progress
         self._kv: KVCache | None = None
         # The tokens that are cached, -1 for unknown ones. No tensor: one that was made in inference
         # mode could not be written to outside of it.

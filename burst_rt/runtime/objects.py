@@ -41,7 +41,7 @@ def all_gather(
 
 
 def together(runtime: Runtime, fn: Callable[[], _T]) -> _T:
-    """Runs `fn` on every rank; see `Context.together`."""
+    """Runs `fn` on every rank. See `Context.together`."""
     try:
         result = fn()
     except Exception as error:  # noqa: BLE001  (whatever fn raises: the other ranks wait for this one)
@@ -51,7 +51,7 @@ def together(runtime: Runtime, fn: Callable[[], _T]) -> _T:
 
 
 def first(runtime: Runtime, fn: Callable[[], _T]) -> _T:
-    """Runs `fn` on rank 0 alone; see `Context.first`."""
+    """Runs `fn` on rank 0 alone. See `Context.first`."""
     payload, number = b"", runtime.number
     if runtime.rank == 0:
         try:
