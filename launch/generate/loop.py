@@ -17,8 +17,8 @@ from burst_rt.errors import ConfigError, DeviceError
 from burst_rt.launch.generate.models import Cached, Source, bytes_source, folder_source
 from burst_rt.launch.generate.options import Options
 from burst_rt.launch.train.model import Decoder
-from burst_rt.launch.train.report import table
 from burst_rt.launch.train.shared import open_same_folder, read_shared
+from burst_rt.launch.train.summary import table
 from burst_rt.telemetry import TokenMeter
 
 __all__ = ["choose", "generate"]

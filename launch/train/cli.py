@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,7 +149,7 @@ def train_command(
     with job_world() as world:
         summary = train(world, config, options, chosen)
     if summary is not None and as_json:
-        print(json.dumps(asdict(summary)), flush=True)
+        print(json.dumps(summary.figures), flush=True)
 
 
 @click.command("eval", epilog=_EVAL_EPILOG, context_settings=SHOWN)
@@ -209,17 +209,14 @@ def eval_command(
             trained.evaluated(chosen, num_ranks)
         sys.exit(relaunch(context, [_RANK, "eval"], num_ranks))
     from burst_rt.launch.train.loop import evaluate
-    from burst_rt.launch.train.report import show_evaluation
     from burst_rt.launch.world import job_world
 
     with job_world() as world:
-        evaluation = evaluate(world, checkpoint, chosen)
-    if evaluation is None:
-        return
-    if as_json:
-        print(json.dumps(asdict(evaluation)), flush=True)
-    else:
-        show_evaluation(evaluation)
+        summary = evaluate(world, checkpoint, chosen)
+    if summary is not None and as_json:
+        print(json.dumps(summary.figures), flush=True)
+    elif summary is not None:
+        summary.show()
 
 
 @click.command("export", epilog=_EXPORT_EPILOG, context_settings=SHOWN)

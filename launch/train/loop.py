@@ -7,11 +7,10 @@ the loss on held-out text is the same number for a world of any size, up to roun
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,8 +43,15 @@ from burst_rt.launch.train.model import (
     lay_out_gradients,
     learning_rate,
 )
-from burst_rt.launch.train.report import LAST_STEPS, Evaluation, Report, StepRecord, Summary
+from burst_rt.launch.train.report import Report, StepRecord
 from burst_rt.launch.train.shared import SharedCheckpoint, open_same_folder, read_shared
+from burst_rt.launch.train.summary import (
+    Summary,
+    perplexity,
+    summarise_measurement,
+    summarise_run,
+    table,
+)
 from burst_rt.launch.world import Stopped, same_everywhere
 
 if TYPE_CHECKING:
@@ -110,12 +116,21 @@ def train(
             folder.save_model(partial(source.save, trainer.module))
         if world.rank != 0:
             return None
-        summary = _summarise(trainer, folder, done, time.monotonic() - started_s)
-        report.conclude(summary)
+        about = {
+            "world_size": world.world_size,
+            "data_parallel": mesh.data_size,
+            "context_parallel": mesh.context.world_size,
+            "num_parameters": trainer.num_parameters,
+            "unit": corpus.unit,
+            "out": str(folder.path),
+            "elapsed_s": time.monotonic() - started_s,
+        }
+        summary = summarise_run(folder.history, done, about)
+        report.conclude(table(summary.title, summary.rows))
         return summary
 
 
-def evaluate(world: Context, path: Path | None, chosen: Mapping[str, object]) -> Evaluation | None:
+def evaluate(world: Context, path: Path | None, chosen: Mapping[str, object]) -> Summary | None:
     """Measure the checkpoint that `path` means, its configuration changed by the options that were
     `chosen`, or (None) the model that is among them; the result on rank 0, None elsewhere.
 
@@ -131,24 +146,22 @@ def evaluate(world: Context, path: Path | None, chosen: Mapping[str, object]) ->
         model = _make_model(config, mesh, source)
         if shared is not None:
             shared.fill(world, {n: p.detach() for n, p in model.module.named_parameters()})
-        heldout = _measure_heldout(model, mesh, corpus, config)
+        loss, num_tokens = _measure_heldout(model, mesh, corpus, config)
     if world.rank != 0:
         return None
-    return Evaluation(
-        checkpoint=str(shared.folder) if shared else None,
-        model=config.model,
-        step=shared.manifest.step if shared else None,
-        world_size=world.world_size,
-        data=corpus.name,
-        same_text=corpus.fingerprint == shared.manifest.corpus if shared else None,
-        seq_len=config.seq_len,
-        unit=corpus.unit,
-        num_tokens=heldout.num_tokens,
-        loss=heldout.loss,
-        perplexity=heldout.perplexity,
-        bits_per_byte=heldout.loss / math.log(2) / corpus.heldout_bytes_per_token,
-        elapsed_s=time.monotonic() - started_s,
-    )
+    about = {
+        "checkpoint": str(shared.folder) if shared else None,
+        "step": shared.manifest.step if shared else None,
+        "model": config.model,
+        "world_size": world.world_size,
+        "data": corpus.name,
+        "same_text": corpus.fingerprint == shared.manifest.corpus if shared else None,
+        "seq_len": config.seq_len,
+        "unit": corpus.unit,
+        "num_tokens": num_tokens,
+        "elapsed_s": time.monotonic() - started_s,
+    }
+    return summarise_measurement(loss, corpus.heldout_bytes_per_token, about)
 
 
 class Trainer:
@@ -223,16 +236,16 @@ class Trainer:
             )
         return record, all_votes
 
-    def measure_heldout(self, step: int) -> HeldoutLoss:
-        """Loss on the held-out text after a step. Collective; raises ConfigError on every rank when
-        the loss cannot be shown as a number.
+    def measure_heldout(self, step: int) -> float:
+        """Mean loss of a token on the held-out text after a step. Collective; raises ConfigError
+        on every rank when the loss cannot be shown as a number.
         """
-        heldout = _measure_heldout(self._model, self.mesh, self.corpus, self.config)
-        if not math.isfinite(heldout.perplexity):
-            raise _diverged(step, f"held-out loss {heldout.loss}")
+        loss, _ = _measure_heldout(self._model, self.mesh, self.corpus, self.config)
+        if not math.isfinite(perplexity(loss)):
+            raise _diverged(step, f"held-out loss {loss}")
         if self.mesh.world.rank == 0:
-            telemetry.report(step, heldout_loss=heldout.loss)
-        return heldout
+            telemetry.report(step, heldout_loss=loss)
+        return loss
 
     def check_finite(self, step: int) -> None:
         """Raise ConfigError, on every rank, when the weights after a step are not finite. The loss
@@ -260,27 +273,13 @@ class Trainer:
         self._optimizer.resume(step)
 
 
-@dataclass(frozen=True)
-class HeldoutLoss:
-    """Mean cross-entropy of a token, in nats, over `num_tokens` tokens."""
-
-    loss: float
-    num_tokens: int
-
-    @property
-    def perplexity(self) -> float:
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
-
-
 @torch.no_grad()
 def _measure_heldout(
     model: ShardedModel, mesh: Mesh, corpus: Corpus, config: TrainConfig
-) -> HeldoutLoss:
-    """Loss over at most `config.eval_sequences` (0: all) sequences of the held-out stream, which
-    holds at least one. Collective over the mesh's world.
+) -> tuple[float, int]:
+    """Mean loss of a token in nats, and the number of tokens: those of at most
+    `config.eval_sequences` (0: all) sequences of the held-out stream, which holds at least one.
+    Collective over the mesh's world.
     """
     starts = heldout_starts(corpus.heldout, config.seq_len, config.eval_sequences)
     total = torch.zeros(1, dtype=torch.float64, device=mesh.world.device)
@@ -290,7 +289,7 @@ def _measure_heldout(
     # Every rank of a group has the mean of the group's sequences.
     mesh.world.all_reduce(total)
     loss = total.item() / mesh.context.world_size / len(starts)
-    return HeldoutLoss(loss, len(starts) * config.seq_len)
+    return loss, len(starts) * config.seq_len
 
 
 def _make_model(config: TrainConfig, mesh: Mesh, source: ModelFolder | None) -> ShardedModel:
@@ -333,8 +332,8 @@ def _advance(
     record, stop_votes = trainer.run_step(step, requests.votes())
     stop = requests.heard(stop_votes) if step < config.steps else None
     if due(config.eval_every):
-        heldout = trainer.measure_heldout(step)
-        record = replace(record, heldout_loss=heldout.loss, heldout_perplexity=heldout.perplexity)
+        loss = trainer.measure_heldout(step)
+        record = replace(record, heldout_loss=loss, heldout_perplexity=perplexity(loss))
     folder.append(record)
     report.show(record)
     if stop or due(config.checkpoint_every):
@@ -360,34 +359,4 @@ def _heading(trainer: Trainer, folder: RunFolder, done: int) -> str:
         f"MB, of which {len(corpus.heldout) / 1e6:.1f} MB held out\n"
         f"{f'model: {config.model}{chr(10)}' if config.model else ''}"
         f"out: {folder.path}"
-    )
-
-
-def _summarise(trainer: Trainer, folder: RunFolder, done: int, elapsed_s: float) -> Summary:
-    mesh, records = trainer.mesh, folder.history
-    last, recent = records[-1], [record for record in records if record.step > done]
-    assert last.heldout_loss is not None
-    assert last.heldout_perplexity is not None
-    last_losses = [record.loss for record in records[-LAST_STEPS:]]
-    speeds = [record.tokens_per_s for record in recent]
-    bytes_sent = sum(record.bytes_sent for record in recent)
-    step_s = sum(record.step_s for record in recent)
-    waited_s = sum(record.wait_fraction * record.step_s for record in recent)
-    return Summary(
-        world_size=mesh.world.world_size,
-        data_parallel=mesh.data_size,
-        context_parallel=mesh.context.world_size,
-        num_parameters=trainer.num_parameters,
-        unit=trainer.corpus.unit,
-        steps=last.step,
-        resumed_after=done,
-        loss_first=records[0].loss,
-        loss_last=statistics.fmean(last_losses),
-        heldout_loss=last.heldout_loss,
-        heldout_perplexity=last.heldout_perplexity,
-        tokens_per_s=statistics.median(speeds),
-        wait_fraction=waited_s / step_s,
-        bytes_sent=bytes_sent,
-        elapsed_s=elapsed_s,
-        out=str(folder.path),
     )
