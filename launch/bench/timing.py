@@ -73,7 +73,7 @@ def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:
         fn()
         if ctx.device.type == "cuda":
             torch.cuda.synchronize(ctx.device)
-    return max(ctx.all_gather(time.perf_counter() - start))
+    return float(max(ctx.all_gather(time.perf_counter() - start)))
 
 
 class WorstIdle(NamedTuple):

@@ -147,7 +147,8 @@ def load_corpus(path: Path | None, encoding: Encoding = BYTES) -> Corpus:
 
 def _split(documents: Sequence[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]:
     """The training and the held-out text, as `load_corpus` says."""
-    train, heldout = [], []
+    train: list[bytes] = []
+    heldout: list[bytes] = []
     for relative, text in documents:
         (heldout if _is_heldout(relative) else train).append(text)
     share = sum(map(len, heldout)) / max(1, sum(len(text) for _, text in documents))

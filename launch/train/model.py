@@ -230,7 +230,8 @@ class AdamW:
             adamw(
                 list(parameters.values()),
                 [p.grad for p in parameters.values() if p.grad is not None],
-                *([self.moments[f"{moment}.{name}"] for name in parameters] for moment in _MOMENTS),
+                [self.moments[f"exp_avg.{name}"] for name in parameters],
+                [self.moments[f"exp_avg_sq.{name}"] for name in parameters],
                 max_exp_avg_sqs=[],
                 state_steps=[self._num_steps[name] for name in parameters],
                 amsgrad=False, beta1=0.9, beta2=0.95, lr=lr, weight_decay=weight_decay, eps=1e-8,
