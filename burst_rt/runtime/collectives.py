@@ -55,8 +55,7 @@ def all_gather(
             g,
             f"{whole.name} gather {hop}",
             whole[(rank - hop) % world],
-            coming,
-            coming.size_bytes,
+            (coming, coming.size_bytes),
             tag + hop,
             reads,
         )
@@ -89,8 +88,7 @@ def reduce_scatter(
             g,
             f"{whole.name} reduce {hop}",
             whole[(rank - hop - 1) % world],
-            slot[0],
-            coming.size_bytes,
+            (slot[0], coming.size_bytes),
             tag + hop,
             reads,
         )
@@ -246,12 +244,12 @@ def _exchange(
     g: GraphBuilder,
     name: str,
     out: Part,
-    into: Part,
-    size_bytes: int,
+    incoming: tuple[Part, int],
     tag: int,
     reads: Sequence[Buffer],
 ) -> None:
-    """One hop: sends `out`, receives `size_bytes` into `into`. Empty parts make no message."""
+    """One hop: sends `out`, receives a part of so many bytes. Empty parts make no message."""
+    into, size_bytes = incoming
     sends = [(out, (g.rank + 1) % g.world_size)] if out.size_bytes else []
     recvs = [(into, (g.rank - 1) % g.world_size, size_bytes)] if size_bytes else []
     if sends or recvs:
