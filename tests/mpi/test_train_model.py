@@ -468,7 +468,7 @@ def _heldout_loss(folder: Path, text: Path) -> float:
     chosen = {"model": str(folder), "data": str(text), "seq_len": _SEQ_LEN}
     (found,) = burst_rt.run_local(1, lambda world: evaluate(world, None, chosen), timeout_s=60)
     assert found is not None
-    return found.figures["loss"]
+    return float(found.figures["loss"])
 
 
 def test_what_weights_were_cast_to_is_told(

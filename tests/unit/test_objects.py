@@ -16,7 +16,7 @@ from burst_rt import Context
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, Stalled
 from burst_rt.runtime.objects import bytes_of
 
-_VALUES = [
+_VALUES: list[object] = [
     None,
     True,
     -(2**63),
@@ -133,7 +133,7 @@ def test_a_failure_on_any_rank_is_the_same_error_on_all(
 
 def test_the_failing_rank_keeps_the_cause() -> None:
     def fail(ctx: Context) -> object:
-        return ctx.together(lambda: {}[ctx.rank] if ctx.rank == 1 else None)
+        return ctx.together(lambda: {0: "known"}[ctx.rank])
 
     outcomes = _outcomes(2, fail)
     assert outcomes[0].__cause__ is None
