@@ -21,6 +21,7 @@ from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.masks import Causal, Chunked, Documents, Full, Mask
 from burst_rt.runtime.mean import weighted_mean
+from burst_rt.runtime.objects import bytes_of
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.sums import RanksOrGroup, described, refuse_in
 
@@ -74,13 +75,13 @@ class ShardedBatch:
         Here a chunk begins where transformers begins one: in packed rows where a position id is a
         multiple of size, in other rows every size tokens from the first that is not padding. Local.
         """
-        found = self._chunks.get(size)
-        if found is None:
-            found = Chunked(size)
+        mask = self._chunks.get(size)
+        if mask is None:
+            mask = Chunked(size)
             if isinstance(self.mask, Documents) and self.places is not None:
-                found = self.mask.chunks(size, self.places)
-            self._chunks[size] = found
-        return found
+                mask = self.mask.chunks(size, self.places)
+            self._chunks[size] = mask
+        return mask
 
     def __getattr__(self, name: str) -> torch.Tensor:
         tensors: dict[str, torch.Tensor] = self.__dict__.get("tensors", {})
@@ -130,30 +131,24 @@ def shard_batch(
     try:
         if not isinstance(batch, Mapping):
             _wrong("batch", "tensors by name", f"got {type(batch).__name__}")
-        found = _cut(dict(batch), ctx, layout)
+        sharded = _cut(dict(batch), ctx, layout)
     except InputError as error:
         refuse(_NAME, error, ctx.runtime)
     if check:
         _check_same(batch, ctx)
-    return found
-
-
-def _bytes_of(x: torch.Tensor) -> memoryview:
-    return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return sharded
 
 
 def _check_same(batch: Mapping[str, torch.Tensor], ctx: Context) -> None:
-    found = 0
+    checksum = 0
     for name, x in sorted(batch.items()):
-        found = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode(), found)
-        found = zlib.crc32(_bytes_of(x), found)
-    sums = torch.zeros(ctx.world_size, dtype=torch.int64)
-    sums[ctx.rank] = found
-    everyones = ctx.all_reduce(sums).tolist()
-    if len(set(everyones)) > 1:  # as every rank sees
+        checksum = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode(), checksum)
+        checksum = zlib.crc32(bytes_of(x), checksum)
+    checksums = ctx.all_gather(checksum)
+    if len(set(checksums)) > 1:  # as every rank sees
         raise ContractMismatch(
             f"{_NAME}: expected the same batch on all ranks of a context, got others (checksums by "
-            f"rank: {everyones}); give every rank the same rows, and what draws by chance a "
+            f"rank: {checksums}); give every rank the same rows, and what draws by chance a "
             "generator of its own, with the same seed on every rank"
         )
 
@@ -234,14 +229,14 @@ def _positions(given: torch.Tensor | None, rows: int, tokens: int) -> torch.Tens
     """`[1 or batch, tokens]`, on the CPU."""
     if given is None:
         return torch.arange(tokens)[None]
-    found = given[None] if given.ndim == 1 else given
-    if found.ndim != 2 or found.shape[0] not in (1, rows) or found.shape[1] != tokens:
+    positions = given[None] if given.ndim == 1 else given
+    if positions.ndim != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != tokens:
         expected = f"shape [batch, tokens] = {(rows, tokens)}, [1, tokens] or [tokens]"
         _wrong("position_ids", expected, f"got {tuple(given.shape)}")
-    if found.is_complex() or not bool(found.isfinite().all()):
-        got = "complex ones" if found.is_complex() else "infinite ones or NaN"
+    if positions.is_complex() or not bool(positions.isfinite().all()):
+        got = "complex ones" if positions.is_complex() else "infinite ones or NaN"
         _wrong("position_ids", "finite real numbers", f"got {got}")
-    return found.cpu()
+    return positions.cpu()
 
 
 def _holds_values(x: torch.Tensor) -> bool:
@@ -277,30 +272,30 @@ def _bounded(bounds: dict[str, torch.Tensor], batch: dict[str, torch.Tensor], to
         got = f"got another number for {int((shown != 1).sum())} of {tokens} tokens"
         remedy = "leave padding out of the row, or give position_ids instead of the bounds"
         _wrong("attention_mask", f"none beside {first}, or 1 everywhere", f"{got}; {remedy}")
-    own = bounds[first].tolist()
+    bounds_list = bounds[first].tolist()
     for name in others:
-        if (other := bounds[name].tolist()) != own:
-            got = _difference(own, other)
+        if (other := bounds[name].tolist()) != bounds_list:
+            got = _difference(bounds_list, other)
             remedy = "queries and keys are the same tokens: give both the same bounds"
             _wrong(name, f"the bounds of {first}", f"got {got}; {remedy}")
     packed = Documents(cu_seqlens=bounds[first])
     reason = packed.refuses(tokens, tokens, 1)
     if reason:
         _wrong(first, f"a last bound of {tokens} tokens", reason)
-    return packed if len(own) > 2 else Full()
+    return packed if len(bounds_list) > 2 else Full()
 
 
-def _difference(own: Any, other: Any) -> str:
+def _difference(expected: Any, other: Any) -> str:
     """The first difference between two lists, in words."""
-    if not (isinstance(own, list) and isinstance(other, list) and len(own) == len(other)):
-        return f"{np.size(other)} bounds in place of {np.size(own)}"
-    at = next(at for at, (x, y) in enumerate(zip(own, other, strict=True)) if x != y)
-    return f"{other[at]} in place of {own[at]} as bound {at}"
+    if not (isinstance(expected, list) and isinstance(other, list) and len(expected) == len(other)):
+        return f"{np.size(other)} bounds in place of {np.size(expected)}"
+    at = next(at for at, (x, y) in enumerate(zip(expected, other, strict=True)) if x != y)
+    return f"{other[at]} in place of {expected[at]} as bound {at}"
 
 
 def _documents(shown: Any, positions: Any) -> Any:
     """The number of each token's document in one row, -1 for padding."""
-    found = np.full(len(positions), -1)
+    numbers = np.full(len(positions), -1)
     at = np.flatnonzero(shown)
     if len(at) and at[-1] - at[0] + 1 != len(at):
         _wrong(
@@ -308,8 +303,8 @@ def _documents(shown: Any, positions: Any) -> Any:
             "padding before or after the tokens of a row",
             "got padding among them",
         )
-    found[at] = np.cumsum(np.diff(positions[at], prepend=positions[at][:1] - 1) != 1)
-    return found
+    numbers[at] = np.cumsum(np.diff(positions[at], prepend=positions[at][:1] - 1) != 1)
+    return numbers
 
 
 def _layout(ctx: Context, tokens: int, mask: Mask, layout: str | ContextLayout) -> ContextLayout:

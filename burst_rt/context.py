@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from burst_rt.kernels import KERNELS, PARTIALS
 from burst_rt.planning.masks import Mask
 from burst_rt.runtime.ends import Comm, Group
 from burst_rt.runtime.joining import check_seconds, join
+from burst_rt.runtime.objects import all_gather, first, together
 from burst_rt.runtime.pipeline import Pipeline, make_pipeline
 from burst_rt.runtime.process import process
 from burst_rt.runtime.reductions import all_reduce, gather_last_run
@@ -30,6 +32,8 @@ from burst_rt.scheduler import Graph, Lane, Span
 from burst_rt.telemetry.rank.joining import farewell, follow
 
 __all__ = ["Context", "init"]
+
+_T = TypeVar("_T")
 
 
 class Context:
@@ -133,6 +137,40 @@ class Context:
         bits. Raises InputError on every rank alike.
         """
         return all_reduce(self.runtime, x)
+
+    def all_gather(self, value: object) -> list[Any]:
+        """Every rank's value, in rank order, on every rank: for the small things beside a step.
+
+        value: plain data: None, bool, int (64 bits), float, str, bytes, and lists, tuples and dicts
+        of these. Ranks may give values of different types and lengths. A tuple arrives as a list.
+        It costs a round of messages and copies on the host; tensors of a step go elsewhere.
+
+        Collective; blocks at most `timeout_s` for each of its two rounds. Raises InputError on
+        every rank for anything but plain data.
+        """
+        return all_gather(self.runtime, value)
+
+    def together(self, fn: Callable[[], _T]) -> _T:
+        """Runs `fn()` on every rank and returns this rank's result, or raises on every rank.
+
+        If `fn` raised on any rank, every rank raises the error of the lowest of these ranks. The
+        message begins with that rank's number: a BurstError keeps its class, an OSError becomes a
+        ConfigError, any other Exception an InputError. The context stays usable.
+
+        Collective; blocks at most `timeout_s` for the other ranks, after `fn` has ended here. `fn`
+        may make collective calls, the same on every rank.
+        """
+        return together(self.runtime, fn)
+
+    def first(self, fn: Callable[[], _T]) -> _T:
+        """Runs `fn()` on rank 0 alone; every rank gets its result, or raises its error.
+
+        The result is plain data, as `all_gather` takes it. Errors are those of `together`.
+
+        Collective; blocks at most `timeout_s` for each of its two rounds, so `fn` must take less.
+        `fn` must make no collective call: the other ranks would not make it.
+        """
+        return first(self.runtime, fn)
 
     def pipeline(self, build: Callable[[int], Graph]) -> Pipeline:
         """Builds and verifies the graphs of a custom pipeline. Local; does not block.

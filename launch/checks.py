@@ -21,7 +21,8 @@ from typing import TypeAlias
 import psutil
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.run import MpiLauncher, find_launcher, kill_job, num_usable_cores
+from burst_rt.launch.mpirun import MpiLauncher, find_launcher, num_usable_cores
+from burst_rt.launch.run import kill_job
 from burst_rt.transport.probe import note_answer
 
 __all__ = ["CHECKS", "GPU_CHECKS", "JOBS", "Finding", "Inspection", "check", "probe_device_mpi"]

@@ -104,10 +104,10 @@ class _MpiFinder(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != "mpi4py.MPI":
             return None
-        found = (
+        specs = (
             finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self
         )
-        spec = next((spec for spec in found if spec is not None), None)
+        spec = next((spec for spec in specs if spec is not None), None)
         # burst_rt.init imports mpi4py.MPI without starting MPI: then nothing waits.
         if spec is not None and spec.loader is not None and sys.modules["mpi4py"].rc.initialize:
             spec.loader = _MpiLoader(spec.loader)

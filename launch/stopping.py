@@ -14,12 +14,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 from burst_rt.job.reports import job_folder
 
@@ -27,6 +26,7 @@ __all__ = [
     "SIGNALS",
     "LastWord",
     "StopRequests",
+    "StopVotes",
     "ask_to_stop",
     "leave_word",
     "listen",
@@ -41,6 +41,12 @@ _LISTENS, _OFFER, _ASKED, _WORD = "listens", "stops-when-asked", "stop", "last-w
 # Seconds within which a repeated signal is the same request: a launcher and a terminal may both
 # send one.
 _ONE_WISH_S = 1.0
+
+
+# For each of SIGNALS the number of ranks that have heard it: of one rank 0 or 1. These are floats,
+# so that they can ride in a sum of other figures that ranks make anyway: to agree on a stop then
+# costs no round of messages.
+StopVotes: TypeAlias = list[float]
 
 
 class LastWord(NamedTuple):
@@ -103,18 +109,15 @@ class StopRequests:
     _before: dict[int, object] = field(default_factory=dict)
     _job_dir: Path | None = None
 
-    def votes(self) -> list[float]:
-        """A number for each of SIGNALS: 1 for the signal that this rank has heard, else 0.
-
-        The ranks agree by adding up their votes. Does not block.
-        """
+    def votes(self) -> StopVotes:
+        """This rank's votes, which the ranks add up to agree. Does not block."""
         heard = self._noted
         if heard is None and self._job_dir is not None and (self._job_dir / _ASKED).exists():
             heard = signal.Signals(json.loads((self._job_dir / _ASKED).read_text()))
         return [float(number == heard) for number in SIGNALS]
 
     @staticmethod
-    def heard(votes: Sequence[float]) -> signal.Signals | None:
+    def heard(votes: StopVotes) -> signal.Signals | None:
         """The signal that any rank has heard, from the sum of all ranks' votes; None if none."""
         return next((number for number, count in zip(SIGNALS, votes, strict=True) if count), None)
 

@@ -39,7 +39,7 @@ from pathlib import Path
 
 import psutil
 
-from burst_rt.launch.run import find_launcher
+from burst_rt.launch.mpirun import find_launcher
 
 __all__ = ["Case", "Outcome", "draw", "parse", "perform"]
 

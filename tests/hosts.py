@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from burst_rt.launch.run import find_launcher, kill_job
+from burst_rt.launch.mpirun import find_launcher
+from burst_rt.launch.run import kill_job
 
 __all__ = ["Hosts", "Running", "hosts"]
 

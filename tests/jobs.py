@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from burst_rt.launch.run import find_launcher, kill_job
+from burst_rt.launch.mpirun import find_launcher
+from burst_rt.launch.run import kill_job
 
 __all__ = ["Job", "Launcher", "run_command", "run_job"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_rt.launch.run import find_launcher
+from burst_rt.launch.mpirun import find_launcher
 
 __all__ = ["Mpirun", "mpirun"]
 

@@ -11,11 +11,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from burst_rt.attention.api import burst_attention
 from burst_rt.batches import ShardedBatch
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.hf.cache import CachedPart
+from burst_rt.hf.cache import StepInfo
 from burst_rt.hf.masks import Handed, mask_of
 from burst_rt.hf.prepare import is_prepared
-from burst_rt.hf.rotary import watch_of
-from burst_rt.hf.shard import KEYWORD, Part
+from burst_rt.hf.rotary import hook_of
+from burst_rt.hf.shard import KEYWORD, ShardInfo
 from burst_rt.hf.temperature import rescaled
 from burst_rt.planning.masks import Causal, Chunked, Full, Mask, SlidingWindow
 from burst_rt.runtime.refusing import refuse
@@ -97,36 +97,37 @@ def attend(
     Raises InputError, on every rank that waits for this one, for a call without what `shard` gives,
     with other positions, and for what is not done.
     """
-    part = others.get(KEYWORD)
-    reason = _why_not(
-        module, part, attention_mask, others, dropout=dropout, is_causal=is_causal,
-        position_bias=position_bias, cache=cache,
-    )  # fmt: skip
+    info = others.get(KEYWORD)
+    reason = _unsupported_argument(dropout, position_bias, cache, attention_mask)
+    if not isinstance(info, (ShardInfo, StepInfo)):
+        reason = _UNMARKED
+    elif reason is None:
+        reason = _unsupported_layer(module, info, is_causal, others)
     if reason:
-        if isinstance(part, Part):
-            part.excused = True
-        _refuse(reason, part)
+        if isinstance(info, ShardInfo):
+            info.excused = True
+        _refuse(reason, info)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         # As for torch's own attention. Rotary embeddings have left q and k in float32.
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    assert isinstance(part, (Part, CachedPart))
-    query = rescaled(module, query, part)
-    if isinstance(part, CachedPart):
+    assert isinstance(info, (ShardInfo, StepInfo))
+    query = rescaled(module, query, info)
+    if isinstance(info, StepInfo):
         try:
             structure = _structure(module, attention_mask, None, is_causal, sliding_window)
         except InputError as error:
-            refuse(_NAME, error, part.ctx.runtime)
-        count, tokens = part.step.num_tokens, query.shape[2]
+            refuse(_NAME, error, info.ctx.runtime)
+        count, tokens = info.step.num_tokens, query.shape[2]
         q, k, v = (x.transpose(1, 2)[:, :count] for x in (query, key, value))
-        out = part.step.attend(
+        out = info.step.attend(
             cast(int, module.layer_idx), q, k, v,
             mask=structure, scale=scaling, softcap=softcap, sinks=s_aux,
         )  # fmt: skip
         # A rank without tokens runs one that nobody sees.
         return functional.pad(out, (0, 0, 0, 0, 0, tokens - count)), None
-    part.attended = True
-    queries, keys, shown = _sides(part, module)
+    info.attended = True
+    queries, keys, shown = _sides(info, module)
     structure = _structure(module, attention_mask, queries, is_causal, sliding_window)
     out = burst_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
@@ -156,24 +157,18 @@ def _structure(
     return structure
 
 
-def _why_not(
-    module: torch.nn.Module,
-    part: object,
-    attention_mask: object,
-    others: dict[str, Any],
-    *,
-    dropout: float,
-    is_causal: bool | None,
-    position_bias: object,
-    cache: object,
+# Why a layer cannot attend that was not told how the batch is cut.
+_UNMARKED = (
+    f"expected the keyword {KEYWORD!r}, got none: this rank's tokens do not say which part of the "
+    "sequence they are; call model(**burst_rt.hf.shard(batch, ctx)) with the whole batch, and a "
+    f"model that hands keywords on to its layers; or generate with {_CACHE}"
+)
+
+
+def _unsupported_argument(
+    dropout: float, position_bias: object, cache: object, attention_mask: object
 ) -> str | None:
-    """The reason why a layer cannot attend, in words."""
-    if not isinstance(part, (Part, CachedPart)):
-        return (
-            f"expected the keyword {KEYWORD!r}, got none: this rank's tokens do not say which part "
-            "of the sequence they are; call model(**burst_rt.hf.shard(batch, ctx)) with the whole "
-            f"batch, and a model that hands keywords on to its layers; or generate with {_CACHE}"
-        )
+    """The reason why a layer cannot attend with such arguments, in words."""
     if dropout:
         return (
             f"attention_dropout: expected 0, got {dropout}: attention is exact here; set "
@@ -189,12 +184,22 @@ def _why_not(
             f"attention_mask: expected [batch, tokens] or none, got {type(attention_mask).__name__}"
             f" of shape {shape}: a matrix for each row would be one rank's alone"
         )
+    return None
+
+
+def _unsupported_layer(
+    module: torch.nn.Module,
+    info: ShardInfo | StepInfo,
+    is_causal: bool | None,
+    others: dict[str, Any],
+) -> str | None:
+    """The reason why this layer cannot attend over ranks, in words."""
     config = getattr(module, "config", None)
-    if isinstance(part, CachedPart):
+    if isinstance(info, StepInfo):
         causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
         if not causal or is_causal is False:
             return "attention to later tokens is not done with a cache; expected causal attention"
-    if part.ctx.world_size == 1:
+    if info.ctx.world_size == 1:
         return None
     mixing = [each for each in _layer_types(config) if each not in _KNOWN]
     if mixing:
@@ -211,14 +216,14 @@ def _why_not(
             "that was not; call burst_rt.hf.prepare(model, ctx) once, before the model is wrapped"
         )
     positions = others.get("position_ids")
-    if isinstance(part, CachedPart):
-        return part.wrong_positions(positions)
-    if watch_of(module) not in part.told:
+    if isinstance(info, StepInfo):
+        return info.wrong_positions(positions)
+    if hook_of(module) not in info.told:
         return (
             f"expected a call of the model that was prepared, or of its base model, got one of a "
             f"part of it ({type(module).__name__}); call model(**burst_rt.hf.shard(batch, ctx))"
         )
-    return _wrong_positions(part, positions)
+    return _wrong_positions(info, positions)
 
 
 def _layer_types(config: object) -> list[str]:
@@ -234,8 +239,8 @@ def _mixed(layer_types: list[str]) -> str:
     )
 
 
-def _wrong_positions(part: Part, given: torch.Tensor | None) -> str | None:
-    known = [part.batch, *([part.encoder] if part.encoder else [])]
+def _wrong_positions(info: ShardInfo, given: torch.Tensor | None) -> str | None:
+    known = [info.batch, *([info.encoder] if info.encoder else [])]
     if given is None or any(given is each.position_ids for each in known):
         return None
     if any(given.shape[-1] == each.layout.shard_len and _equal(given, each) for each in known):
@@ -252,19 +257,19 @@ def _equal(given: torch.Tensor, batch: ShardedBatch) -> bool:
     return given.shape[-1] == expected.shape[-1] and bool((given == expected).all())
 
 
-def _sides(part: Part, module: torch.nn.Module) -> tuple[ShardedBatch, ShardedBatch, Mask]:
+def _sides(info: ShardInfo, module: torch.nn.Module) -> tuple[ShardedBatch, ShardedBatch, Mask]:
     """The batches to which a layer's queries and keys belong, and the mask of documents and
     padding.
     """
-    if part.encoder is None:
-        return part.batch, part.batch, part.batch.mask
+    if info.encoder is None:
+        return info.batch, info.batch, info.batch.mask
     if not getattr(module.config, "is_decoder", False):
-        return part.encoder, part.encoder, part.encoder.mask
+        return info.encoder, info.encoder, info.encoder.mask
     if "Cross" in type(module).__name__:
-        return part.batch, part.encoder, part.unpadded
-    return part.batch, part.batch, part.batch.mask
+        return info.batch, info.encoder, info.unpadded
+    return info.batch, info.batch, info.batch.mask
 
 
-def _refuse(reason: str, part: object) -> NoReturn:
-    runtime = part.ctx.runtime if isinstance(part, (Part, CachedPart)) else None
+def _refuse(reason: str, info: object) -> NoReturn:
+    runtime = info.ctx.runtime if isinstance(info, (ShardInfo, StepInfo)) else None
     refuse(_NAME, InputError(f"{_NAME}: {reason}"), runtime)

@@ -33,15 +33,15 @@ from burst_rt.runtime.refusing import refuse
 from burst_rt.serving.cache import KVCache
 from burst_rt.serving.step import Step
 
-__all__ = ["Cache", "CachedPart"]
+__all__ = ["Cache", "StepInfo"]
 
 _NAME = "hf.Cache"
 
 
 @opaque
 @dataclass(eq=False)
-class CachedPart:
-    """One call of a model with a cache, for the attention function. See `shard.Part`."""
+class StepInfo:
+    """One call of a model with a cache, for the attention function. See `shard.ShardInfo`."""
 
     ctx: Context
     step: Step
@@ -51,10 +51,10 @@ class CachedPart:
         torch.Tensor
     )  # `[batch, tokens]`: places of this rank's tokens in their sequence, padding included
     largest_position: int  # largest position of all ranks' tokens
-    # The watches of the models whose rotary embeddings know the largest position (`rotary.Watch`).
+    # The hooks of the models that were called with it (`rotary.PositionHook`).
     told: set[object] = field(default_factory=set)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CachedPart:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepInfo:
         return self  # wrappers copy a model's arguments
 
     def largest(self, position_ids: torch.Tensor) -> int:
@@ -107,7 +107,7 @@ class Cache(HookedCache):
         require_context(ctx, _NAME)
         super().__init__(model, ctx)
         self.capacity, self.block = capacity, block
-        self._part: CachedPart | None = None  # the part of the call in progress
+        self._info: StepInfo | None = None  # while a call is in progress
         self._kv: KVCache | None = None
         # The tokens that are cached, -1 for unknown ones. No tensor: one that was made in inference
         # mode could not be written to outside of it.
@@ -143,7 +143,7 @@ class Cache(HookedCache):
     def close(self) -> None:
         """Gives the memory back, and leaves the model alone. Local. Idempotent."""
         self._detach()
-        self._kv = self._part = self._text = self._new = None
+        self._kv = self._info = self._text = self._new = None
 
     # What transformers asks of a cache. Rows have the same length: their padding is cached too.
 
@@ -200,7 +200,7 @@ class Cache(HookedCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Nothing: the attention function appends. Raises InputError outside of a model's call."""
         self._check_open()
-        if self._part is None:
+        if self._info is None:
             self.refuse(
                 f"expected a call of the {type(self.model).__name__} that this cache was made for, "
                 "got one of another model, or of a part of it; call that model, or make a cache "
@@ -277,7 +277,7 @@ class Cache(HookedCache):
             refuse(_NAME, error, self.ctx.runtime)
         if self._kv is None:
             self._kv = self._make(batch=call.rows, capacity=self.capacity)
-        if self._part is not None:  # an error has interrupted the call before
+        if self._info is not None:  # an error has interrupted the call before
             self._kv.truncate(self._kv.lengths)
         self._warn_of_whole_text(options.get("input_ids"), call.tokens)
         # Every rank may run a short prompt, but not one short chunk after another.
@@ -298,27 +298,27 @@ class Cache(HookedCache):
 
         mine, past = {name: cut(x) for name, x in call.cut.items()}, self.get_seq_length()
         places = cut(torch.arange(past, past + call.tokens).expand(call.rows, -1))
-        self._part = CachedPart(
+        self._info = StepInfo(
             self.ctx, step, mine["position_ids"], past, places, call.largest_position
         )
         self._new = options.get("input_ids")
-        found = {**options, **mine, KEYWORD: self._part}
+        keywords = {**options, **mine, KEYWORD: self._info}
         if step.sharded and self._keeps_logits:
-            found["logits_to_keep"] = 1
-        elif found.get("logits_to_keep", 0) is None:  # models would index with it
-            del found["logits_to_keep"]
-        return found
+            keywords["logits_to_keep"] = 1
+        elif keywords.get("logits_to_keep", 0) is None:  # models would index with it
+            del keywords["logits_to_keep"]
+        return keywords
 
     def end(self, logits: torch.Tensor) -> torch.Tensor:
         """Ends the step: the logits that all ranks go on with. Collective; blocks as `agree`."""
-        assert self._part is not None
-        step, self._part = self._part.step, None
+        assert self._info is not None
+        step, self._info = self._info.step, None
         source = step.last_owner[0] if step.sharded else 0
-        found = spread(self.ctx, logits[:, -1:] if step.sharded else logits, source)
+        spread_logits = spread(self.ctx, logits[:, -1:] if step.sharded else logits, source)
         before = self.get_seq_length()
         step.commit()
         self._remember(before)
-        return found
+        return spread_logits
 
     def check_text(self, text: torch.Tensor, new: int) -> None:
         """See `HookedCache`. Tokens that are not known (inputs_embeds) pass."""

@@ -10,7 +10,7 @@ import torch
 
 from burst_rt.errors import InputError
 from burst_rt.hf.shard import KEYWORD
-from burst_rt.hf.spread import bytes_of
+from burst_rt.runtime.objects import bytes_of
 from burst_rt.serving.cache import KVCache
 
 __all__ = ["CachedCall"]
@@ -47,40 +47,16 @@ class CachedCall:
                 f"{_NAME}: expected a call without autocast, because cached keys keep the model's "
                 "own dtype, got one with it; load the model with dtype=torch.bfloat16 in its place"
             )
-        given = {name: options[name] for name in _PER_TOKEN if options.get(name) is not None}
-        first = given.get("input_ids", given.get("inputs_embeds"))
+        length = 0 if kv is None else max(kv.lengths)
+        per_token = {name: options[name] for name in _PER_TOKEN if options.get(name) is not None}
+        first = per_token.get("input_ids", per_token.get("inputs_embeds"))
         if first is None or first.ndim < 2:
             raise _wrong("input_ids or inputs_embeds", "[batch, tokens]", first)
         rows, tokens = first.shape[:2]
-        length = 0 if kv is None else max(kv.lengths)
-        if not tokens:
-            raise InputError(
-                f"{_NAME}: expected new tokens behind the {length} that are cached, got none; "
-                f"{_GO_ON}"
-            )
-        if kv is not None and kv.batch != rows:
-            raise InputError(
-                f"{_NAME}: expected a batch of {kv.batch} sequences (times beams), as this cache "
-                f"was made for, got {rows}; make another cache"
-            )
-        for name, x in options.items():
-            known_name = name in given or name in ("attention_mask", "position_ids")
-            if isinstance(x, torch.Tensor) and x.ndim and not known_name:
-                raise InputError(
-                    f"{_NAME}: {name} is not known; expected text alone "
-                    f"({', '.join(_PER_TOKEN)}, attention_mask)"
-                )
-            if name in given and name != "position_ids" and x.shape[:2] != (rows, tokens):
-                raise _wrong(name, f"[batch, tokens] = {(rows, tokens)}", x)
-        mask = options.get("attention_mask")
-        known = [0] * rows if kv is None else list(kv.padding)
-        padding = known if mask is None else _left_padding(mask, rows, length + tokens)
-        # A row whose cached tokens are padding alone may have more of it.
-        if any(new != old and old < length for new, old in zip(padding, known, strict=True)):
-            raise InputError(
-                f"{_NAME}: attention_mask: expected the padding that the cached tokens have, "
-                f"{known} at the left of the rows, got {padding}; {_GO_ON}"
-            )
+        _check_new_tokens(rows, tokens, kv, length)
+        _check_tensors(options, per_token, (rows, tokens))
+        cached = [0] * rows if kv is None else list(kv.padding)
+        padding = _padding(options.get("attention_mask"), cached, length, tokens)
         if length + tokens > capacity:
             raise InputError(
                 f"{_NAME}: the capacity is {capacity:,} tokens of a sequence, {length:,} are "
@@ -88,10 +64,10 @@ class CachedCall:
                 "tokens by cache.crop(-number) or cache.reset()"
             )
         largest = length + tokens - 1 - min(padding)
-        given["position_ids"] = _positions(
-            given.get("position_ids"), first.device, padding, length, tokens
+        per_token["position_ids"] = _positions(
+            per_token.get("position_ids"), first.device, padding, length, tokens
         )
-        return cls(rows, tokens, padding, _digest(given), given, max(largest, 0))
+        return cls(rows, tokens, padding, _digest(per_token), per_token, max(largest, 0))
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -120,9 +96,54 @@ def _check_options(options: dict[str, Any]) -> None:
         )
 
 
+def _check_new_tokens(rows: int, tokens: int, kv: KVCache | None, length: int) -> None:
+    """Raises InputError for a call without new tokens, or with other rows than the cache has."""
+    if not tokens:
+        raise InputError(
+            f"{_NAME}: expected new tokens behind the {length} that are cached, got none; {_GO_ON}"
+        )
+    if kv is not None and kv.batch != rows:
+        raise InputError(
+            f"{_NAME}: expected a batch of {kv.batch} sequences (times beams), as this cache "
+            f"was made for, got {rows}; make another cache"
+        )
+
+
+def _check_tensors(
+    options: dict[str, Any], per_token: dict[str, torch.Tensor], shape: tuple[int, int]
+) -> None:
+    """Raises InputError for a tensor that is not known, or of other rows and tokens."""
+    for name, x in options.items():
+        known_name = name in per_token or name in ("attention_mask", "position_ids")
+        if isinstance(x, torch.Tensor) and x.ndim and not known_name:
+            raise InputError(
+                f"{_NAME}: {name} is not known; expected text alone "
+                f"({', '.join(_PER_TOKEN)}, attention_mask)"
+            )
+        if name in per_token and name != "position_ids" and x.shape[:2] != shape:
+            raise _wrong(name, f"[batch, tokens] = {shape}", x)
+
+
 def _wrong(name: str, expected: str, got: object) -> InputError:
     shape = tuple(got.shape) if isinstance(got, torch.Tensor) else got
     return InputError(f"{_NAME}: {name}: expected {expected}, got {shape}")
+
+
+def _padding(mask: object, cached: list[int], length: int, tokens: int) -> list[int]:
+    """Left padding of each row; cached: of the tokens that are cached already.
+
+    Raises InputError for padding that does not go on with them.
+    """
+    if mask is None:
+        return cached
+    padding = _left_padding(mask, len(cached), length + tokens)
+    # A row whose cached tokens are padding alone may have more of it.
+    if any(new != old and old < length for new, old in zip(padding, cached, strict=True)):
+        raise InputError(
+            f"{_NAME}: attention_mask: expected the padding that the cached tokens have, "
+            f"{cached} at the left of the rows, got {padding}; {_GO_ON}"
+        )
+    return padding
 
 
 def _left_padding(mask: Any, rows: int, tokens: int) -> list[int]:
@@ -146,11 +167,13 @@ def _positions(
 
     Padding may be given any.
     """
-    own = torch.arange(length, length + tokens) - torch.tensor(padding)[:, None]
-    expected = own.clamp(min=0)
+    from_padding = torch.arange(length, length + tokens) - torch.tensor(padding)[:, None]
+    expected = from_padding.clamp(min=0)
     if given is not None:
         fits = given.ndim == 2 and given.shape[1] == tokens and len(given) in (1, len(padding))
-        wrong = (given.cpu() != expected) & (own >= 0) if fits else torch.ones(1, dtype=torch.bool)
+        wrong = torch.ones(1, dtype=torch.bool)
+        if fits:
+            wrong = (given.cpu() != expected) & (from_padding >= 0)
         if wrong.any():
             got = f"shape {tuple(given.shape)}"
             if fits:
@@ -162,10 +185,10 @@ def _positions(
     return expected.to(device)
 
 
-def _digest(given: dict[str, torch.Tensor]) -> str:
+def _digest(per_token: dict[str, torch.Tensor]) -> str:
     """A short digest of the values, which an error shows if the ranks' values differ."""
-    found = hashlib.blake2b(digest_size=8)
-    for name, x in sorted(given.items()):
-        found.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        found.update(bytes_of(x))
-    return f"tokens that differ, digest {found.hexdigest()}"
+    digest = hashlib.blake2b(digest_size=8)
+    for name, x in sorted(per_token.items()):
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        digest.update(bytes_of(x))
+    return f"tokens that differ, digest {digest.hexdigest()}"

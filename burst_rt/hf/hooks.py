@@ -111,7 +111,7 @@ def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
         model(input_ids=token, use_cache=True, **{cache_name(model): kept})
     finally:
         model.set_attn_implementation(KEYWORD)
-    found = set()
+    shapes = set()
     for number, layer in enumerate(kept.layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.is_initialized:
             raise InputError(
@@ -121,13 +121,13 @@ def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
         assert layer.keys is not None
         assert layer.values is not None
         _, heads, _, head_dim = layer.keys.shape
-        found.add((heads, head_dim, layer.values.shape[-1], layer.keys.dtype))
-    if len(found) != 1:
+        shapes.add((heads, head_dim, layer.values.shape[-1], layer.keys.dtype))
+    if len(shapes) != 1:
         raise InputError(
             f"{_NAME}: expected layers of {type(model).__name__} that keep tensors of one shape, "
-            f"got (kv heads, head_dim, v_head_dim, dtype) of {sorted(map(str, found))}"
+            f"got (kv heads, head_dim, v_head_dim, dtype) of {sorted(map(str, shapes))}"
         )
-    heads, head_dim, v_head_dim, dtype = found.pop()
+    heads, head_dim, v_head_dim, dtype = shapes.pop()
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None) and heads != config.num_key_value_heads:
         raise InputError(
@@ -164,10 +164,10 @@ class _Hooks:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
         """The hooks of a copy of the model, which has no caches."""
-        found = _Hooks.__new__(_Hooks)
-        found.num_caches, found.ctx, found.asked = 0, None, ""
-        found._handles = copy.deepcopy(self._handles, memo)
-        return found
+        hooks = _Hooks.__new__(_Hooks)
+        hooks.num_caches, hooks.ctx, hooks.asked = 0, None, ""
+        hooks._handles = copy.deepcopy(self._handles, memo)
+        return hooks
 
 
 def attach(model: Any) -> None:
@@ -229,10 +229,10 @@ def _prepared(kind: Any) -> Callable[..., dict[str, Any]]:
         cache, new = cache_among(options), options.get("next_sequence_length")
         if cache is not None and new is not None and new > 0:
             cache.check_text(input_ids, new)
-        found: dict[str, Any] = kind.prepare_inputs_for_generation(
+        inputs: dict[str, Any] = kind.prepare_inputs_for_generation(
             self, input_ids, *args, **options
         )
-        if cache is not None and cache_among(found) is None:
+        if cache is not None and cache_among(inputs) is None:
             if cache.prompt == "chunk" and cache.get_seq_length():
                 cache.refuse(
                     f"this {type(self).__name__} begins again at this length, and a chunk comes "
@@ -240,8 +240,8 @@ def _prepared(kind: Any) -> Callable[..., dict[str, Any]]:
                     "prefill_chunk_size out"
                 )
             cache.reset()
-            found[cache_name(self)] = cache
-        return found
+            inputs[cache_name(self)] = cache
+        return inputs
 
     return prepare_inputs
 
@@ -282,12 +282,14 @@ def _stopping(kind: Any) -> Callable[..., StoppingCriteriaList]:
 
     @wraps(kind._get_stopping_criteria)
     def get_stopping_criteria(self: Any, *args: Any, **options: Any) -> StoppingCriteriaList:
-        found = kind._get_stopping_criteria(self, *args, **options)
-        alike = [each for each in found if isinstance(each, _BY_TOKENS)]
-        own = StoppingCriteriaList(each for each in found if not isinstance(each, _BY_TOKENS))
+        criteria = kind._get_stopping_criteria(self, *args, **options)
+        alike = [criterion for criterion in criteria if isinstance(criterion, _BY_TOKENS)]
+        asked = StoppingCriteriaList(
+            criterion for criterion in criteria if not isinstance(criterion, _BY_TOKENS)
+        )
         hooks: _Hooks = getattr(self, _HOOKS)
-        hooks.asked = ", ".join(type(each).__name__ for each in own)
-        together = [_StopsWithRank0(hooks, own)] if own else []
+        hooks.asked = ", ".join(type(criterion).__name__ for criterion in asked)
+        together = [_StopsWithRank0(hooks, asked)] if asked else []
         return StoppingCriteriaList(alike + together)
 
     return get_stopping_criteria
@@ -305,17 +307,17 @@ class _StopsWithRank0(StoppingCriteria):  # type: ignore[misc]  # transformers h
         ask: Callable[[], torch.Tensor] = partial(self._criteria, input_ids, scores, **options)
         if ctx is None or ctx.world_size == 1:
             return ask()
-        found = torch.zeros(len(input_ids), dtype=torch.bool)
+        ended = torch.zeros(len(input_ids), dtype=torch.bool)
         if ctx.rank == 0:
-            found = self._asked(ask, len(input_ids), ctx)
-        return of_rank_0(ctx, found).to(input_ids.device)
+            ended = self._asked(ask, len(input_ids), ctx)
+        return of_rank_0(ctx, ended).to(input_ids.device)
 
     def _asked(self, ask: Callable[[], torch.Tensor], rows: int, ctx: Context) -> torch.Tensor:
         try:
-            found = ask()
-            if found.shape != (rows,):
-                raise TypeError(f"shape {tuple(found.shape)}")
-            return found.bool()
+            ended = ask()
+            if ended.shape != (rows,):
+                raise TypeError(f"shape {tuple(ended.shape)}")
+            return ended.bool()
         except BurstError:
             raise  # the other ranks have heard of it
         except Exception as error:  # noqa: BLE001  (whatever a criterion raises: the other ranks wait for its answer)

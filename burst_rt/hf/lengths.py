@@ -31,7 +31,7 @@ Length: TypeAlias = tuple[str, float]
 
 def lengths_beyond(model: torch.nn.Module, tokens: int) -> list[Length]:
     """The numbers of a model's configuration that are larger than `tokens`, sorted."""
-    found = {
+    lengths = {
         (name, value)
         for owner in _owners(model)
         for name, value in owner.items()
@@ -41,7 +41,7 @@ def lengths_beyond(model: torch.nn.Module, tokens: int) -> list[Length]:
         and _LENGTH.search(name)
         and not _OTHER.search(name)
     }
-    return sorted(found)
+    return sorted(lengths)
 
 
 @contextmanager
@@ -77,12 +77,12 @@ def shortened(model: torch.nn.Module, lengths: Sequence[Length], short: int) -> 
 
 def _owners(model: torch.nn.Module) -> list[dict[Any, Any]]:
     """The configurations of a model's modules, and the dicts in them, as dicts."""
-    found: dict[int, dict[Any, Any]] = {}
+    owners: dict[int, dict[Any, Any]] = {}
     left: list[object] = [getattr(module, "config", None) for module in model.modules()]
     while left:
-        one = left.pop()
-        owner = vars(one) if isinstance(one, PreTrainedConfig) else one
-        if isinstance(owner, dict) and id(owner) not in found:
-            found[id(owner)] = owner
+        config = left.pop()
+        owner = vars(config) if isinstance(config, PreTrainedConfig) else config
+        if isinstance(owner, dict) and id(owner) not in owners:
+            owners[id(owner)] = owner
             left.extend(x for name, x in owner.items() if not _OTHER.search(str(name)))
-    return list(found.values())
+    return list(owners.values())

@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from burst_rt.batches import IGNORED_LABEL, token_losses
 from burst_rt.errors import InputError
-from burst_rt.hf.shard import KEYWORD, Part, is_of_part, part_of, require_attended
+from burst_rt.hf.shard import KEYWORD, ShardInfo, info_of, require_attended, was_cut
 from burst_rt.runtime.mean import mean_over_ranks
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.sums import sum_over_ranks
@@ -39,14 +39,14 @@ def register_losses() -> None:
             vars(sys.modules[name])["ForCausalLMLoss"] = LOSS_MAPPING["ForCausalLM"]
 
 
-def _sharded(name: str, own: _Loss) -> _Loss:
-    @wraps(own)
+def _sharded(name: str, original: _Loss) -> _Loss:
+    @wraps(original)
     def loss(*args: Any, **options: Any) -> torch.Tensor:
         labels = options.get("labels", args[1] if len(args) > 1 else None)
-        if options.get(KEYWORD) is None and not is_of_part(labels):
-            return own(*args, **options)
-        found: torch.Tensor = _over_ranks(name, labels, args, options)
-        return found
+        if options.get(KEYWORD) is None and not was_cut(labels):
+            return original(*args, **options)
+        value: torch.Tensor = _over_ranks(name, labels, args, options)
+        return value
 
     setattr(loss, KEYWORD, True)
     return loss
@@ -56,34 +56,34 @@ def _sharded(name: str, own: _Loss) -> _Loss:
 def _over_ranks(
     name: str, labels: object, args: tuple[Any, ...], options: dict[str, Any]
 ) -> torch.Tensor:
-    part: Part = options.get(KEYWORD) or part_of(labels)
-    require_attended(part)
+    info: ShardInfo = options.get(KEYWORD) or info_of(labels)
+    require_attended(info)
     compute = _LOSSES.get(name)
     if compute is None:
         error = InputError(
             f"loss {name!r} is not done over ranks; expected one of {', '.join(_LOSSES)}; "
             "compute it of the logits, with burst_rt.mean_over_ranks"
         )
-        refuse("loss", error, part.ctx.runtime)
-    return compute(*args, **{**options, KEYWORD: part})
+        refuse("loss", error, info.ctx.runtime)
+    return compute(*args, **{**options, KEYWORD: info})
 
 
 def _mean(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    part: Part,
+    info: ShardInfo,
     num_items_in_batch: torch.Tensor | int | None,
     ignore_index: int,
 ) -> torch.Tensor:
     """The mean over all ranks' labelled tokens; or their sum, over a number that is given."""
-    losses = token_losses(logits, labels, part.group, ignore_index)
+    losses = token_losses(logits, labels, info.group, ignore_index)
     counted = labels.flatten().to(losses.device) != ignore_index
     if num_items_in_batch is None:
-        return mean_over_ranks(losses, counted, group=part.group)
+        return mean_over_ranks(losses, counted, group=info.group)
     on_device = isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch.is_cuda
     # One on a GPU is not compared, because the host would have to wait for it.
     count = None if on_device else float(num_items_in_batch)
-    total = sum_over_ranks(losses.double().sum(), group=part.group, count=count)
+    total = sum_over_ranks(losses.double().sum(), group=info.group, count=count)
     return (total / num_items_in_batch).float()
 
 
@@ -96,14 +96,14 @@ def _causal(
     shift_labels: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    part: Part = options[KEYWORD]
+    info: ShardInfo = options[KEYWORD]
     if shift_labels is None:
         error = InputError(
             "loss: expected shift_labels, as burst_rt.hf.shard gives them, as labels cannot be "
             "shifted after the cut; got labels alone"
         )
-        refuse("loss", error, part.ctx.runtime)
-    return _mean(logits, shift_labels, part, num_items_in_batch, ignore_index)
+        refuse("loss", error, info.ctx.runtime)
+    return _mean(logits, shift_labels, info, num_items_in_batch, ignore_index)
 
 
 def _as_labelled(

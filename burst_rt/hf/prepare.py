@@ -22,8 +22,8 @@ from burst_rt.context import Context, require_context
 from burst_rt.errors import InputError
 from burst_rt.hf.lengths import Length, lengths_beyond, shortened
 from burst_rt.hf.masks import MaskIsRead
-from burst_rt.hf.rotary import watch_of, watch_positions
-from burst_rt.hf.shard import KEYWORD, Part, require_attended, set_prepared, shard
+from burst_rt.hf.rotary import hook_of, hook_positions
+from burst_rt.hf.shard import KEYWORD, ShardInfo, require_attended, set_prepared, shard
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["TESTED", "is_prepared", "prepare"]
@@ -76,26 +76,26 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     if ctx.world_size == 1:
         return model
     set_prepared(ctx)
-    watch = watch_of(model) or watch_positions(model)
+    hook = hook_of(model) or hook_positions(model)
     tested = _is_tested(model)
-    known = tested or watch.compared == "with loss"
-    if not (known or (watch.compared and not loss)):
-        watch.compared = "with loss" if loss else "without loss"
+    known = tested or hook.compared == "with loss"
+    if not (known or (hook.compared and not loss)):
+        hook.compared = "with loss" if loss else "without loss"
         try:
             _compare(model, ctx, loss)
         except InputError:
-            watch.compared = ""
+            hook.compared = ""
             raise
-    if not watch.checks:
-        watch.checks = True
+    if not hook.checks:
+        hook.checks = True
         model.register_forward_hook(_check_call, with_kwargs=True)
     return model
 
 
 def is_prepared(layer: torch.nn.Module) -> bool:
     """Whether a layer is of a model that was prepared, or is being compared."""
-    watch = watch_of(layer)
-    return watch is not None and (watch.checks or bool(watch.compared))
+    hook = hook_of(layer)
+    return hook is not None and (hook.checks or bool(hook.compared))
 
 
 def _is_tested(model: torch.nn.Module) -> bool:
@@ -116,20 +116,20 @@ def _check_call(
     module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any
 ) -> None:
     """Raises InputError, on every rank alike, for what is not of all ranks' tokens."""
-    part = options.get(KEYWORD)
+    info = options.get(KEYWORD)
     # Tokens of this rank that the caller has chosen are their own affair.
     chosen = isinstance(options.get("logits_to_keep"), torch.Tensor)
-    if isinstance(part, Part) and part.ctx.world_size > 1:
-        require_attended(part)
+    if isinstance(info, ShardInfo) and info.ctx.world_size > 1:
+        require_attended(info)
         if not chosen:
-            _check_output(module, part, output)
+            _check_output(module, info, output)
 
 
-def _check_output(module: torch.nn.Module, part: Part, output: Any) -> None:
+def _check_output(module: torch.nn.Module, info: ShardInfo, output: Any) -> None:
     given = [output] if isinstance(output, torch.Tensor) else output
     values = given.items() if isinstance(given, dict) else enumerate(given)
-    tokens = part.batch.layout.shard_len
-    meant = {tokens, part.encoder.layout.shard_len if part.encoder else tokens}
+    tokens = info.batch.layout.shard_len
+    meant = {tokens, info.encoder.layout.shard_len if info.encoder else tokens}
     for name, x in values:
         # Only hidden states, logits and the like are checked; other outputs are integers.
         if not isinstance(x, torch.Tensor) or x.ndim < 2 or not x.is_floating_point():
@@ -142,7 +142,7 @@ def _check_output(module: torch.nn.Module, part: Part, output: Any) -> None:
                 "leave logits_to_keep out, make the model without the head "
                 "(add_pooling_layer=False), or give each sequence one rank"
             )
-            refuse("hf.prepare", error, part.ctx.runtime)
+            refuse("hf.prepare", error, info.ctx.runtime)
 
 
 @torch.no_grad()
@@ -150,11 +150,12 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
     """Raises InputError on every rank where ranks do not compute what one process computes."""
     name, modes = type(model).__name__, {module: module.training for module in model.modules()}
     # FSDP2 may keep its shards elsewhere.
-    found = {p.device.type for p in model.parameters() if not isinstance(p, DTensor)}
-    if found - {ctx.device.type}:
+    device_types = {p.device.type for p in model.parameters() if not isinstance(p, DTensor)}
+    if device_types - {ctx.device.type}:
         error = InputError(
             f"hf.prepare: {name}: expected weights on {ctx.device}, where a short sequence is to "
-            f"be computed, got some on {', '.join(sorted(found))}; call model.to(ctx.device) before"
+            f"be computed, got some on {', '.join(sorted(device_types))}; call "
+            "model.to(ctx.device) before"
         )
         refuse("hf.prepare", error, ctx.runtime)
     model.eval()
@@ -189,10 +190,8 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
 
 
 def _largest(x: float, ctx: Context) -> float:
-    """The largest of all ranks' numbers. Collective."""
-    everyones = torch.zeros(ctx.world_size, dtype=torch.float64)
-    everyones[ctx.rank] = x
-    return ctx.all_reduce(everyones).max().item()
+    """The largest of all ranks' numbers, NaN if any is. Collective."""
+    return torch.tensor(ctx.all_gather(x), dtype=torch.float64).max().item()
 
 
 def _rounding(model: Any, computed_in: torch.dtype) -> float:
@@ -286,10 +285,10 @@ def _logits_off(
     model: Any, batch: dict[str, torch.Tensor], whole: torch.Tensor, ctx: Context
 ) -> float:
     """The difference of this rank's logits from one process's, relative to the largest."""
-    part = _cut(batch, ctx)
-    layout = part[KEYWORD].batch.layout
-    output = model(**part)
-    _check_output(model, part[KEYWORD], output)
+    keywords = _cut(batch, ctx)
+    layout = keywords[KEYWORD].batch.layout
+    output = model(**keywords)
+    _check_output(model, keywords[KEYWORD], output)
     off = (output[0] - layout.shard(whole))[..., None].abs().flatten(2).amax(2)
     if "attention_mask" in batch and not model.config.is_encoder_decoder:
         off = off * layout.shard(batch["attention_mask"]).to(off.device)
@@ -315,9 +314,9 @@ def _loss_off(model: Any, ctx: Context) -> float:
 
 
 def _cut(batch: dict[str, torch.Tensor], ctx: Context) -> dict[str, Any]:
-    part = shard(batch, ctx)
-    part[KEYWORD].excused = True  # the comparison finds out what ranks get wrong
-    return part
+    keywords = shard(batch, ctx)
+    keywords[KEYWORD].excused = True  # the comparison finds out what ranks get wrong
+    return keywords
 
 
 def _alone(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> torch.Tensor:
@@ -338,9 +337,9 @@ def _on_one_process(model: Any, batch: dict[str, torch.Tensor], ctx: Context) ->
     """The output of a model for a batch, computed as in one process."""
     model.set_attn_implementation("eager")
     try:
-        found = model(**{name: x.to(ctx.device) for name, x in batch.items()})
+        output = model(**{name: x.to(ctx.device) for name, x in batch.items()})
     finally:
         model.set_attn_implementation(KEYWORD)
     if (got := model.config._attn_implementation) != KEYWORD:
         raise ValueError(f"it keeps attn_implementation={got!r}")
-    return found
+    return output

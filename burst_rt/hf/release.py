@@ -45,14 +45,14 @@ def unknown_release(what: str, expected: str, got: str) -> ConfigError:
 def cache_name(model: Any) -> str:
     """The argument by which a model's forward takes its cache. Raises ConfigError for no known."""
     parameters = inspect.signature(model.forward).parameters
-    found = next((name for name in _CACHE_NAMES if name in parameters), None)
-    if found is None:
+    known = next((name for name in _CACHE_NAMES if name in parameters), None)
+    if known is None:
         raise unknown_release(
             "hf.Cache",
             f"a forward with an argument {' or '.join(_CACHE_NAMES)}",
             f"{type(model).__name__}.forward with {', '.join(parameters)}",
         )
-    return found
+    return known
 
 
 def wrong_cache_name(model: Any, name: str) -> str | None:
@@ -74,11 +74,11 @@ def check_release(model: Any) -> None:
     cache_name(model)
     for step, wanted in _STEPS.items():
         method = getattr(type(model), step, None)
-        found = inspect.signature(method).parameters if method else {}
-        takes_any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in found.values())
-        if method is None or not (takes_any or found.keys() >= set(wanted)):
+        accepted = inspect.signature(method).parameters if method else {}
+        takes_any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in accepted.values())
+        if method is None or not (takes_any or accepted.keys() >= set(wanted)):
             raise unknown_release(
                 "hf.Cache",
                 f"a method {step} with arguments {', '.join(wanted)}",
-                f"one with {', '.join(found)}" if method else "none",
+                f"one with {', '.join(accepted)}" if method else "none",
             )

@@ -68,12 +68,12 @@ def why_not_resumed(loader: Any, epoch: float) -> str | None:
         return None
     batches = loader.batch_sampler
     batches = getattr(batches, "batch_sampler", batches)  # the loader dealt it to contexts
-    each = batches.sampler if type(batches) is BatchSampler else batches
-    if isinstance(each, SequentialSampler) or hasattr(each, "set_epoch"):
+    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    if isinstance(sampler, SequentialSampler) or hasattr(sampler, "set_epoch"):
         return None
     return (
-        f"sampler: expected one whose order can be made again, got {type(each).__name__}; give it "
-        "a method set_epoch(epoch) and draw from a seed of the epoch's own, or draw from a "
+        f"sampler: expected one whose order can be made again, got {type(sampler).__name__}; give "
+        "it a method set_epoch(epoch) and draw from a seed of the epoch's own, or draw from a "
         "torch.Generator that is its attribute `generator`"
     )
 

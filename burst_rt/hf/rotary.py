@@ -14,46 +14,46 @@ import torch
 
 from burst_rt.hf.shard import KEYWORD
 
-__all__ = ["Watch", "watch_of", "watch_positions"]
+__all__ = ["PositionHook", "hook_of", "hook_positions"]
 
 
-_NAME = "_burst_rt_watch"  # name of a module's attribute
+_NAME = "_burst_rt_positions"  # name of a module's attribute
 
 
-def watch_positions(model: torch.nn.Module) -> Watch:
+def hook_positions(model: torch.nn.Module) -> PositionHook:
     """Tells a model's rotary embeddings the largest position of all ranks, from now on."""
-    watch = Watch()
+    hook = PositionHook()
     # Some wrappers (PEFT) call the model's `forward` itself, and so none of its hooks.
-    for each in {model, getattr(model, "base_model", model)}:
-        each.register_forward_pre_hook(watch.before_model, with_kwargs=True)
+    for outer in {model, getattr(model, "base_model", model)}:
+        outer.register_forward_pre_hook(hook.before_model, with_kwargs=True)
     for module in model.modules():
-        setattr(module, _NAME, watch)
+        setattr(module, _NAME, hook)
         if _kinds(getattr(module, "rope_type", None)):
-            module.register_forward_pre_hook(watch.before_rotary, with_kwargs=True)
-            module.register_forward_hook(watch.after_rotary)
-    return watch
+            module.register_forward_pre_hook(hook.before_rotary, with_kwargs=True)
+            module.register_forward_hook(hook.after_rotary)
+    return hook
 
 
-def watch_of(module: torch.nn.Module) -> Watch | None:
-    """The watch over the model that a module is of; None where nobody has prepared the model."""
-    watch: Watch | None = getattr(module, _NAME, None)
-    return watch
+def hook_of(module: torch.nn.Module) -> PositionHook | None:
+    """The hook of the model that a module is of; None where nobody has prepared the model."""
+    hook: PositionHook | None = getattr(module, _NAME, None)
+    return hook
 
 
-class _Part(Protocol):
-    """How a call is cut: `shard.Part`, or `cache.CachedPart`."""
+class _CallInfo(Protocol):
+    """How a call is cut: `shard.ShardInfo`, or `cache.StepInfo`."""
 
     told: set[object]
 
     def largest(self, position_ids: torch.Tensor) -> int: ...
 
 
-class Watch:
+class PositionHook:
     """Puts one more token, at the largest position of all, in front of a rotary embedding."""
 
     def __init__(self) -> None:
-        # Weak: a call's part leads to a cache, whose memory must not live as long as the model.
-        self._call: weakref.ref[_Part] | None = None
+        # Weak: a call's info leads to a cache, whose memory must not live as long as the model.
+        self._call: weakref.ref[_CallInfo] | None = None
         self.compared = ""  # with one process: "with loss", "without loss" or not yet
         self.checks = False  # whether every call's output is looked at
 
@@ -64,19 +64,19 @@ class Watch:
     def before_model(
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        part = options.get(KEYWORD)
-        self._call = None if part is None else weakref.ref(part)
-        if part is not None:
-            part.told.add(self)
+        info = options.get(KEYWORD)
+        self._call = None if info is None else weakref.ref(info)
+        if info is not None:
+            info.told.add(self)
 
     @property
-    def _part(self) -> _Part | None:
+    def _info(self) -> _CallInfo | None:
         return None if self._call is None else self._call()
 
     def before_rotary(
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._part is None:
+        if self._info is None:
             return None
         if "position_ids" in options:
             return args, {**options, "position_ids": self._longer(options["position_ids"])}
@@ -84,15 +84,15 @@ class Watch:
         return (x, self._longer(positions), *others), options
 
     def _longer(self, positions: torch.Tensor) -> torch.Tensor:
-        part = self._part
-        assert part is not None
-        largest = part.largest(positions)
+        info = self._info
+        assert info is not None
+        largest = info.largest(positions)
         return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), largest)], -1)
 
     def after_rotary(
         self, module: torch.nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...] | None:
-        return None if self._part is None else tuple(x[..., :-1, :] for x in output)
+        return None if self._info is None else tuple(x[..., :-1, :] for x in output)
 
 
 def _kinds(rope_type: object) -> list[str]:

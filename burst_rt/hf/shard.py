@@ -25,7 +25,7 @@ from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.runtime.sums import RanksOrGroup
 
-__all__ = ["KEYWORD", "Part", "shard"]
+__all__ = ["KEYWORD", "ShardInfo", "shard"]
 
 # The keyword of a model's forward that tells attention and loss how the batch is cut.
 KEYWORD = "burst_rt"
@@ -38,7 +38,7 @@ _NUMBER = "num_items_in_batch"
 
 @opaque
 @dataclass(eq=False)
-class Part:
+class ShardInfo:
     """How a batch is cut, for the attention function and the loss."""
 
     ctx: Context
@@ -48,7 +48,7 @@ class Part:
     # padding.
     encoder: ShardedBatch | None = None
     unpadded: Mask = FULL
-    # The watches (`rotary.Watch`) of the prepared models that were called with it.
+    # The hooks (`rotary.PositionHook`) of the prepared models that were called with it.
     told: set[object] = field(default_factory=set)
     attended: bool = False  # whether any layer has attended with it
     excused: bool = False  # whether another check covers the case that no layer has attended
@@ -68,7 +68,7 @@ class Part:
                 stacklevel=2,
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardInfo:
         return self  # wrappers copy a model's arguments
 
     @property
@@ -88,9 +88,9 @@ class Part:
 
     def largest(self, position_ids: torch.Tensor) -> int:
         """The largest position of all ranks, of the sequence that these are positions of."""
-        known = [self.batch, *([self.encoder] if self.encoder else [])]
-        own = next((each for each in known if position_ids is each.position_ids), self.batch)
-        return max(own.largest_positions)
+        batches = [self.batch, *([self.encoder] if self.encoder else [])]
+        batch = next((batch for batch in batches if position_ids is batch.position_ids), self.batch)
+        return max(batch.largest_positions)
 
 
 # The runtimes of the contexts with which `prepare` was called.
@@ -156,8 +156,8 @@ def shard(
     if any(name.startswith(_DECODER) for name in tensors):
         return {**others, **_shard_both(tensors, ctx, layout, ranks, check)}
     cut = shard_batch(tensors, ctx, layout, check=check)
-    part = Part(ctx, cut, ranks)
-    return {**others, **_tagged(_named(cut), part), KEYWORD: part}
+    info = ShardInfo(ctx, cut, ranks)
+    return {**others, **_tagged(_named(cut), info), KEYWORD: info}
 
 
 class _Labels(torch.Tensor):
@@ -165,7 +165,7 @@ class _Labels(torch.Tensor):
     means would be one rank's, refuse them.
     """
 
-    part: weakref.ref[Part]
+    info: weakref.ref[ShardInfo]
 
     @classmethod
     def __torch_function__(
@@ -177,18 +177,18 @@ class _Labels(torch.Tensor):
         if name in _LOSSES and labels is not None:
             _refuse_loss(name, labels)
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-        if name in _KEPT and labels is not None and isinstance(found, torch.Tensor):
-            return _labels(found, labels.part)
-        return found
+            result = func(*args, **(kwargs or {}))
+        if name in _KEPT and labels is not None and isinstance(result, torch.Tensor):
+            return _labels(result, labels.info)
+        return result
 
     def plain(self) -> torch.Tensor:
         """The labels as a plain tensor, for `burst_rt.cross_entropy`. Raises InputError if no layer
         has attended.
         """
-        part = self.part()
-        if part is not None:
-            require_attended(part)
+        info = self.info()
+        if info is not None:
+            require_attended(info)
         return self.as_subclass(torch.Tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Labels:
@@ -200,55 +200,55 @@ _LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy_with_l
 _KEPT = ("to", "long", "view", "reshape", "flatten", "contiguous", "clone", "__getitem__")
 
 
-def _labels(x: torch.Tensor, part: weakref.ref[Part]) -> _Labels:
-    found = x.as_subclass(_Labels)
-    found.part = part
-    return found
+def _labels(x: torch.Tensor, info: weakref.ref[ShardInfo]) -> _Labels:
+    labels = x.as_subclass(_Labels)
+    labels.info = info
+    return labels
 
 
 def _refuse_loss(name: str, labels: _Labels) -> NoReturn:
-    part = labels.part()
+    info = labels.info()
     error = InputError(
         f"loss: expected a model that asks transformers for its loss, got one that calls torch's "
         f"{name}, whose mean would be that of one rank's tokens; call it without labels (after "
         "burst_rt.hf.prepare(model, ctx, loss=False) where it is to be prepared), and compute "
         "burst_rt.cross_entropy of its logits"
     )
-    refuse("loss", error, part.ctx.runtime if part else None)
+    refuse("loss", error, info.ctx.runtime if info else None)
 
 
-def require_attended(part: Part) -> None:
+def require_attended(info: ShardInfo) -> None:
     """Raises InputError, on every rank that waits for this one, where no layer has attended."""
-    if part.attended or part.ctx.world_size == 1:
+    if info.attended or info.ctx.world_size == 1:
         return
-    part.excused = True
+    info.excused = True
     error = InputError(
         "hf: expected attention over ranks, got a model none of whose layers has asked burst_rt "
         "for it: its tokens would see one rank's alone; load it with attn_implementation="
         "'burst_rt', or give each sequence one rank"
     )
-    refuse("hf", error, part.ctx.runtime)
+    refuse("hf", error, info.ctx.runtime)
 
 
-def is_of_part(labels: object) -> bool:
+def was_cut(labels: object) -> bool:
     """Whether labels were cut by `shard`: some models do not hand the keyword on to their loss."""
     return isinstance(labels, _Labels)
 
 
-def part_of(labels: object) -> Part:
+def info_of(labels: object) -> ShardInfo:
     """The part of the batch to which these labels belong."""
-    part = labels.part() if isinstance(labels, _Labels) else None
-    if part is None:
+    info = labels.info() if isinstance(labels, _Labels) else None
+    if info is None:
         raise InputError(
             "loss: labels: expected those of the part that the model was called with; got labels "
             "of a part that is gone; keep what burst_rt.hf.shard returns until the loss is known"
         )
-    return part
+    return info
 
 
-def _tagged(found: dict[str, torch.Tensor], part: Part) -> dict[str, torch.Tensor]:
-    ref = weakref.ref(part)
-    return {name: _labels(x, ref) if "labels" in name else x for name, x in found.items()}
+def _tagged(keywords: dict[str, torch.Tensor], info: ShardInfo) -> dict[str, torch.Tensor]:
+    ref = weakref.ref(info)
+    return {name: _labels(x, ref) if "labels" in name else x for name, x in keywords.items()}
 
 
 def _check_number(number: Any, ctx: Context, check: bool) -> None:
@@ -267,19 +267,18 @@ def _check_number(number: Any, ctx: Context, check: bool) -> None:
         )
         refuse("hf.shard", error, ctx.runtime)
     if check:
-        everyones = torch.zeros(ctx.world_size, dtype=torch.float64)
-        everyones[ctx.rank] = value
-        found = ctx.all_reduce(everyones).tolist()
-        if len(set(found)) > 1:  # as every rank sees
+        values = ctx.all_gather(value)
+        if len(set(values)) > 1:  # as every rank sees
             raise ContractMismatch(
                 "hf.shard: num_items_in_batch: expected the same on all ranks of a context, got "
-                f"{found} by rank; count the labelled tokens of the whole batch"
+                f"{values} by rank; count the labelled tokens of the whole batch"
             )
 
 
-def _named(part: ShardedBatch) -> dict[str, torch.Tensor]:
-    found = {**part.tensors, "position_ids": part.position_ids}
-    return found if part.shift_labels is None else {**found, "shift_labels": part.shift_labels}
+def _named(batch: ShardedBatch) -> dict[str, torch.Tensor]:
+    tensors = {**batch.tensors, "position_ids": batch.position_ids}
+    labels = batch.shift_labels
+    return tensors if labels is None else {**tensors, "shift_labels": labels}
 
 
 def _shard_both(
@@ -290,32 +289,40 @@ def _shard_both(
     check: bool,
 ) -> dict[str, Any]:
     """The two sequences of an encoder-decoder."""
-    wrong = [name for name in tensors if "position_ids" in name or "cu_seq" in name]
-    if wrong or isinstance(layout, ContextLayout):
-        got = f"{wrong[0]}: got packed documents" if wrong else "layout: got a layout object"
+    _refuse_packed(tensors, ctx, layout)
+    of_encoder, of_decoder = {}, {}
+    for name, x in tensors.items():
+        if name == "labels":  # not shifted: the decoder's inputs are
+            of_decoder["shift_labels"] = x
+        elif _DECODER in name:
+            of_decoder[name.removeprefix(_DECODER)] = x
+        else:
+            of_encoder[name] = x
+    encoder = shard_batch(of_encoder, ctx, layout, check=check)
+    decoder = shard_batch(of_decoder, ctx, layout, check=check)
+    keywords = {f"{_DECODER}{name}": x for name, x in _named(decoder).items()}
+    keywords.pop(f"{_DECODER}labels", None)
+    labels = keywords.pop(f"{_DECODER}shift_labels", None)
+    if labels is not None:
+        keywords["labels"] = labels
+    padding = tensors.get("attention_mask")
+    unpadded = FULL if padding is None else _unpadded(padding, decoder.layout.seq_len)
+    info = ShardInfo(ctx, decoder, ranks, encoder=encoder, unpadded=unpadded)
+    return {**_named(encoder), **_tagged(keywords, info), KEYWORD: info}
+
+
+def _refuse_packed(
+    tensors: Mapping[str, torch.Tensor], ctx: Context, layout: str | ContextLayout
+) -> None:
+    """Raises InputError, on every rank, for what one of two sequences alone could have."""
+    packing = [name for name in tensors if "position_ids" in name or "cu_seq" in name]
+    if packing or isinstance(layout, ContextLayout):
+        got = f"{packing[0]}: got packed documents" if packing else "layout: got a layout object"
         error = InputError(
             f"hf.shard: {got}, for a model with an encoder, whose two sequences differ; expected "
             "none, with padding by attention_mask and decoder_attention_mask, and a kind of layout"
         )
         refuse("hf.shard", error, ctx.runtime)
-    # The decoder's labels are not shifted: the decoder's inputs are.
-    own = {name.removeprefix(_DECODER): x for name, x in tensors.items() if _DECODER in name}
-    if "labels" in tensors:
-        own["shift_labels"] = tensors["labels"]
-    encoder = shard_batch(
-        {name: x for name, x in tensors.items() if _DECODER not in name and name != "labels"},
-        ctx,
-        layout,
-        check=check,
-    )
-    decoder = shard_batch(own, ctx, layout, check=check)
-    found = {f"{_DECODER}{name}": x for name, x in _named(decoder).items() if "labels" not in name}
-    if decoder.shift_labels is not None:
-        found["labels"] = decoder.shift_labels
-    padding = tensors.get("attention_mask")
-    unpadded = FULL if padding is None else _unpadded(padding, decoder.layout.seq_len)
-    part = Part(ctx, decoder, ranks, encoder=encoder, unpadded=unpadded)
-    return {**_named(encoder), **_tagged(found, part), KEYWORD: part}
 
 
 def _unpadded(padding: torch.Tensor, num_queries: int) -> Mask:

@@ -5,44 +5,46 @@ All ranks then choose the same token, greedily, by chance or among beams, and st
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from burst_rt.context import Context
+from burst_rt.runtime.objects import all_gather, bytes_of
 
-__all__ = ["bytes_of", "of_rank_0", "spread"]
+__all__ = ["of_rank_0", "spread"]
 
 
 def spread(ctx: Context, logits: torch.Tensor, source: int) -> torch.Tensor:
     """The logits of rank `source` and the random state of rank 0, on every rank. Collective."""
     if ctx.world_size == 1:
         return logits
-    random = _random_state(ctx.device)
-    payload = (bytes(bytes_of(random)) if ctx.rank == 0 else b"") + (
-        bytes(bytes_of(logits)) if ctx.rank == source else b""
+    gathered = _gather(
+        ctx,
+        "logits",
+        logits,
+        random=_random_state(ctx.device) if ctx.rank == 0 else None,
+        logits=logits if ctx.rank == source else None,
     )
-    everyones = _gathered(ctx, "logits", logits, payload)
     if ctx.rank:
-        _set_random_state(ctx.device, _tensor_of(everyones[0][: len(random)], torch.uint8))
+        _set_random_state(ctx.device, _tensor_of(gathered[0]["random"], torch.uint8))
     if ctx.rank == source:
         return logits
-    found = everyones[source][0 if source else len(random) :]
-    return _tensor_of(found, logits.dtype).view(logits.shape).to(logits.device)
+    values = _tensor_of(gathered[source]["logits"], logits.dtype)
+    return values.view(logits.shape).to(logits.device)
 
 
 def of_rank_0(ctx: Context, x: torch.Tensor) -> torch.Tensor:
     """Rank 0's tensor on every rank; the others have one of its shape and dtype. Collective."""
-    payload = bytes(bytes_of(x)) if ctx.rank == 0 else b""
-    everyones = _gathered(ctx, "stopping criteria", x, payload)
-    return x if ctx.rank == 0 else _tensor_of(everyones[0], x.dtype).view(x.shape)
+    gathered = _gather(ctx, "stopping criteria", x, answer=x if ctx.rank == 0 else None)
+    return x if ctx.rank == 0 else _tensor_of(gathered[0]["answer"], x.dtype).view(x.shape)
 
 
-def _gathered(ctx: Context, what: str, x: torch.Tensor, payload: bytes) -> list[bytes]:
-    """Every rank's bytes, once the ranks agree on what they are of. Collective."""
-    runtime = ctx.runtime
+def _gather(
+    ctx: Context, what: str, x: torch.Tensor, **tensors: torch.Tensor | None
+) -> list[dict[str, bytes]]:
+    """The bytes of every rank's tensors, once the ranks agree on the form of x. Collective."""
     about = {"call": f"hf.Cache {what}", "shape": f"{x.dtype} {tuple(x.shape)}"}
-    return runtime.collective(about, lambda: runtime.control.allgather(payload)).result()
+    values = {name: bytes(bytes_of(y)) for name, y in tensors.items() if y is not None}
+    return all_gather(ctx.runtime, values, about)
 
 
 def _tensor_of(raw: bytes, dtype: torch.dtype) -> torch.Tensor:
@@ -58,12 +60,7 @@ def _random_state(device: torch.device) -> torch.Tensor:
 
 
 def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    own = len(torch.get_rng_state())
-    torch.set_rng_state(state[:own])
+    size = len(torch.get_rng_state())
+    torch.set_rng_state(state[:size])
     if device.type == "cuda":
-        torch.cuda.set_rng_state(state[own:], device)
-
-
-def bytes_of(x: torch.Tensor) -> Any:
-    """A tensor's values, as a buffer of bytes."""
-    return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        torch.cuda.set_rng_state(state[size:], device)

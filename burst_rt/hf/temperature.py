@@ -15,8 +15,8 @@ import torch
 __all__ = ["rescaled"]
 
 
-class _Part(Protocol):
-    """How a call is cut: `shard.Part`, or `cache.CachedPart`."""
+class _CallInfo(Protocol):
+    """How a call is cut: `shard.ShardInfo`, or `cache.StepInfo`."""
 
     @property
     def past(self) -> int:
@@ -27,7 +27,7 @@ class _Part(Protocol):
         """`[batch or 1, tokens]`: the places of this rank's tokens, as one process counts them."""
 
 
-def rescaled(module: torch.nn.Module, query: torch.Tensor, part: _Part) -> torch.Tensor:
+def rescaled(module: torch.nn.Module, query: torch.Tensor, info: _CallInfo) -> torch.Tensor:
     """Queries `[batch, heads, tokens, head_dim]` of one rank, scaled by their own places.
 
     The queries of other models are returned unchanged. In packed rows places count within their
@@ -38,8 +38,8 @@ def rescaled(module: torch.nn.Module, query: torch.Tensor, part: _Part) -> torch
         return query
     if layer.use_rope or not layer.attn_temperature_tuning:
         return query
-    counted = part.past + torch.arange(query.shape[2], device=query.device)
-    ratio = _scale(layer, part.places.to(query.device)) / _scale(layer, counted)
+    counted = info.past + torch.arange(query.shape[2], device=query.device)
+    ratio = _scale(layer, info.places.to(query.device)) / _scale(layer, counted)
     return (query * ratio[:, None, :, None]).to(query.dtype)
 
 

@@ -123,10 +123,9 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         if reason:
             self._refuse(reason)
         # A context is known by the number that its first rank has among all processes.
-        first = self.accelerator.process_index if self.context.rank == 0 else 0
-        leader = self.context.all_reduce(torch.tensor([first], dtype=torch.int64))
-        everyones = self.accelerator.gather(leader.to(self.accelerator.device)).tolist()
-        sizes = Counter(everyones)
+        first = self.context.first(lambda: self.accelerator.process_index)
+        leader = torch.tensor([first], dtype=torch.int64, device=self.accelerator.device)
+        sizes = Counter(self.accelerator.gather(leader).tolist())
         if set(sizes.values()) != {self.context.world_size}:  # as every rank sees
             raise InputError(
                 f"{_NAME}: context: expected contexts of one size that share all "
@@ -256,12 +255,12 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         if num_items_in_batch is None:
             self._refuse(f"expected labels in a batch, got {', '.join(inputs)}")
-        part = shard(inputs, self.context, self.layout, group=_Alone())
+        keywords = shard(inputs, self.context, self.layout, group=_Alone())
         # TRL adds up what ranks have counted in their tokens. `gather_for_metrics` would leave
         # ranks out where the last batch has fewer rows than there are ranks.
         self.accelerator.gather_for_metrics = self.accelerator.gather
         try:
-            return super().compute_loss(model, part, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, keywords, return_outputs, num_items_in_batch)
         finally:
             del self.accelerator.gather_for_metrics
 
@@ -305,8 +304,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
 
     def _gather_samples(self, x: torch.Tensor) -> torch.Tensor:
         """All contexts' samples, each once, without those that only fill the last batch up."""
-        everyones = self.accelerator.gather(x).unflatten(0, (-1, len(x)))
-        found: torch.Tensor = everyones[self._leaders].flatten(0, 1)
+        gathered = self.accelerator.gather(x).unflatten(0, (-1, len(x)))
+        samples: torch.Tensor = gathered[self._leaders].flatten(0, 1)
         state = self.accelerator.gradient_state
         left = state.remainder if state.end_of_dataloader else 0
-        return found[:left] if left > 0 else found
+        return samples[:left] if left > 0 else samples

@@ -70,13 +70,13 @@ def torchrun_ranks() -> int:
 
 def torchrun_wrong() -> str | None:
     """The fault of RANK and WORLD_SIZE where both are set, in words; None: nothing."""
-    own, size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
-    if own is None or size is None:
+    rank, size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if rank is None or size is None:
         return None
-    if own.isdigit() and size.isdigit() and int(own) < int(size):
+    if rank.isdigit() and size.isdigit() and int(rank) < int(size):
         return None
     return (
-        f"expected RANK and WORLD_SIZE to be whole numbers, and RANK the smaller one; got {own!r} "
+        f"expected RANK and WORLD_SIZE to be whole numbers, and RANK the smaller one; got {rank!r} "
         f"and {size!r}"
     )
 
@@ -89,21 +89,21 @@ def ranks_here() -> dict[int, int]:
     """
     import psutil
 
-    own = {name: os.environ[name] for name in _JOB if name in os.environ}
+    job = {name: os.environ[name] for name in _JOB if name in os.environ}
     if rank() is None:
         return {}
-    found: dict[int, int] = {}
+    process_ids: dict[int, int] = {}
     # The first ancestor that is not of this job ends the search: no process above it is of the job.
     top = psutil.Process()
-    while (parent := top.parent()) is not None and _rank_of(parent, own) is not None:
+    while (parent := top.parent()) is not None and _rank_of(parent, job) is not None:
         top = parent
     for process in (top.parent() or top).children(recursive=True):
-        number = _rank_of(process, own)
+        number = _rank_of(process, job)
         # A rank may have several processes, a wrapper's shell for one. The outermost process comes
         # first in the list, and ends last.
         if number is not None and process.status() != psutil.STATUS_ZOMBIE:
-            found.setdefault(number, process.pid)
-    return found
+            process_ids.setdefault(number, process.pid)
+    return process_ids
 
 
 def _rank_of(process: object, job: dict[str, str]) -> int | None:

@@ -225,12 +225,12 @@ def waiting_for(what: str, ranks: Iterable[int]) -> Iterator[None]:
 
 def read_waiting(job_dir: Path) -> list[Waiting]:
     """The ranks that wait for others to join, in no order."""
-    found = []
+    waiting = []
     for path in job_dir.glob("waiting-*.json"):
         # The rank may remove the file at any moment.
         with suppress(FileNotFoundError):
-            found.append(Waiting(**json.loads(path.read_text(encoding="utf-8"))))
-    return found
+            waiting.append(Waiting(**json.loads(path.read_text(encoding="utf-8"))))
+    return waiting
 
 
 def say_resume(command: str) -> None:

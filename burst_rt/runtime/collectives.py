@@ -55,8 +55,7 @@ def all_gather(
             g,
             f"{whole.name} gather {hop}",
             whole[(rank - hop) % world],
-            coming,
-            coming.size_bytes,
+            (coming, coming.size_bytes),
             tag + hop,
             reads,
         )
@@ -89,8 +88,7 @@ def reduce_scatter(
             g,
             f"{whole.name} reduce {hop}",
             whole[(rank - hop - 1) % world],
-            slot[0],
-            coming.size_bytes,
+            (slot[0], coming.size_bytes),
             tag + hop,
             reads,
         )
@@ -130,21 +128,21 @@ def all_reduce(
 
 
 def scan(
-    g: GraphBuilder, own: Buffer, before: Buffer, *, reverse: bool = False, tag: int = 0
+    g: GraphBuilder, total: Buffer, before: Buffer, *, reverse: bool = False, tag: int = 0
 ) -> int:
     """Gives every rank the sum of the earlier ranks' terms, in `before`; reverse: of later ranks'.
 
-    Before, every rank has its term in `own`. After, `own` has the sum up to this rank's term. The
-    first rank's `before` stays as it was: let it hold zeros. Both buffers have one part, of the
-    same size. The sum goes from rank to rank, so each rank but the last sends size(own) bytes.
+    Before, every rank has its term in `total`. After, `total` has the sum up to this rank's term.
+    The first rank's `before` stays as it was: let it hold zeros. Both buffers have one part, of the
+    same size. The sum goes from rank to rank, so each rank but the last sends size(total) bytes.
     """
     source, to = (g.rank + 1, g.rank - 1) if reverse else (g.rank - 1, g.rank + 1)
     if 0 <= source < g.world_size:
-        g.exchange(f"{own.name} receive", recvs=[(before, source)], tag=tag)
-        op, cost = Op("add", (own, before)), Cost(0, 3 * own[0].size_bytes)
-        g.compute(f"{own.name} add", op, reads=[before], accumulates=[own], cost=cost)
+        g.exchange(f"{total.name} receive", recvs=[(before, source)], tag=tag)
+        op, cost = Op("add", (total, before)), Cost(0, 3 * total[0].size_bytes)
+        g.compute(f"{total.name} add", op, reads=[before], accumulates=[total], cost=cost)
     if 0 <= to < g.world_size:
-        g.exchange(f"{own.name} pass on", sends=[(own, to)], tag=tag)
+        g.exchange(f"{total.name} pass on", sends=[(total, to)], tag=tag)
     return tag + 1
 
 
@@ -246,12 +244,12 @@ def _exchange(
     g: GraphBuilder,
     name: str,
     out: Part,
-    into: Part,
-    size_bytes: int,
+    incoming: tuple[Part, int],
     tag: int,
     reads: Sequence[Buffer],
 ) -> None:
-    """One hop: sends `out`, receives `size_bytes` into `into`. Empty parts make no message."""
+    """One hop: sends `out`, receives a part of so many bytes. Empty parts make no message."""
+    into, size_bytes = incoming
     sends = [(out, (g.rank + 1) % g.world_size)] if out.size_bytes else []
     recvs = [(into, (g.rank - 1) % g.world_size, size_bytes)] if size_bytes else []
     if sends or recvs:

@@ -145,11 +145,11 @@ def _sums_of_first(parameters: list[torch.Tensor], device: torch.device) -> torc
     kinds: dict[object, list[int]] = defaultdict(list)
     for number, p in enumerate(parameters):
         kinds[min(p.numel(), _COMPARED), p.dtype, p.device].append(number)
-    found = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+    sums = torch.zeros(len(parameters), dtype=torch.float64, device=device)
     for numbers in kinds.values():
         first = torch.stack([_first_values(parameters[n].detach()) for n in numbers])
-        found[torch.tensor(numbers, device=device)] = first.abs().double().sum(1).to(device)
-    return found
+        sums[torch.tensor(numbers, device=device)] = first.abs().double().sum(1).to(device)
+    return sums
 
 
 def _first_values(p: torch.Tensor) -> torch.Tensor:

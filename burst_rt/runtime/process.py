@@ -122,34 +122,39 @@ class Process:
         if os.getpid() != self._installed_in:
             return  # this process was forked: MPI belongs to its parent
         members = list(self.open)
-        failure = next(
-            (member.broken for member in members if member.broken),
-            self._uncaught[-1] if self._uncaught else None,
-        )
+        broken = [member.broken for member in members if member.broken]
+        failure = next(iter([*broken, *self._uncaught[-1:]]), None)
         code = 0 if failure is None else exit_code_of(failure) or 1
         for member in members:
-            try:
-                member.close(code, in_words(failure))
-            except Exception:  # noqa: BLE001  (whatever a library raises: the others are to hear of the end all the same)
-                _log.warning("rank %d: closing a context failed", member.rank, exc_info=True)
+            _close(member, code, in_words(failure))
         for farewell in self._farewells:
             farewell(code, failure)
-        if failure is None:
-            return
-        mpi = sys.modules.get("mpi4py.MPI")
-        running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-        if mpi is not None and running and mpi.COMM_WORLD.size > 1:
-            if members and not isinstance(failure, (PeerLost, Stalled)):
-                time.sleep(_HEARD_AFTER_S)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            mpi.COMM_WORLD.Abort(code)
-        elif launched.torchrun_ranks() > 1 and (members or isinstance(failure, BurstError)):
-            # torchrun ends the other ranks when it sees the exit code, whatever the program has
-            # caught. An uncaught error of ours has its exit code, even if its context is closed.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        if failure is not None:
+            _end_job(failure, code, has_members=bool(members))
+
+
+def _close(member: Member, code: int, error: str) -> None:
+    try:
+        member.close(code, error)
+    except Exception:  # noqa: BLE001  (whatever a library raises: the others are to hear of the end all the same)
+        _log.warning("rank %d: closing a context failed", member.rank, exc_info=True)
+
+
+def _end_job(failure: BaseException, code: int, *, has_members: bool) -> None:
+    """Ends the job of a rank that failed, where the rank's launcher would not."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+        if has_members and not isinstance(failure, (PeerLost, Stalled)):
+            time.sleep(_HEARD_AFTER_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(code)
+    elif launched.torchrun_ranks() > 1 and (has_members or isinstance(failure, BurstError)):
+        # torchrun ends the other ranks when it sees the exit code, whatever the program has
+        # caught. An uncaught error of ours has its exit code, even if its context is closed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 process = Process()

@@ -338,6 +338,8 @@ class Runtime:
         try:
             self.agree({"call": call}, error)
         except (PeerLost, Stalled) as lost:
+            if self.usable:
+                raise  # the ranks have agreed: it is the error that this rank brought
             raise error from lost  # the others were elsewhere, and this rank's own error says why
         raise error
 

@@ -61,10 +61,10 @@ def sum_over_ranks(
     group, gradients, blocking and errors: as in `mean.mean_over_ranks`. name: who asks. count: a
     number that the ranks compare.
     """
-    found: torch.Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
+    total: torch.Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
         x, ranks_of(group, name), name, 0, count
     )
-    return found
+    return total
 
 
 def ranks_of(group: RanksOrGroup | None, name: str) -> dist.ProcessGroup | Ranks:
@@ -83,14 +83,14 @@ def ranks_of(group: RanksOrGroup | None, name: str) -> dist.ProcessGroup | Ranks
             return dist.group.WORLD  # type: ignore[return-value]  # set, as there is one
         if isinstance(group, Ranks):
             return group
-        found: dist.ProcessGroup = process_group(group, name)
+        ranks: dist.ProcessGroup = process_group(group, name)
     except InputError as error:
         # With torch.distributed the other ranks may wait in a collective of its, where nothing can
         # be told them. Else they wait in a context.
         if dist.is_initialized():
             raise
         refuse(name, error)
-    return found
+    return ranks
 
 
 def described(x: object) -> str:

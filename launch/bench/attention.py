@@ -431,10 +431,9 @@ class Bench:
             if self.ctx.rank == 0
             else None
         )
-        port = torch.tensor([store.port if store else 0])
-        self.ctx.all_reduce(port)
+        port = self.ctx.all_gather(store.port if store else 0)[0]
         if store is None:
-            store = TCPStore("127.0.0.1", int(port), self.ctx.world_size, is_master=False)
+            store = TCPStore("127.0.0.1", port, self.ctx.world_size, is_master=False)
         dist.init_process_group(
             "gloo", store=store, rank=self.ctx.rank, world_size=self.ctx.world_size
         )

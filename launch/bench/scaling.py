@@ -13,7 +13,8 @@ from pathlib import Path
 
 from burst_rt.launch.bench.plots import draw_lines
 from burst_rt.launch.bench.report import Cell, publish
-from burst_rt.launch.run import launch, num_usable_cores
+from burst_rt.launch.mpirun import num_usable_cores
+from burst_rt.launch.run import launch
 
 __all__ = ["main"]
 

@@ -101,11 +101,12 @@ class Bench:
 
     def _difference(self, found: dict[str, Tensor]) -> float:
         """The relative difference of two results that rank 0 has, on every rank."""
-        differ = torch.zeros(1, dtype=torch.float64)
-        if self.ctx.rank == 0:
+
+        def difference() -> float:
             ours, theirs = (found[name].double() for name in ("ours", "theirs"))
-            differ += (ours - theirs).norm() / theirs.norm()
-        return float(self.ctx.all_reduce(differ))
+            return float((ours - theirs).norm() / theirs.norm())
+
+        return self.ctx.first(difference)
 
     def chunks(self) -> Rows:
         """A prompt in chunks against the same prompt at once."""
@@ -181,9 +182,8 @@ class Bench:
         """The worst rank's value of each field of a token; then the time that the runtime added.
         Collective.
         """
-        everyone = torch.zeros(self.ctx.world_size, len(own), len(_Token._fields)).double()
-        everyone[self.ctx.rank] = torch.tensor(own)
-        once, layer, kernel, processor = self.ctx.all_reduce(everyone).amax(0).T.tolist()
+        of_ranks = torch.tensor(self.ctx.all_gather([list(token) for token in own])).double()
+        once, layer, kernel, processor = of_ranks.amax(0).T.tolist()
         added = [a - b for a, b in zip(layer, kernel, strict=True)]
         return [once, layer, kernel, processor, added]
 
@@ -210,8 +210,7 @@ class Bench:
         for name, seconds in zip(names, took, strict=True):
             attend, sent = attending(name), self.ctx.stats().bytes_sent
             attend()
-            most = torch.zeros(self.ctx.world_size, dtype=torch.int64)
-            most[self.ctx.rank] = self.ctx.stats().bytes_sent - sent
+            most = max(self.ctx.all_gather(self.ctx.stats().bytes_sent - sent))
             rows.append(
                 {
                     "document": document, "question": tokens, "strategy": name,
@@ -219,7 +218,7 @@ class Bench:
                     "of ring-kv's time, paired": median(
                         [mine / by_keys for mine, by_keys in zip(seconds, took[0], strict=True)]
                     ),
-                    "sent MiB": int(self.ctx.all_reduce(most).max()) / 2**20,
+                    "sent MiB": most / 2**20,
                     "plan": said[name].splitlines()[0],
                 }
             )  # fmt: skip

@@ -57,7 +57,7 @@ def have_memory(ctx: burst_rt.Context, size_bytes: int) -> None:
     the free memory, and nothing where ranks do not compute on the host. Collective.
     """
     share = psutil.virtual_memory().available // (2 * ctx.runtime.machine.ranks_per_node)
-    ctx.all_reduce(torch.zeros(1))  # every rank has read how much is free
+    ctx.all_gather(None)  # every rank has read how much is free
     if ctx.device.type == "cpu":
         torch.empty(min(size_bytes, share), dtype=torch.uint8).fill_(0)
 
@@ -67,15 +67,13 @@ def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:
 
     Collective: blocks until `fn` has ended on all ranks.
     """
-    took = torch.zeros(ctx.world_size, dtype=torch.float64)
-    ctx.all_reduce(took)
+    ctx.all_gather(None)
     start = time.perf_counter()
     if fn is not None:
         fn()
         if ctx.device.type == "cuda":
             torch.cuda.synchronize(ctx.device)
-    took[ctx.rank] = time.perf_counter() - start
-    return float(ctx.all_reduce(took).max())
+    return float(max(ctx.all_gather(time.perf_counter() - start)))
 
 
 class WorstIdle(NamedTuple):

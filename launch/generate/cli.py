@@ -12,16 +12,16 @@ from pathlib import Path
 
 import click
 
-from burst_rt.launch.generate.options import Options
-from burst_rt.launch.train.checkpoint import find_manifest
-from burst_rt.launch.train.cli import (
+from burst_rt.launch.command import (
     SHOWN,
     before_ranks,
     checkpoint_option,
     num_ranks_option,
     relaunch,
 )
-from burst_rt.launch.train.config import DTYPES, require_model
+from burst_rt.launch.generate.options import Options
+from burst_rt.launch.train.checkpoint import find_manifest
+from burst_rt.launch.train.config import DTYPES
 from burst_rt.launch.where import machine_options, telemetry_options
 
 __all__ = ["command"]
@@ -103,20 +103,14 @@ def command(context: click.Context, /, num_ranks: int | None, **values: object) 
         raise click.UsageError("Give one of '--prompt' and '--prompt-file'", context)
     if num_ranks is not None:
         with before_ranks():
-            _check_before_ranks(options)
+            run = options.checkpoint
+            options.source(find_manifest(run).config if run is not None else None)
+            if options.prompt_file is not None:
+                options.prompt_file.open("rb").close()
         rank = ["burst_rt.launch.generate"]
         sys.exit(relaunch(context, rank, num_ranks, as_it_comes=True))
     from burst_rt.launch.generate.loop import generate
-    from burst_rt.launch.train.world import job_world
+    from burst_rt.launch.world import job_world
 
     with job_world() as world:
         generate(world, options)
-
-
-def _check_before_ranks(options: Options) -> None:
-    run = options.checkpoint
-    model = options.source(find_manifest(run).config if run is not None else None).model
-    if model is not None:
-        require_model(Path(model))
-    if options.prompt_file is not None:
-        options.prompt_file.open("rb").close()

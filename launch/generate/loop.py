@@ -16,10 +16,9 @@ from burst_rt.context import Context
 from burst_rt.errors import ConfigError, DeviceError
 from burst_rt.launch.generate.models import Cached, Source, bytes_source, folder_source
 from burst_rt.launch.generate.options import Options
-from burst_rt.launch.train.loop import open_same_folder
 from burst_rt.launch.train.model import Decoder
-from burst_rt.launch.train.report import table
-from burst_rt.launch.train.world import on_first, read_shared, share_bytes, together
+from burst_rt.launch.train.shared import open_same_folder, read_shared
+from burst_rt.launch.train.summary import table
 from burst_rt.telemetry import TokenMeter
 
 __all__ = ["choose", "generate"]
@@ -33,8 +32,8 @@ def generate(world: Context, options: Options) -> None:
     Raises ConfigError or InputError, the same on every rank, for what cannot run.
     """
     source = _open(world, options)
-    prompt = share_bytes(world, on_first(world, lambda: _prompt(options)))
-    tokens = together(world, lambda: _encode(source, prompt, options))
+    prompt = world.first(lambda: _prompt(options))
+    tokens = world.together(lambda: _encode(source, prompt, options))
     try:
         model = source.cached(len(tokens) + options.max_new_tokens)
     except DeviceError as error:
@@ -77,18 +76,20 @@ def _run(
     meter: TokenMeter,
 ) -> None:
     generator = torch.Generator().manual_seed(options.seed)
-    draw = partial(
-        choose, temperature=options.temperature, top_p=options.top_p, generator=generator
-    )
+
+    def draw(scores_V: Tensor) -> int:
+        return choose(
+            scores_V.cpu(),
+            temperature=options.temperature,
+            top_p=options.top_p,
+            generator=generator,
+        )
+
     tokens_BS = torch.tensor([prompt], device=world.device)
     meter.put(tokens_BS)
     for _ in range(options.max_new_tokens):
         scores_V = model(tokens_BS)
-        chosen = torch.zeros(1, dtype=torch.int64, device=world.device)
-        if world.rank == 0:
-            chosen += draw(scores_V.cpu())
-        tokens_BS = world.all_reduce(chosen)[None]
-        token = int(tokens_BS)
+        token = world.first(partial(draw, scores_V))
         if token == _NOT_A_NUMBER:
             raise ConfigError(
                 "the model's scores are not numbers: its weights are damaged, or too large for "
@@ -96,6 +97,7 @@ def _run(
             )
         if token in ends:
             break
+        tokens_BS = torch.tensor([[token]], device=world.device)
         meter.put(tokens_BS[0])
     meter.end()
 
@@ -103,7 +105,8 @@ def _run(
 def _open(world: Context, options: Options) -> Source:
     """The model with its weights, the same on every rank. Collective."""
     shared = read_shared(world, options.checkpoint) if options.checkpoint else None
-    config = options.source(shared.manifest.config if shared else None)
+    begun = shared.manifest.config if shared else None
+    config = world.together(lambda: options.source(begun))
     dtype = getattr(torch, options.dtype)
     if config.architecture is not None:
         decoder = Decoder(config.architecture, seed=config.seed)
@@ -112,7 +115,7 @@ def _open(world: Context, options: Options) -> Source:
         return bytes_source(decoder.eval(), world, seq_len=config.seq_len, dtype=dtype)
     folder = open_same_folder(world, replace(config, seq_len=1), shared)
     assert folder is not None
-    model = together(world, folder.load)
+    model = world.together(folder.load)
     if shared is not None:
         shared.fill(world, {n: p.detach() for n, p in model.named_parameters()})
     return folder_source(folder, model, world, dtype=dtype)

@@ -21,6 +21,7 @@ from burst_rt.context import Context
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.data import SEPARATOR
 from burst_rt.launch.train.model import Decoder
+from burst_rt.runtime.objects import bytes_of
 
 if TYPE_CHECKING:
     from burst_rt.launch.train.pretrained import ModelFolder
@@ -69,7 +70,7 @@ class _ByteModel:
         )  # fmt: skip
 
     def __call__(self, tokens_BS: Tensor) -> Tensor:
-        about = hashlib.blake2b(tokens_BS.cpu().numpy().tobytes(), digest_size=8).hexdigest()
+        about = hashlib.blake2b(bytes_of(tokens_BS), digest_size=8).hexdigest()
         step, layers = self.kv.step(tokens_BS.shape[1], about=about), count()
 
         def attend(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor) -> Tensor:

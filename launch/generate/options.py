@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.train.config import TrainConfig
+from burst_rt.launch.train.config import TrainConfig, require_model
 
 __all__ = ["Options"]
 
@@ -28,13 +28,16 @@ class Options:
     def source(self, begun: TrainConfig | None) -> TrainConfig:
         """The run's configuration (None: without a run), with the folder that is to be read.
 
-        Raises ConfigError if a folder is given with a run that needs none.
+        Raises ConfigError if a folder is given with a run that needs none, or cannot hold a model.
         """
-        if self.model is None:
-            return begun or TrainConfig()
-        if begun is not None and begun.model is None:
+        if self.model is not None and begun is not None and begun.model is None:
             raise ConfigError(
                 f"--model: {self.checkpoint} holds a byte-level model of its own; leave --model "
                 "out, or --checkpoint."
             )
-        return replace(begun or TrainConfig(), model=str(self.model))
+        config = begun or TrainConfig()
+        if self.model is not None:
+            config = replace(config, model=str(self.model))
+        if config.model is not None:
+            require_model(Path(config.model))
+        return config

@@ -116,13 +116,10 @@ class Calibration:
     def doubts(self, hardware: Hardware) -> list[str]:
         """The reasons not to trust the figures, a sentence each; see `plan.doubts`."""
         busy, own = self._busy.so_far()
-        cores = torch.zeros(self.ctx.world_size, dtype=torch.float64)
-        cores[self.ctx.rank] = own
-        own_all = self.ctx.all_reduce(cores)
+        cores = self.ctx.all_gather(own)
         first = self.ctx.rank - self.ctx.rank % self.per_node
-        others = torch.zeros_like(cores)
-        others[self.ctx.rank] = max(0.0, busy - float(own_all[first : first + self.per_node].sum()))
-        most = float(self.ctx.all_reduce(others).max())
+        of_others = max(0.0, busy - sum(cores[first : first + self.per_node]))
+        most = max(self.ctx.all_gather(of_others))
         threads = 1 if self.ctx.device.type == "cuda" else torch.get_num_threads()
         free = max(0, (psutil.cpu_count() or 1) - self.per_node * threads)
         return list(doubts(self.samples, hardware, most, free, self.per_node))
@@ -147,7 +144,7 @@ class Calibration:
         plan = burst_rt.explain(q, k, v, causal=causal, layout=layout, strategy=strategy).backward
         assert plan is not None
         takes = plan.memory().total * TIMES_OVER
-        if self.ctx.all_reduce(torch.tensor([int(takes > self._memory_bytes())])):
+        if any(self.ctx.all_gather(bool(takes > self._memory_bytes()))):
             return
         have_memory(self.ctx, takes)
         suffix = "-untiled" if strategy == "burst-untiled" else ""

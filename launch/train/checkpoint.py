@@ -1,4 +1,4 @@
-"""A run's folder on disk: its checkpoints, and the lock that gives it to one live run at a time.
+"""Checkpoints of a run on disk.
 
 A checkpoint is a folder: weights and optimizer state as safetensors, everything else as JSON. One
 writer (rank 0) may be killed at any instant, so a checkpoint is written under a hidden name, synced
@@ -7,11 +7,6 @@ files, as `sha256sum -c` reads it, so later damage is noticed. Its manifest must
 types, and the step of the folder's name. Every rank holds all weights, so rank 0's are the
 checkpoint.
 
-The lock is `flock` on the folder's `.lock`, which the kernel takes back however the process ends.
-Over NFS it keeps hosts apart if the server locks. Where the file system cannot lock (Lustre without
-`-o flock`), a warning says so and the run goes on. A file system that locks within each host only
-(Lustre with `-o localflock`) does not tell, so there runs of two hosts are not kept apart.
-
 torch is imported only where tensors are read or written: the launching process looks at folders
 too, and must not wait for torch.
 """
@@ -19,20 +14,15 @@ too, and must not wait for torch.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import io
 import json
 import logging
 import os
 import shutil
-import socket
 import stat
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
-from itertools import count
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -41,22 +31,20 @@ from safetensors import SafetensorError
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import CHECKPOINT_NAME, TrainConfig
-from burst_rt.regular import NOT_REGULAR, open_regular
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, dtype
 
 __all__ = [
-    "Checkpoint", "Claim", "Manifest", "claim", "copy_tensors", "find_checkpoint", "find_manifest",
-    "load_checkpoint", "look", "save_checkpoint", "save_folder",
+    "Checkpoint", "Manifest", "checkpoints_of", "copy_tensors", "find_checkpoint", "find_manifest",
+    "load_checkpoint", "resolve", "save_checkpoint", "save_folder",
 ]  # fmt: skip
 
 T = TypeVar("T")
 
 _log = logging.getLogger("burst_rt.train")
 
-# Format 1 had no SHA256SUMS: nothing covered its manifest. Formats 2 and 3 are read: they had no
-# model and source, format 2 no checkpoint_activations.
+# Format 1 had no SHA256SUMS: nothing covered its manifest. Only this format is read.
 FORMAT = 4
 _MANIFEST = "config.json"
 _WEIGHTS = "model.safetensors"
@@ -65,11 +53,6 @@ _SUMS = "SHA256SUMS"
 # Errors of a path that leads to nothing. Any other error is the disk's, and says nothing about the
 # checkpoint.
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-
-_LOCK = ".lock"
-_CANNOT_LOCK = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK})
-# Maximum number of bytes that are read of the holder's name.
-_LONGEST_NAME = 300
 
 
 @dataclass(frozen=True)
@@ -108,6 +91,17 @@ class Manifest:
         return manifest
 
 
+def resolve(
+    config: TrainConfig, chosen: Mapping[str, object], resumed: Manifest | None, world_size: int
+) -> TrainConfig:
+    """The configuration of a run: `config`, or that of the run that is resumed, with the options
+    that were `chosen`. Raises ConfigError for what cannot run on `world_size` ranks.
+    """
+    resolved = config.begun(chosen) if resumed is None else resumed.resumed(chosen)
+    resolved.validate(world_size)
+    return resolved
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint in memory."""
@@ -125,33 +119,26 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     """
     from safetensors.torch import save_file
 
-    parent = run / "checkpoints"
-    final = parent / _folder_name(checkpoint.manifest.step)
-    temporary = parent / f".writing-{final.name}"
-    for leftover in parent.glob(".writing-*"):
-        _remove(leftover)
-    temporary.mkdir(parents=True)
-    try:
-        save_file(checkpoint.weights, temporary / _WEIGHTS)
-        save_file(checkpoint.optimizer, temporary / _OPTIMIZER)
+    def save(folder: Path) -> None:
+        folder.mkdir()
+        save_file(checkpoint.weights, folder / _WEIGHTS)
+        save_file(checkpoint.optimizer, folder / _OPTIMIZER)
         manifest = {"format": FORMAT, **asdict(checkpoint.manifest)}
-        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        (temporary / _SUMS).write_text("".join(_sums(temporary)))
+        (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        (folder / _SUMS).write_text("".join(_sums(folder)))
         for name in (_WEIGHTS, _OPTIMIZER):
             # safetensors makes its files readable by this user alone; whoever may read the rest of
             # the run may read them too.
-            shutil.copymode(temporary / _MANIFEST, temporary / name)
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-    except (OSError, SafetensorError) as error:
-        # A full disk needs room for the log.
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"{final} could not be written: {error}") from error
-    # Only a damaged checkpoint can be here: a run continues from the newest whole one.
-    _remove(final)
-    os.replace(temporary, final)
-    _sync(parent)
-    _prune(parent, newest=checkpoint.manifest.step, keep=keep)
+            shutil.copymode(folder / _MANIFEST, folder / name)
+
+    parent = run / "checkpoints"
+    parent.mkdir(parents=True, exist_ok=True)
+    for leftover in parent.glob(".writing-*"):
+        _remove(leftover)
+    final = parent / _folder_name(checkpoint.manifest.step)
+    # Only a damaged checkpoint can have this name: a run continues from the newest whole one.
+    save_folder(final, save)
+    _prune(run, newest=checkpoint.manifest.step, keep=keep)
     return final
 
 
@@ -166,6 +153,7 @@ def save_folder(final: Path, save: Callable[[Path], object]) -> None:
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
     except (OSError, SafetensorError) as error:
+        # A full disk needs room for the log.
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(f"{final} could not be written: {error}") from error
     _remove(final)
@@ -230,7 +218,7 @@ def _newest(path: Path, read: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
     if CHECKPOINT_NAME.fullmatch(path.name):
         return path, read(path), []
     passed_over: list[str] = []
-    for _, folder in reversed(_steps(path / "checkpoints")):
+    for folder in reversed(checkpoints_of(path)):
         try:
             return folder, read(folder), passed_over
         except ConfigError as error:
@@ -247,17 +235,13 @@ def _read_manifest(folder: Path) -> Manifest:
     corruption, and propagate as OSError.
     """
     try:
-        said, found = _text(folder / _SUMS).splitlines(keepends=True), _sums(folder)
-        if said != found:
-            odd = [line.split()[1] for line in found if line not in said] or [_SUMS]
+        written, sums = _text(folder / _SUMS).splitlines(keepends=True), _sums(folder)
+        if written != sums:
+            odd = [line.split()[1] for line in sums if line not in written] or [_SUMS]
             raise _damaged(folder, f"{', '.join(odd)} has changed since it was written")
         document = json.loads(_text(folder / _MANIFEST))
         wrote = document.pop("format")
-        if wrote == 2:
-            document["config"]["checkpoint_activations"] = False
-        if wrote in (2, 3):
-            document["config"]["model"], document["source"] = None, ""
-        elif wrote != FORMAT:
+        if wrote != FORMAT:
             raise ConfigError(
                 f"checkpoint {folder}: expected format {FORMAT}, got {wrote}; use the version of "
                 "burst_rt that wrote the checkpoint."
@@ -316,20 +300,24 @@ def _open(path: Path) -> io.BufferedReader:
     return path.open("rb")
 
 
-def _steps(parent: Path) -> list[tuple[int, Path]]:
-    if not parent.is_dir():
-        return []
-    matches = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in parent.iterdir())
-    return sorted((int(match[1]), path) for match, path in matches if match)
+def checkpoints_of(run: Path) -> list[Path]:
+    """The folders of the run's checkpoints, whole or not, in the order of their steps."""
+    parent = run / "checkpoints"
+    folders = parent.iterdir() if parent.is_dir() else ()
+    return sorted((path for path in folders if CHECKPOINT_NAME.fullmatch(path.name)), key=_step_of)
 
 
-def _prune(parent: Path, *, newest: int, keep: int) -> None:
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _prune(run: Path, *, newest: int, keep: int) -> None:
     """Keep the last `keep` checkpoints up to `newest`. Later ones belong to a future that was given
     up.
     """
-    steps = _steps(parent)
-    kept = [folder for step, folder in steps if step <= newest][-keep:]
-    for _, folder in steps:
+    folders = checkpoints_of(run)
+    kept = [folder for folder in folders if _step_of(folder) <= newest][-keep:]
+    for folder in folders:
         if folder not in kept:
             _remove(folder)
 
@@ -348,122 +336,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@dataclass
-class Claim:
-    """The folder `path`, which this process holds until `release`, or until the process ends."""
-
-    path: Path
-    _descriptor: int = field(repr=False)
-
-    def release(self) -> None:
-        os.close(self._descriptor)
-
-
-def claim(out: Path | None, *, resume: bool) -> Claim:
-    """Take a run's folder, and make it where need be (None: a new runs/train-TIME). A folder that
-    holds a run already is taken only to `resume` that run.
-
-    Never waits. Raises ConfigError when another run has the folder, or when it does not fit
-    `resume`; OSError as the file system says it.
-    """
-    path = (
-        _new_folder(Path("runs", f"train-{datetime.now():%Y%m%d-%H%M%S}")) if out is None else out
-    )
-    if resume:
-        _check(path, resume=True)
-    path.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as undone:
-        descriptor = _open_lock(path, os.O_RDWR | os.O_CREAT)
-        undone.callback(os.close, descriptor)
-        _lock(path, descriptor, fcntl.LOCK_EX)
-        # Checked under the lock: until here another run could have begun in the folder, or gone on.
-        _check(path, resume=resume)
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        undone.pop_all()
-    return Claim(path, descriptor)
-
-
-def look(out: Path, *, resume: bool) -> None:
-    """Raise what `claim` would raise now, and change nothing."""
-    place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not place.is_dir():
-        raise ConfigError(
-            f"--out: {place} is not a folder; name a new folder, or the folder of a run."
-        )
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out: this user may not write to {place}; choose another folder.")
-    if os.path.lexists(out / _LOCK):
-        descriptor = _open_lock(out, os.O_RDONLY)
-        try:
-            # A shared lock: two processes that look do not disturb each other.
-            _lock(out, descriptor, fcntl.LOCK_SH)
-        finally:
-            os.close(descriptor)
-    _check(out, resume=resume)
-
-
-def _open_lock(path: Path, flags: int) -> int:
-    try:
-        return open_regular(path / _LOCK, flags)
-    except OSError as error:
-        if error.errno not in NOT_REGULAR:
-            raise
-        raise ConfigError(
-            f"--out: expected {path / _LOCK} to be a file, by which a run holds its folder, and it "
-            "is something else; remove it, or choose another folder."
-        ) from error
-
-
-def _lock(path: Path, descriptor: int, kind: int) -> None:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = (
-            os.pread(descriptor, _LONGEST_NAME, 0).decode(errors="replace").strip()
-            or "another process"
-        )
-        raise ConfigError(
-            f"--out: {path} is in use by a run that has not ended ({holder}); wait for it or stop "
-            "it, or choose another folder."
-        ) from error
-    except OSError as error:
-        if error.errno not in _CANNOT_LOCK:
-            raise
-        if kind == fcntl.LOCK_EX:
-            _log.warning(
-                "burst-rt: %s cannot be locked (%s): make sure that no second run writes there",
-                path,
-                error.strerror,
-            )
-
-
-def _check(path: Path, *, resume: bool) -> None:
-    """Raise ConfigError unless the folder holds checkpoints to resume, or no run where a new one is
-    to begin.
-    """
-    if resume and not _steps(path / "checkpoints"):
-        raise ConfigError(
-            f"--resume: expected a complete checkpoint in {path}/checkpoints/step-N, found none. "
-            "Train with --out first."
-        )
-    if not resume and any((path / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-        raise ConfigError(
-            f"--out: {path} already holds a run; add --resume to continue it, or choose another "
-            "folder."
-        )
-
-
-def _new_folder(path: Path) -> Path:
-    """Make that folder, or one named after it: another run may have begun in the same second."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for number in count(2):
-        try:
-            path.mkdir()
-        except FileExistsError:
-            path = path.with_name(f"{path.name.partition('_')[0]}_{number}")
-        else:
-            break
-    return path

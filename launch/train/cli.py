@@ -1,30 +1,26 @@
-"""`burst-rt train`, `eval` and `export`: their options, and how jobs start themselves on ranks.
-
-With `-n` a command launches itself on that many ranks, unless it can be seen without them that it
-cannot run: ranks take seconds to start, and check everything again, together. Without `-n` a
-command is one rank of whatever started it (mpirun, srun, nothing). Only ranks need torch; help and
-the launching process do without.
-"""
+"""`burst-rt train`, `eval` and `export`: their options and help, and where each begins."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
-from burst_rt.errors import ConfigError
-from burst_rt.launch.run import launch, one_host
-from burst_rt.launch.train.checkpoint import find_manifest, look
+from burst_rt.launch.command import (
+    SHOWN,
+    before_ranks,
+    checkpoint_option,
+    chosen_options,
+    num_ranks_option,
+    relaunch,
+)
+from burst_rt.launch.train.checkpoint import find_manifest, resolve
+from burst_rt.launch.train.claim import look
 from burst_rt.launch.train.config import (
     DTYPES,
     LAYOUTS,
@@ -32,16 +28,11 @@ from burst_rt.launch.train.config import (
     RunOptions,
     TrainConfig,
     option_name,
-    require_model,
-    require_text,
     require_transformers,
 )
-from burst_rt.launch.where import VARIABLES, machine_options, telemetry_options
+from burst_rt.launch.where import machine_options, telemetry_options
 
-__all__ = [
-    "SHOWN", "before_ranks", "eval_command", "export_command", "num_ranks_option", "relaunch",
-    "train_command",
-]  # fmt: skip
+__all__ = ["eval_command", "export_command", "train_command"]
 
 _TRAIN_EPILOG = """\b
 Examples:
@@ -80,22 +71,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # The module that is one rank; its __main__.py says which words it takes.
 _RANK = "burst_rt.launch.train"
-_SHOW_CURSOR = "\x1b[?25h"
-# Settings of the help of commands that start ranks.
-SHOWN = {"show_default": True, "max_content_width": 120}
 _PATH = click.Path(path_type=str, resolve_path=True)
-checkpoint_option = click.option(
-    "--checkpoint",
-    type=click.Path(path_type=Path),
-    help="Folder of a run (its newest checkpoint) or of one checkpoint.",
-)
-num_ranks_option = click.option(
-    "-n",
-    "num_ranks",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Start N ranks on this machine. Without -n this process is one rank.",
-)
 
 
 def _config_options(command: _F) -> _F:
@@ -157,27 +133,23 @@ def train_command(
     options = RunOptions(out=out, resume=resume, progress="none" if as_json else progress)
     options.validate()
     config = TrainConfig(**values)  # type: ignore[arg-type]  # the options above are its fields
-    chosen = {name: value for name, value in _chosen_options(context).items() if name in values}
+    chosen = {name: value for name, value in chosen_options(context).items() if name in values}
     if num_ranks is not None:
         with before_ranks():
             if out is not None:
                 look(out, resume=resume)
-            begun = (
-                find_manifest(out).resumed(chosen)
-                if resume and out is not None
-                else config.begun(chosen)
-            )
-            _check_before_ranks(begun, num_ranks)
+            resumed = find_manifest(out) if resume and out is not None else None
+            resolve(config, chosen, resumed, num_ranks)
         shown = "bar" if sys.stdout.isatty() else "lines"
         extra = ["--progress", shown] if progress == "auto" else []
         sys.exit(relaunch(context, [_RANK], num_ranks, extra))
     from burst_rt.launch.train.loop import train
-    from burst_rt.launch.train.world import job_world
+    from burst_rt.launch.world import job_world
 
     with job_world() as world:
         summary = train(world, config, options, chosen)
     if summary is not None and as_json:
-        print(json.dumps(asdict(summary)), flush=True)
+        print(json.dumps(summary.figures), flush=True)
 
 
 @click.command("eval", epilog=_EVAL_EPILOG, context_settings=SHOWN)
@@ -228,26 +200,23 @@ def eval_command(
     """
     if checkpoint is None and values["model"] is None:
         raise click.UsageError("Missing option '--checkpoint' or '--model'", context)
-    chosen = {name: value for name, value in _chosen_options(context).items() if name in values}
+    chosen = {name: value for name, value in chosen_options(context).items() if name in values}
     if num_ranks is not None:
         with before_ranks():
-            begun = TrainConfig(model=str(values["model"]))
+            trained = TrainConfig(model=str(values["model"]))
             if checkpoint is not None:
-                begun = find_manifest(checkpoint).config
-            _check_before_ranks(begun.evaluated(chosen, num_ranks), num_ranks)
+                trained = find_manifest(checkpoint).config
+            trained.evaluated(chosen, num_ranks)
         sys.exit(relaunch(context, [_RANK, "eval"], num_ranks))
     from burst_rt.launch.train.loop import evaluate
-    from burst_rt.launch.train.report import show_evaluation
-    from burst_rt.launch.train.world import job_world
+    from burst_rt.launch.world import job_world
 
     with job_world() as world:
-        evaluation = evaluate(world, checkpoint, chosen)
-    if evaluation is None:
-        return
-    if as_json:
-        print(json.dumps(asdict(evaluation)), flush=True)
-    else:
-        show_evaluation(evaluation)
+        summary = evaluate(world, checkpoint, chosen)
+    if summary is not None and as_json:
+        print(json.dumps(summary.figures), flush=True)
+    elif summary is not None:
+        summary.show()
 
 
 @click.command("export", epilog=_EXPORT_EPILOG, context_settings=SHOWN)
@@ -266,98 +235,3 @@ def export_command(run: Path, folder: Path) -> None:
 
         export(run, folder)
     click.echo(f"{folder}: AutoModelForCausalLM and AutoTokenizer of transformers load it")
-
-
-def _check_before_ranks(config: TrainConfig, num_ranks: int) -> None:
-    config.validate(num_ranks)
-    if config.model is not None:
-        require_model(Path(config.model))
-    require_text(config.data_path)
-
-
-def _chosen_options(context: click.Context) -> dict[str, object]:
-    """The options that the command line gives, by parameter name, without the defaults."""
-    return {
-        name: value
-        for name, value in context.params.items()
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
-
-
-@contextmanager
-def before_ranks() -> Iterator[None]:
-    """Surrounds the launching process's checks. --device is checked first, and what the file
-    system refuses is a ConfigError, as on ranks.
-    """
-    try:
-        _check_device(os.environ.get(VARIABLES["device"], "auto"))
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{error}; make the file or folder accessible, then run again."
-        ) from error
-
-
-def relaunch(
-    context: click.Context,
-    rank: Sequence[str],
-    num_ranks: int,
-    extra: Sequence[str] = (),
-    *,
-    as_it_comes: bool = False,
-) -> int:
-    """Run this command on `num_ranks` ranks with its options but `-n`, and `extra`; return the
-    job's exit code. Blocks.
-
-    rank: the module that is one rank of this command, and words that go first.
-    as_it_comes: see `launch`.
-    """
-    if sys.stdout.isatty():
-        # A rank's stdout is a pipe of mpirun's, which has no width.
-        os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
-    chosen = _chosen_options(context)
-    arguments = []
-    for parameter in context.command.params:
-        if parameter.name not in chosen or parameter.name == "num_ranks":
-            continue
-        value = chosen[parameter.name]
-        if isinstance(value, bool):
-            arguments += (parameter.opts if value else parameter.secondary_opts)[:1]
-        else:
-            arguments += [parameter.opts[0], str(value)]
-    code = launch(["-m", *rank, *arguments, *extra], num_ranks=num_ranks, as_it_comes=as_it_comes)
-    if sys.stdout.isatty():
-        # A rank that was killed has hidden the cursor for its progress bar.
-        sys.stdout.write(_SHOW_CURSOR)
-    return code
-
-
-def _check_device(name: str) -> None:
-    kind, _, index = name.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (
-        index and not (kind == "cuda" and index.isdecimal())
-    ):
-        raise ConfigError(f"--device: expected auto, cpu, cuda or cuda:N, got {name}.")
-    # Other hosts of an allocation may have GPUs that this host lacks.
-    if kind == "cuda" and one_host(()):
-        count = _num_gpus()
-        if int(index or 0) >= count:
-            found = "a GPU" if count == 1 else f"{count or 'no'} GPUs"
-            raise ConfigError(
-                f"--device: {name} was asked for, and the CUDA driver finds {found} here; use "
-                "--device cpu, or see burst-rt doctor."
-            )
-
-
-def _num_gpus() -> int:
-    """GPUs of this host that may be used. The driver is asked: torch takes seconds to load."""
-    count = ctypes.c_int(0)
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    return (
-        count.value
-        if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
-        else 0
-    )

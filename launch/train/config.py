@@ -216,21 +216,10 @@ class TrainConfig:
         return None if self.data is None else Path(self.data)
 
     def validate(self, world_size: int) -> None:
-        """Raise ConfigError for what cannot run on `world_size` ranks. The check is a pure
-        function, so it says the same on every rank.
+        """Raise ConfigError for what cannot run on `world_size` ranks, as far as can be seen
+        without torch: from the values, and from the names of files.
         """
-        for must, fits in _LIMITS.items():
-            for entry in fields(self):
-                value = getattr(self, entry.name)
-                if entry.metadata["must"] == must and not fits(value):
-                    raise ConfigError(f"{option_name(entry.name)} must {must}, got {value}.")
-        if self.seed >= 2**63:
-            raise ConfigError(f"--seed must be below 2**63, got {self.seed}.")
-        for name, known in (("layout", LAYOUTS), ("dtype", DTYPES)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}."
-                )
+        self._check_values()
         try:
             strategy, number = check_name(self.strategy)
         except InputError as error:
@@ -250,6 +239,24 @@ class TrainConfig:
             )
         if self.architecture and (strategy == "all-to-all" or number is not None):
             self._check_division(self.architecture, context_size)
+        if self.model is not None:
+            require_model(Path(self.model))
+        require_text(self.data_path)
+
+    def _check_values(self) -> None:
+        """Raise ConfigError for a value that is outside its own limits."""
+        for must, fits in _LIMITS.items():
+            for entry in fields(self):
+                value = getattr(self, entry.name)
+                if entry.metadata["must"] == must and not fits(value):
+                    raise ConfigError(f"{option_name(entry.name)} must {must}, got {value}.")
+        if self.seed >= 2**63:
+            raise ConfigError(f"--seed must be below 2**63, got {self.seed}.")
+        for name, known in (("layout", LAYOUTS), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}."
+                )
 
     def _check_division(self, model: ModelConfig, context_size: int) -> None:
         """Raise ConfigError where heads or ranks do not divide as the strategy wants."""

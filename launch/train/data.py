@@ -123,13 +123,7 @@ def load_corpus(path: Path | None, encoding: Encoding = BYTES) -> Corpus:
         documents = list(_read(root, suffix=".py", skip=_NOT_SOURCES))
     else:
         name, documents = str(path), list(_read(path))
-    heldout = [text for relative, text in documents if _is_heldout(relative)]
-    train = [text for relative, text in documents if not _is_heldout(relative)]
-    share = sum(map(len, heldout)) / max(1, sum(len(text) for _, text in documents))
-    if len(documents) < _FEW_DOCUMENTS or not _LEAST_HELDOUT <= share <= _MOST_HELDOUT:
-        cuts = [(text, _cut(text)) for _, text in documents]
-        train = [text[:cut] for text, cut in cuts]
-        heldout = [text[cut:] for text, cut in cuts]
+    train, heldout = _split(documents)
     if not any(train) or not any(heldout):
         raise ConfigError(
             f"--data: found too little UTF-8 text in {name} ({len(documents)} documents) to train "
@@ -149,6 +143,19 @@ def load_corpus(path: Path | None, encoding: Encoding = BYTES) -> Corpus:
         unit=encoding.unit,
         fingerprint=fingerprint,
     )
+
+
+def _split(documents: Sequence[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]:
+    """The training and the held-out text, as `load_corpus` says."""
+    train: list[bytes] = []
+    heldout: list[bytes] = []
+    for relative, text in documents:
+        (heldout if _is_heldout(relative) else train).append(text)
+    share = sum(map(len, heldout)) / max(1, sum(len(text) for _, text in documents))
+    if len(documents) >= _FEW_DOCUMENTS and _LEAST_HELDOUT <= share <= _MOST_HELDOUT:
+        return train, heldout
+    cuts = [(text, _cut(text)) for _, text in documents]
+    return [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
 
 
 def training_starts(

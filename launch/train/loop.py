@@ -7,24 +7,24 @@ the loss on held-out text is the same number for a world of any size, up to roun
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 import burst_rt
 from burst_rt import telemetry
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
-from burst_rt.launch.stopping import StopRequests
-from burst_rt.launch.train.checkpoint import Checkpoint, Manifest
-from burst_rt.launch.train.config import RunOptions, TrainConfig, require_model
+from burst_rt.launch.stopping import StopRequests, StopVotes
+from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, resolve
+from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.data import (
     BYTES,
     Corpus,
@@ -33,30 +33,31 @@ from burst_rt.launch.train.data import (
     sequences_at,
     training_starts,
 )
+from burst_rt.launch.train.folder import RunFolder
+from burst_rt.launch.train.mesh import Mesh, open_mesh
 from burst_rt.launch.train.model import (
     AdamW,
     Decoder,
-    FlatGradients,
     ShardedDecoder,
     ShardedModel,
+    lay_out_gradients,
     learning_rate,
 )
-from burst_rt.launch.train.report import LAST_STEPS, Evaluation, Report, StepRecord, Summary
-from burst_rt.launch.train.world import (
-    Mesh,
-    RunFolder,
-    SharedCheckpoint,
-    Stopped,
-    open_mesh,
-    read_shared,
-    same_everywhere,
-    together,
+from burst_rt.launch.train.report import Report, StepRecord
+from burst_rt.launch.train.shared import SharedCheckpoint, open_same_folder, read_shared
+from burst_rt.launch.train.summary import (
+    Summary,
+    perplexity,
+    summarise_measurement,
+    summarise_run,
+    table,
 )
+from burst_rt.launch.world import Stopped, same_everywhere
 
 if TYPE_CHECKING:
     from burst_rt.launch.train.pretrained import ModelFolder
 
-__all__ = ["evaluate", "open_same_folder", "train"]
+__all__ = ["evaluate", "train"]
 
 
 def train(
@@ -73,18 +74,17 @@ def train(
     with ExitStack() as held:
 
         def take_folder() -> RunFolder:
-            return held.enter_context(RunFolder(world, options.out, resume=options.resume))
-
-        def resolve() -> TrainConfig:
-            resolved = shared.manifest.resumed(chosen) if shared else config.begun(chosen)
-            resolved.validate(world.world_size)
-            return resolved
+            folder = RunFolder(world, options.out, resume=options.resume)
+            held.callback(folder.release)
+            return folder
 
         # A run that is resumed is held before it is read; a new folder is made once all else is
         # well.
         resumed = take_folder() if options.resume else None
         shared = read_shared(world, resumed.path) if resumed else None
-        config = together(world, resolve)
+        config = world.together(
+            partial(resolve, config, chosen, shared.manifest if shared else None, world.world_size)
+        )
         source = open_same_folder(world, config, shared)
         corpus = _load_same_corpus(world, config, source)
         if shared is not None and shared.manifest.corpus != corpus.fingerprint:
@@ -97,9 +97,8 @@ def train(
         mesh = held.enter_context(open_mesh(world, config.context_parallel))
         done = shared.manifest.step if shared else 0
         mode = options.progress if world.rank == 0 else "none"
-        report = held.enter_context(
-            Report(mode, steps=config.steps, done=done, world_size=world.world_size)
-        )
+        report = Report(mode, steps=config.steps, done=done, world_size=world.world_size)
+        held.callback(report.stop)
         trainer = Trainer(config, mesh, corpus, source)
         if shared is not None:
             trainer.restore(shared)
@@ -117,12 +116,21 @@ def train(
             folder.save_model(partial(source.save, trainer.module))
         if world.rank != 0:
             return None
-        summary = _summarise(trainer, folder, done, time.monotonic() - started_s)
-        report.conclude(summary)
+        about = {
+            "world_size": world.world_size,
+            "data_parallel": mesh.data_size,
+            "context_parallel": mesh.context.world_size,
+            "num_parameters": trainer.num_parameters,
+            "unit": corpus.unit,
+            "out": str(folder.path),
+            "elapsed_s": time.monotonic() - started_s,
+        }
+        summary = summarise_run(folder.history, done, about)
+        report.conclude(table(summary.title, summary.rows))
         return summary
 
 
-def evaluate(world: Context, path: Path | None, chosen: Mapping[str, object]) -> Evaluation | None:
+def evaluate(world: Context, path: Path | None, chosen: Mapping[str, object]) -> Summary | None:
     """Measure the checkpoint that `path` means, its configuration changed by the options that were
     `chosen`, or (None) the model that is among them; the result on rank 0, None elsewhere.
 
@@ -131,31 +139,29 @@ def evaluate(world: Context, path: Path | None, chosen: Mapping[str, object]) ->
     started_s = time.monotonic()
     shared = read_shared(world, path) if path else None
     trained = shared.manifest.config if shared else TrainConfig(model=str(chosen["model"]))
-    config = together(world, lambda: trained.evaluated(chosen, world.world_size))
+    config = world.together(lambda: trained.evaluated(chosen, world.world_size))
     source = open_same_folder(world, config, shared)
     corpus = _load_same_corpus(world, config, source)
     with open_mesh(world, config.context_parallel) as mesh:
         model = _make_model(config, mesh, source)
         if shared is not None:
             shared.fill(world, {n: p.detach() for n, p in model.module.named_parameters()})
-        heldout = _measure_heldout(model, mesh, corpus, config)
+        loss, num_tokens = _measure_heldout(model, mesh, corpus, config)
     if world.rank != 0:
         return None
-    return Evaluation(
-        checkpoint=str(shared.folder) if shared else None,
-        model=config.model,
-        step=shared.manifest.step if shared else None,
-        world_size=world.world_size,
-        data=corpus.name,
-        same_text=corpus.fingerprint == shared.manifest.corpus if shared else None,
-        seq_len=config.seq_len,
-        unit=corpus.unit,
-        num_tokens=heldout.num_tokens,
-        loss=heldout.loss,
-        perplexity=heldout.perplexity,
-        bits_per_byte=heldout.loss / math.log(2) / corpus.heldout_bytes_per_token,
-        elapsed_s=time.monotonic() - started_s,
-    )
+    about = {
+        "checkpoint": str(shared.folder) if shared else None,
+        "step": shared.manifest.step if shared else None,
+        "model": config.model,
+        "world_size": world.world_size,
+        "data": corpus.name,
+        "same_text": corpus.fingerprint == shared.manifest.corpus if shared else None,
+        "seq_len": config.seq_len,
+        "unit": corpus.unit,
+        "num_tokens": num_tokens,
+        "elapsed_s": time.monotonic() - started_s,
+    }
+    return summarise_measurement(loss, corpus.heldout_bytes_per_token, about)
 
 
 class Trainer:
@@ -171,15 +177,15 @@ class Trainer:
         self.source = source
         self._model = _make_model(config, mesh, source)
         self.module = self._model.module
-        self._gradients = FlatGradients(self.module)
+        self._gradients = lay_out_gradients(self.module)
         self._optimizer = AdamW(self.module, weight_decay=config.weight_decay)
 
     @property
     def num_parameters(self) -> int:
         return self._model.num_parameters()
 
-    def run_step(self, step: int, votes: Sequence[float]) -> tuple[StepRecord, list[float]]:
-        """Take step `step` (from 1); return its record, and the sum of all ranks' `votes`.
+    def run_step(self, step: int, stop_votes: StopVotes) -> tuple[StepRecord, StopVotes]:
+        """Take step `step` (from 1); return its record, and the sum of all ranks' `stop_votes`.
 
         Collective; raises ConfigError on every rank when the loss is not finite.
         """
@@ -188,20 +194,23 @@ class Trainer:
         before = mesh.context.stats()
         indices = mesh.share_of(config.batch)
         starts = training_starts(text, config.seq_len, seed=config.seed, step=step, indices=indices)
-        self._gradients.zero()
+        self._gradients.zero_()
         mean = self._model(*sequences_at(text, starts, config.seq_len), group=mesh.world)
         mean.backward()
         burst_rt.average_gradients(self.module.parameters(), group=mesh.world)
-        grad_norm = self._gradients.clip(config.clip).item()
+        norm = torch.linalg.vector_norm(self._gradients)
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), config.clip, norm)
+        grad_norm = norm.item()
         lr = learning_rate(step - 1, peak=config.lr, warmup=config.warmup, steps=config.steps)
         self._optimizer.step(lr)
 
         after = mesh.context.stats()
         waited_s, sent = after.wait_s - before.wait_s, after.bytes_sent - before.bytes_sent
-        local = [waited_s, sent, *votes]
-        sums = torch.tensor(local, dtype=torch.float64, device=mesh.world.device)
-        mesh.world.all_reduce(sums)
-        wait_s, bytes_sent, *voted = sums.tolist()
+        # The ranks' requests to stop ride in the sum of the step's figures: a round of their own
+        # would cost every step as much as this one does.
+        figures = [waited_s, sent, *stop_votes]
+        sums = torch.tensor(figures, dtype=torch.float64, device=mesh.world.device)
+        wait_s, bytes_sent, *all_votes = mesh.world.all_reduce(sums).tolist()
         loss = mean.item()
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise _diverged(step, f"loss {loss}, gradients {grad_norm}")
@@ -225,18 +234,18 @@ class Trainer:
                 grad_norm=grad_norm,
                 step_s=step_s,
             )
-        return record, voted
+        return record, all_votes
 
-    def measure_heldout(self, step: int) -> HeldoutLoss:
-        """Loss on the held-out text after a step. Collective; raises ConfigError on every rank when
-        the loss cannot be shown as a number.
+    def measure_heldout(self, step: int) -> float:
+        """Mean loss of a token on the held-out text after a step. Collective; raises ConfigError
+        on every rank when the loss cannot be shown as a number.
         """
-        found = _measure_heldout(self._model, self.mesh, self.corpus, self.config)
-        if not math.isfinite(found.perplexity):
-            raise _diverged(step, f"held-out loss {found.loss}")
+        loss, _ = _measure_heldout(self._model, self.mesh, self.corpus, self.config)
+        if not math.isfinite(perplexity(loss)):
+            raise _diverged(step, f"held-out loss {loss}")
         if self.mesh.world.rank == 0:
-            telemetry.report(step, heldout_loss=found.loss)
-        return found
+            telemetry.report(step, heldout_loss=loss)
+        return loss
 
     def check_finite(self, step: int) -> None:
         """Raise ConfigError, on every rank, when the weights after a step are not finite. The loss
@@ -264,27 +273,13 @@ class Trainer:
         self._optimizer.resume(step)
 
 
-@dataclass(frozen=True)
-class HeldoutLoss:
-    """Mean cross-entropy of a token, in nats, over `num_tokens` tokens."""
-
-    loss: float
-    num_tokens: int
-
-    @property
-    def perplexity(self) -> float:
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
-
-
 @torch.no_grad()
 def _measure_heldout(
     model: ShardedModel, mesh: Mesh, corpus: Corpus, config: TrainConfig
-) -> HeldoutLoss:
-    """Loss over at most `config.eval_sequences` (0: all) sequences of the held-out stream, which
-    holds at least one. Collective over the mesh's world.
+) -> tuple[float, int]:
+    """Mean loss of a token in nats, and the number of tokens: those of at most
+    `config.eval_sequences` (0: all) sequences of the held-out stream, which holds at least one.
+    Collective over the mesh's world.
     """
     starts = heldout_starts(corpus.heldout, config.seq_len, config.eval_sequences)
     total = torch.zeros(1, dtype=torch.float64, device=mesh.world.device)
@@ -294,7 +289,7 @@ def _measure_heldout(
     # Every rank of a group has the mean of the group's sequences.
     mesh.world.all_reduce(total)
     loss = total.item() / mesh.context.world_size / len(starts)
-    return HeldoutLoss(loss, len(starts) * config.seq_len)
+    return loss, len(starts) * config.seq_len
 
 
 def _make_model(config: TrainConfig, mesh: Mesh, source: ModelFolder | None) -> ShardedModel:
@@ -309,47 +304,15 @@ def _make_model(config: TrainConfig, mesh: Mesh, source: ModelFolder | None) -> 
     from burst_rt.launch.train.pretrained import ShardedPretrained
 
     assert source is not None
-    module = together(mesh.world, source.load)
-    model = ShardedPretrained(module, mesh.context, config)
-    together(mesh.world, model.check)
+    model = ShardedPretrained(mesh.world.together(source.load), mesh.context, config)
+    mesh.world.together(model.check)
     return model
-
-
-def open_same_folder(
-    world: Context, config: TrainConfig, shared: SharedCheckpoint | None
-) -> ModelFolder | None:
-    """The folder of `config`'s model, the same on every rank and as the checkpoint knows it; None
-    for the byte-level model. Collective.
-    """
-    if config.model is None:
-        return None
-    folder = Path(config.model)
-
-    def look() -> ModelFolder:
-        # transformers may be missing, and takes seconds to load.
-        require_model(folder)
-        from burst_rt.launch.train.pretrained import open_folder
-
-        return open_folder(folder, config.seq_len)
-
-    source = together(world, look)
-    for what, value in (
-        ("configuration", source.fingerprint),
-        ("weights", source.weights_fingerprint if world.world_size > 1 else ""),
-    ):
-        same_everywhere(world, f"the {what} of the model that --model names", value)
-    if shared is not None and shared.manifest.source != source.fingerprint:
-        raise ConfigError(
-            f"--model: {folder}/config.json is not that of the model that {shared.folder} was "
-            "trained from; point --model at the same model."
-        )
-    return source
 
 
 def _load_same_corpus(world: Context, config: TrainConfig, source: ModelFolder | None) -> Corpus:
     """The text of `config`, which is long enough and the same on every rank."""
     encoding = source.encoding if source else BYTES
-    corpus = together(world, lambda: load_corpus(config.data_path, encoding))
+    corpus = world.together(lambda: load_corpus(config.data_path, encoding))
     same_everywhere(world, "the text that --data names", corpus.fingerprint)
     corpus.check_length(config.seq_len)
     return corpus
@@ -366,18 +329,18 @@ def _advance(
     def due(every: int) -> bool:
         return step == config.steps or (every > 0 and step % every == 0)
 
-    record, votes = trainer.run_step(step, requests.votes())
-    stop = requests.heard(votes) if step < config.steps else None
+    record, stop_votes = trainer.run_step(step, requests.votes())
+    stop = requests.heard(stop_votes) if step < config.steps else None
     if due(config.eval_every):
-        heldout = trainer.measure_heldout(step)
-        record = replace(record, heldout_loss=heldout.loss, heldout_perplexity=heldout.perplexity)
+        loss = trainer.measure_heldout(step)
+        record = replace(record, heldout_loss=loss, heldout_perplexity=perplexity(loss))
     folder.append(record)
     report.show(record)
     if stop or due(config.checkpoint_every):
         trainer.check_finite(step)
         folder.save(trainer.checkpoint(step), keep=config.keep_checkpoints)
     if stop:
-        raise Stopped(stop, step, folder.path)
+        raise Stopped(stop, f"after step {step}; resume with: {folder.resume_command}")
 
 
 def _diverged(step: int, how: str) -> ConfigError:
@@ -396,34 +359,4 @@ def _heading(trainer: Trainer, folder: RunFolder, done: int) -> str:
         f"MB, of which {len(corpus.heldout) / 1e6:.1f} MB held out\n"
         f"{f'model: {config.model}{chr(10)}' if config.model else ''}"
         f"out: {folder.path}"
-    )
-
-
-def _summarise(trainer: Trainer, folder: RunFolder, done: int, elapsed_s: float) -> Summary:
-    mesh, records = trainer.mesh, folder.history
-    last, recent = records[-1], [record for record in records if record.step > done]
-    assert last.heldout_loss is not None
-    assert last.heldout_perplexity is not None
-    last_losses = [record.loss for record in records[-LAST_STEPS:]]
-    speeds = [record.tokens_per_s for record in recent]
-    bytes_sent = sum(record.bytes_sent for record in recent)
-    step_s = sum(record.step_s for record in recent)
-    waited_s = sum(record.wait_fraction * record.step_s for record in recent)
-    return Summary(
-        world_size=mesh.world.world_size,
-        data_parallel=mesh.data_size,
-        context_parallel=mesh.context.world_size,
-        num_parameters=trainer.num_parameters,
-        unit=trainer.corpus.unit,
-        steps=last.step,
-        resumed_after=done,
-        loss_first=records[0].loss,
-        loss_last=statistics.fmean(last_losses),
-        heldout_loss=last.heldout_loss,
-        heldout_perplexity=last.heldout_perplexity,
-        tokens_per_s=statistics.median(speeds),
-        wait_fraction=waited_s / step_s,
-        bytes_sent=bytes_sent,
-        elapsed_s=elapsed_s,
-        out=str(folder.path),
     )

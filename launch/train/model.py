@@ -26,7 +26,7 @@ from burst_rt.launch.train.config import ModelConfig, TrainConfig
 from burst_rt.rotary import rotate, rotations
 
 __all__ = [
-    "AdamW", "Attend", "Decoder", "FlatGradients", "ShardedDecoder", "ShardedModel",
+    "AdamW", "Attend", "Decoder", "ShardedDecoder", "ShardedModel", "lay_out_gradients",
     "learning_rate",
 ]  # fmt: skip
 
@@ -205,73 +205,48 @@ class AdamW:
     """
 
     def __init__(self, model: nn.Module, *, weight_decay: float) -> None:
-        self._weight_decay = weight_decay
-        self._parameters = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
         # Made now, not at the first step, so that every rank has tensors to receive a checkpoint
         # into.
         self.moments = {
             f"{moment}.{name}": torch.zeros_like(parameter, requires_grad=False)
-            for name, parameter in self._parameters.items()
+            for name, parameter in parameters.items()
             for moment in _MOMENTS
         }
-        self._steps = {name: torch.tensor(0.0) for name in self._parameters}
+        self._num_steps = {name: torch.tensor(0.0) for name in parameters}
+        matrices = {name: p for name, p in parameters.items() if p.dim() >= 2}
+        others = {name: p for name, p in parameters.items() if p.dim() < 2}
+        self._groups = ((matrices, weight_decay), (others, 0.0))
 
     def resume(self, step: int) -> None:
         """Goes on after `step` steps, whose moments are there."""
-        for count in self._steps.values():
+        for count in self._num_steps.values():
             count.fill_(step)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Moves the weights."""
-        for decays in (True, False):
-            group = {
-                name: parameter
-                for name, parameter in self._parameters.items()
-                if (parameter.dim() >= 2) == decays
-            }
-            averages, squares = (
-                [self.moments[f"{moment}.{name}"] for name in group] for moment in _MOMENTS
-            )
+        for parameters, weight_decay in self._groups:
             adamw(
-                list(group.values()),
-                [parameter.grad for parameter in group.values() if parameter.grad is not None],
-                averages,
-                squares,
-                [],
-                [self._steps[name] for name in group],
-                amsgrad=False,
-                beta1=0.9,
-                beta2=0.95,
-                lr=lr,
-                weight_decay=self._weight_decay if decays else 0.0,
-                eps=1e-8,
+                list(parameters.values()),
+                [p.grad for p in parameters.values() if p.grad is not None],
+                [self.moments[f"exp_avg.{name}"] for name in parameters],
+                [self.moments[f"exp_avg_sq.{name}"] for name in parameters],
+                max_exp_avg_sqs=[],
+                state_steps=[self._num_steps[name] for name in parameters],
+                amsgrad=False, beta1=0.9, beta2=0.95, lr=lr, weight_decay=weight_decay, eps=1e-8,
                 maximize=False,
-            )
+            )  # fmt: skip
 
 
-class FlatGradients:
-    """All gradients of a model as one fp32 tensor, `flat`, so that one reduction carries them.
-
-    Each parameter's `.grad` is a view into `flat`, and backward adds to it in place. So never set a
-    gradient to None; call `zero()`.
+def lay_out_gradients(model: nn.Module) -> Tensor:
+    """Give every parameter a gradient of zeros, each a view of the one tensor that is returned:
+    `burst_rt.average_gradients` reduces it without a copy. Backward adds to it in place, so zero it
+    before each step, and set no gradient to None.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        parameters = list(model.parameters())
-        self.flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device
-        )
-        offset = 0
-        for parameter in parameters:
-            parameter.grad = self.flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-
-    def zero(self) -> None:
-        self.flat.zero_()
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`; return the norm before."""
-        norm: Tensor = torch.linalg.vector_norm(self.flat)
-        self.flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+    parameters = list(model.parameters())
+    sizes = [parameter.numel() for parameter in parameters]
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[0].device)
+    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat

@@ -79,7 +79,7 @@ class ModelFolder:
     def load(self) -> torch.nn.Module:
         """The model with its weights, on the CPU. Raises ConfigError."""
         stored = _read(self.path, lambda path, **_: stored_types(Path(path)))
-        model, found = self._read(
+        model, report = self._read(
             transformers.AutoModelForCausalLM.from_pretrained,
             dtype=torch.float32,
             attn_implementation="burst_rt",
@@ -94,14 +94,14 @@ class ModelFolder:
                 "which transformers makes float32; make them floating point with the library that "
                 "quantised them, and save the model again with save_pretrained."
             )
-        odd = sorted([*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])])
+        odd = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
         if odd:
             raise ConfigError(
                 f"--model: the weights in {self.path} are not those of its config.json: "
                 f"{_few(odd)} missing or of another shape; save the model again with "
                 "save_pretrained."
             )
-        unused = sorted(found["unexpected_keys"])
+        unused = sorted(report["unexpected_keys"])
         self._check_stored(stored, model, unused)
         if unused and not launched.rank():
             _log.warning(

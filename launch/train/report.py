@@ -13,29 +13,23 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from burst_rt.launch.train.config import ProgressMode
 
 __all__ = [
-    "LAST_STEPS", "Evaluation", "MetricsFile", "Report", "StepRecord", "Summary", "plot_loss",
-    "show_evaluation", "table",
+    "MetricsFile", "Report", "StepRecord", "plot_loss",
 ]  # fmt: skip
 
-# Number of steps at the end of a run over which its training loss is averaged.
-LAST_STEPS = 10
 _LINE_EVERY = 10
 _LOG_WIDTH = 100
 # Colours of the loss curve, and the part of the average that a step leaves as it was.
@@ -196,95 +190,8 @@ def _smoothed(values: Sequence[float]) -> list[float]:
     return smoothed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """A finished run, as the table and `--json` tell it. Losses are in nats a token."""
-
-    world_size: int
-    data_parallel: int
-    context_parallel: int
-    num_parameters: int
-    # The word for a token.
-    unit: str
-    steps: int
-    # The step after which the run was continued, 0 where it was not. Speed, communication and time
-    # are counted since then.
-    resumed_after: int
-    # Loss of the first step.
-    loss_first: float
-    # The mean of the last ten steps.
-    loss_last: float
-    heldout_loss: float
-    heldout_perplexity: float
-    tokens_per_s: float
-    wait_fraction: float
-    bytes_sent: int
-    elapsed_s: float
-    out: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """A model measured on held-out text, as the table and `--json` tell it."""
-
-    # None if the measured model is not a checkpoint of a run.
-    checkpoint: str | None
-    step: int | None
-    # The folder of transformers; None for the byte-level model.
-    model: str | None
-    world_size: int
-    data: str
-    # Whether training held out the very same text; None without a checkpoint.
-    same_text: bool | None
-    seq_len: int
-    # The word for a token.
-    unit: str
-    num_tokens: int
-    # Nats a token.
-    loss: float
-    # A token.
-    perplexity: float
-    # By the mean length of a token over the held-out text.
-    bits_per_byte: float
-    elapsed_s: float
-
-
-def show_evaluation(evaluation: Evaluation) -> None:
-    """Print the table of a measurement."""
-    note = "; not the text that the model was trained on" if evaluation.same_text is False else ""
-    measured = {"model": str(evaluation.model)}
-    if evaluation.checkpoint:
-        measured = {"checkpoint": f"{evaluation.checkpoint} (step {evaluation.step})"}
-    rows = {
-        **measured,
-        "text": f"{evaluation.data}{note}",
-        "measured": (
-            f"{evaluation.num_tokens:,} {evaluation.unit}s in sequences of {evaluation.seq_len:,}, "
-            f"on {evaluation.world_size} ranks"
-        ),
-        "loss": (
-            f"{evaluation.loss:.6f} nats per {evaluation.unit}, {evaluation.bits_per_byte:.4f} "
-            "bits per byte"
-        ),
-        "perplexity": f"{evaluation.perplexity:.5f} per {evaluation.unit}",
-        "time": f"{evaluation.elapsed_s:.1f} s",
-    }
-    # Under mpirun stdout looks like a terminal even where it is a file, so no colours.
-    Console(color_system=None, highlight=False).print(table("held-out text", rows))
-
-
-def table(title: str, rows: Mapping[str, str]) -> Table:
-    """A table of names and texts about them."""
-    made = Table(title=title, title_justify="left", show_header=False)
-    for name, text in rows.items():
-        made.add_row(name, escape(text))
-    return made
-
-
 class Report:
-    """Shows a run's progress as a bar, as a line every ten steps, or not at all; a context
-    manager.
-    """
+    """Shows a run's progress as a bar, as a line every ten steps, or not at all, until `stop`."""
 
     def __init__(self, mode: ProgressMode, *, steps: int, done: int, world_size: int = 1) -> None:
         if mode == "auto":
@@ -340,47 +247,11 @@ class Report:
                 f"{record.heldout_perplexity:.2f}"
             )
 
-    def conclude(self, summary: Summary) -> None:
-        """Print the table of a finished run."""
-        since = now = ""
-        if summary.resumed_after:
-            since = f" since step {summary.resumed_after}"
-            now = f", {summary.steps - summary.resumed_after} of them now"
-        rows = {
-            "ranks": (
-                f"{summary.world_size} ({summary.data_parallel} data x {summary.context_parallel} "
-                "context)"
-            ),
-            "steps": f"{summary.steps}{now}",
-            "training loss": (
-                f"{summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} over the "
-                f"last {LAST_STEPS}"
-            ),
-            "held-out": (
-                f"loss {summary.heldout_loss:.4f} nats per {summary.unit}, perplexity "
-                f"{summary.heldout_perplexity:.3f}"
-            ),
-            f"speed{since}": f"{summary.tokens_per_s:,.0f} tokens/s",
-            f"communication{since}": (
-                f"{summary.bytes_sent / 1e6:,.1f} MB sent by attention; compute waited "
-                f"{summary.wait_fraction:.2%} of the time"
-            ),
-            f"time{since}": f"{summary.elapsed_s:.1f} s",
-            "written": (
-                f"{summary.out}/ (metrics.jsonl, loss.png, checkpoints/"
-                f"{', model/' if summary.unit == 'token' else ''})"
-            ),
-        }
-        self._bar.stop()
-        self._console.print(table("training finished", rows))
+    def conclude(self, table: Table) -> None:
+        """Show the end of the run."""
+        self.stop()
+        self._console.print(table)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def stop(self) -> None:
+        """Show no more progress."""
         self._bar.stop()

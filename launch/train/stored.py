@@ -34,9 +34,9 @@ def stored_types(folder: Path) -> dict[str, Sequence[str]]:
         files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
     else:
         files = []
-    found = defaultdict(list)
+    names = defaultdict(list)
     for file in files:
         with safe_open(folder / file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # it is not a mapping
-                found[tensors.get_slice(name).get_dtype()].append(name)
-    return dict(found)
+                names[tensors.get_slice(name).get_dtype()].append(name)
+    return dict(names)

@@ -20,7 +20,7 @@ import pytest
 from launchers import mpirun
 
 from burst_rt.errors import ConfigError, PeerLost
-from burst_rt.launch.run import find_launcher
+from burst_rt.launch.mpirun import find_launcher
 
 _JOB_DEADLINE_S = 60.0
 # From a rank's failure, not from the start of the job, which takes as long as the machine is busy.

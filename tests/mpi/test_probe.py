@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from burst_rt.launch.checks import probe_device_mpi
-from burst_rt.launch.run import find_launcher
+from burst_rt.launch.mpirun import find_launcher
 from burst_rt.transport.probe import last_answer, note_answer
 
 

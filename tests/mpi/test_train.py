@@ -26,7 +26,7 @@ import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
 from burst_rt.job.reports import JOB_DIR_VARIABLE
-from burst_rt.launch.run import find_launcher
+from burst_rt.launch.mpirun import find_launcher
 from burst_rt.launch.train.checkpoint import find_checkpoint
 from burst_rt.launch.train.cli import eval_command, train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
@@ -567,9 +567,9 @@ def test_bfloat16_trains_too(runs: dict[str, Path], text: Path, tmp_path: Path) 
     assert summaries[0] is not None
     assert summaries[1] is None
     expected = _losses(runs["1"])[0]
-    assert summaries[0].loss_first != expected
-    assert summaries[0].loss_first == pytest.approx(expected, rel=1e-2)
-    assert summaries[0].heldout_loss < expected
+    assert summaries[0].figures["loss_first"] != expected
+    assert summaries[0].figures["loss_first"] == pytest.approx(expected, rel=1e-2)
+    assert summaries[0].figures["heldout_loss"] < expected
 
 
 @pytest.mark.parametrize("command", [train_command, eval_command])

@@ -320,23 +320,23 @@ def test_an_exported_model_is_measured_and_trained_as_any_other(
     (found,) = burst_rt.run_local(1, lambda world: evaluate(world, None, chosen), timeout_s=60)
     assert expected is not None
     assert found is not None
-    assert found.perplexity == pytest.approx(expected.perplexity, rel=1e-5)
-    assert found.bits_per_byte == pytest.approx(expected.bits_per_byte, rel=1e-5)
-    assert found.num_tokens == expected.num_tokens == 3 * 97
+    for name in ("perplexity", "bits_per_byte"):
+        assert found.figures[name] == pytest.approx(expected.figures[name], rel=1e-5)
+    assert found.figures["num_tokens"] == expected.figures["num_tokens"] == 3 * 97
     config = TrainConfig(model=str(folder), data=str(text), seq_len=97, steps=1, eval_sequences=3)
     again = RunOptions(out=tmp_path / "again", progress="none")
     (summary,) = burst_rt.run_local(1, lambda world: train(world, config, again, {}), timeout_s=60)
     assert summary is not None
     # A step at a small rate changes little.
-    assert summary.heldout_loss == pytest.approx(expected.loss, rel=1e-2)
+    assert summary.figures["heldout_loss"] == pytest.approx(expected.figures["loss"], rel=1e-2)
     assert _records(tmp_path / "again")[0]["lr"] < 1e-4
 
 
 def test_a_fine_tuned_checkpoint_is_measured_and_exported_too(tuned: Path, tmp_path: Path) -> None:
     (found,) = burst_rt.run_local(1, lambda world: evaluate(world, tuned, {}), timeout_s=60)
     assert found is not None
-    assert found.same_text is True
-    assert found.loss == pytest.approx(_records(tuned)[-1]["heldout_loss"], rel=1e-5)
+    assert found.figures["same_text"] is True
+    assert found.figures["loss"] == pytest.approx(_records(tuned)[-1]["heldout_loss"], rel=1e-5)
     folder = tmp_path / "deep" / "model"
     done = CliRunner().invoke(cli, ["export", str(tuned), str(folder)])
     assert done.exit_code == 0, done.output
@@ -468,7 +468,7 @@ def _heldout_loss(folder: Path, text: Path) -> float:
     chosen = {"model": str(folder), "data": str(text), "seq_len": _SEQ_LEN}
     (found,) = burst_rt.run_local(1, lambda world: evaluate(world, None, chosen), timeout_s=60)
     assert found is not None
-    return found.loss
+    return float(found.figures["loss"])
 
 
 def test_what_weights_were_cast_to_is_told(

@@ -19,7 +19,7 @@ from burst_rt.errors import ConfigError, DeviceError
 from burst_rt.launch.generate.loop import choose, generate
 from burst_rt.launch.generate.models import ByteStreamer
 from burst_rt.launch.main import cli
-from burst_rt.launch.run import MpiLauncher
+from burst_rt.launch.mpirun import MpiLauncher
 from burst_rt.serving.memory import KVMemory
 
 

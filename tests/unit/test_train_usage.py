@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from burst_rt.errors import ConfigError
+from burst_rt.launch.command import before_ranks
 from burst_rt.launch.main import cli
 from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, save_checkpoint
-from burst_rt.launch.train.cli import before_ranks
 from burst_rt.launch.train.config import TrainConfig
 
 # Against hanging: refusing takes less than a second.

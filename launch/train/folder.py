@@ -1,0 +1,89 @@
+"""The folder of a run: `metrics.jsonl`, `loss.png`, `checkpoints/`, `model/`.
+
+Only rank 0 touches the disk. Its failure is a ConfigError on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from burst_rt.context import Context
+from burst_rt.job.reports import say_resume
+from burst_rt.launch.train.checkpoint import Checkpoint, save_checkpoint, save_folder
+from burst_rt.launch.train.claim import Claim, claim
+from burst_rt.launch.train.report import MetricsFile, StepRecord, plot_loss
+
+__all__ = ["RunFolder"]
+
+
+class RunFolder:
+    """A run's folder, which no other run gets until `release`. Every method but `append` and
+    `release` is collective.
+    """
+
+    def __init__(self, world: Context, out: Path | None, *, resume: bool) -> None:
+        """Take the folder as `claim` says."""
+        self._world = world
+        # Both on rank 0 alone.
+        self._claim: Claim | None = None
+        self._metrics: MetricsFile | None = None
+
+        def take() -> bytes:
+            self._claim = claim(out, resume=resume)
+            return os.fsencode(self._claim.path)  # a name need not be Unicode
+
+        self.path = Path(os.fsdecode(world.first(take)))
+
+    def release(self) -> None:
+        """Let other runs have the folder."""
+        if self._claim is not None:
+            self._claim.release()
+
+    def open_metrics(self, *, after_step: int) -> None:
+        """Keep the metrics up to `after_step`, and append to them from now on."""
+
+        def read() -> None:
+            self._metrics = MetricsFile(self.path / "metrics.jsonl", after_step=after_step)
+
+        self._world.first(read)
+
+    def append(self, record: StepRecord) -> None:
+        """Add a line to the metrics. Not collective, as it happens at every step; raises OSError on
+        rank 0.
+        """
+        if self._metrics is not None:
+            self._metrics.append(record)
+
+    def save(self, checkpoint: Checkpoint, *, keep: int) -> None:
+        """Write a checkpoint; from then on a launcher whose job fails says how to go on."""
+
+        def save() -> None:
+            save_checkpoint(self.path, checkpoint, keep=keep)
+            say_resume(self.resume_command)
+
+        self._world.first(save)
+
+    def save_model(self, save: Callable[[Path], object]) -> None:
+        """Let `save` write the folder of the trained model."""
+        self._world.first(lambda: save_folder(self.path / "model", save))
+
+    def plot(self, title: str, unit: str) -> None:
+        """Draw the loss curve, in nats a `unit`."""
+        self._world.first(
+            lambda: plot_loss(self.history, self.path / "loss.png", title=title, unit=unit)
+        )
+
+    @property
+    def history(self) -> list[StepRecord]:
+        """The run's records so far; empty on ranks other than 0."""
+        return self._metrics.history if self._metrics is not None else []
+
+    @property
+    def resume_command(self) -> str:
+        """The command that goes on with the run."""
+        num_ranks = self._world.world_size
+        ranks = f" -n {num_ranks}" if num_ranks > 1 else ""
+        return f"burst-rt train{ranks} --resume --out {shlex.quote(str(self.path))}"
