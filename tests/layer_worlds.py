@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from spec import relative_error
 
+from benchmarks.tensor_parallel import ParallelLayer, whole_weights
 from burst_rt import Context
-from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape
-from burst_rt.baselines.tensor_parallel import ParallelLayer, whole_weights
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerShape
 
 __all__ = ["LayerCase", "Outcome", "reference", "spread"]
 

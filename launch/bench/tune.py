@@ -32,7 +32,7 @@ from burst_rt.kernels import KERNELS, Work
 from burst_rt.kernels.speed import KIND, TileProblem, failures, issue_timed, told
 from burst_rt.kernels.triton.configs import Config, arch_of
 from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying
-from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.planning.masks import Causal, Full
 from burst_rt.remembered import forget
 

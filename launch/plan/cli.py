@@ -21,9 +21,9 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from burst_rt.baselines.layers import TENSOR_PARALLEL
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.plan.compare import COMPARED, Answer, Question, best_worlds, compare
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL
 from burst_rt.launch.plan.model import (
     ACTIVATIONS,
     ATTENTION,
@@ -357,16 +357,7 @@ def _json(answer: Answer) -> dict[str, object]:
 @click.option(
     "--force", is_flag=True, help="Write the file even if the machine was busy with something else."
 )
-def calibrate(
-    num_ranks: int,
-    heads: int,
-    head_dim: int,
-    dtype: str,
-    repeats: int,
-    max_tokens: int,
-    out: Path | None,
-    force: bool,
-) -> None:
+def calibrate(num_ranks: int, out: Path | None, force: bool, **options: object) -> None:
     """Measure this machine, for `simulate` and `plan`, and for strategy="auto" of later jobs.
 
     Takes about four minutes on a CPU. Nothing else should run meanwhile: if the machine was busy,
@@ -375,7 +366,8 @@ def calibrate(
     """
 
     from burst_rt.job.launched import DEVICE_VARIABLE
-    from burst_rt.launch.run import launch
+    from burst_rt.launch.measure.ranks import run_on_ranks
+    from burst_rt.launch.plan.calibrate import measure
     from burst_rt.runtime.joining import resolve_device
 
     path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
@@ -385,22 +377,9 @@ def calibrate(
             pass
     except OSError as error:
         raise InputError(f"--out: cannot write to {path.parent}: {error.strerror}") from error
-    sizes = [
-        "--heads",
-        str(heads),
-        "--head-dim",
-        str(head_dim),
-        "--dtype",
-        dtype,
-        "--repeats",
-        str(repeats),
-    ]
     with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
         made, doubts = Path(folder, "machine.toml"), Path(folder, "doubts")
-        sizes += ["--max-tokens", str(max_tokens), "--out", str(made), "--doubts", str(doubts)]
-        code = launch(["-m", "burst_rt.launch.plan.calibrate", *sizes], num_ranks=num_ranks)
-        if code:
-            sys.exit(code)
+        run_on_ranks(measure, num_ranks, made=made, doubts=doubts, **options)
         found, doubtful = load_hardware(made), doubts.read_text(encoding="utf-8").splitlines()
         text = made.read_text(encoding="utf-8")
     _print_machine(found)

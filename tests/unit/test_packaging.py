@@ -278,7 +278,7 @@ _FLOORS = (
     ("kernels", "drivers"),
     ("runtime",),
     ("attention", "serving"),
-    ("telemetry", "baselines"),
+    ("telemetry",),
     ("dashboard",),
     ("context", "batches", "hf", "local", ""),
     ("launch",),
@@ -288,9 +288,8 @@ _HEIGHT = {
     for floor, rooms in enumerate(_FLOORS, start=1)
     for place, room in enumerate(rooms)
 }
-# All that a module of the scheduler imports: no clock, no thread, no file, and chance only from a
-# seed (`faults`). The core knows nothing of the simulator. `errors` is all that they share with
-# others.
+# All that a module of the scheduler imports: no clock, no thread, no file, no chance. The core
+# knows nothing of the simulator. `errors` is all that they share with others.
 _CORE = "burst_rt.scheduler"
 _SIMULATOR = "burst_rt.scheduler.simulator"
 _PURE = {
@@ -319,20 +318,12 @@ _PURE = {
     f"{_SIMULATOR}.network": {
         "burst_rt.errors", f"{_SIMULATOR}.hardware", "collections.abc", "typing",
     },
-    f"{_SIMULATOR}.payload": {
-        "burst_rt.errors", f"{_CORE}.graph", "collections", "collections.abc", "typing",
-    },
     f"{_SIMULATOR}.simulate": {
         "burst_rt.errors", f"{_CORE}.engine", f"{_CORE}.graph", f"{_CORE}.trace",
         f"{_SIMULATOR}.hardware", f"{_SIMULATOR}.network",
         "collections", "collections.abc", "dataclasses", "enum", "heapq", "typing",
     },
-    f"{_SIMULATOR}.faults": {
-        "burst_rt.errors", f"{_CORE}.engine", f"{_CORE}.trace",
-        f"{_SIMULATOR}.hardware", f"{_SIMULATOR}.payload", f"{_SIMULATOR}.simulate",
-        "collections.abc", "dataclasses", "math", "random",
-    },
-    _SIMULATOR: {f"{_SIMULATOR}.{name}" for name in ("faults", "hardware", "payload", "simulate")},
+    _SIMULATOR: {f"{_SIMULATOR}.{name}" for name in ("hardware", "simulate")},
 }  # fmt: skip
 # What reaches out of a module without an import.
 _REACHES_OUT = {"__import__", "breakpoint", "compile", "eval", "exec", "input", "open", "print"}

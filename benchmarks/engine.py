@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
+import click
 import torch
 
+from benchmarks.options import OUT
 from burst_rt.attention.planner import PlanKey, Planner
-from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks import Causal
 from burst_rt.planning.problem import Problem
@@ -30,7 +32,7 @@ from burst_rt.scheduler import (
     run,
 )
 
-__all__ = ["main"]
+__all__ = ["command"]
 
 _NUM_TASKS = 10_000
 _REPEATS = 7
@@ -82,8 +84,10 @@ def _median_s(fn: Callable[[], object]) -> float:
     return median(times)
 
 
-def main(out: Path | None) -> None:
-    """Runs the benchmark and prints the tables; adds them to the JSON file `out`, if given."""
+@click.command()
+@OUT
+def command(out: Path | None) -> None:
+    """Cost of the scheduler: building, verifying and running graphs."""
     graph = _ring_graph(_NUM_TASKS)
     schedule = Schedule.of(graph)
     steps = {

@@ -1,11 +1,11 @@
-"""How benchmarks of several ranks take times, and show how far along they are."""
+"""How ranks take times together, compare two sides, and show how far along they are."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,16 +15,21 @@ from rich.console import Console
 from rich.progress import Progress
 
 import burst_rt
+from burst_rt.launch.measure.report import median
 from burst_rt.launch.where import TERMINAL_VARIABLE
 from burst_rt.scheduler import exposed
 
 __all__ = [
     "TIMES_OVER",
+    "Versus",
     "WorstIdle",
+    "alone_s",
     "have_memory",
+    "in_turn",
     "keep_freed_memory",
     "progress",
     "slowest_s",
+    "versus",
     "worst_idle",
 ]
 
@@ -76,6 +81,42 @@ def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:
             torch.cuda.synchronize(ctx.device)
     took[ctx.rank] = time.perf_counter() - start
     return float(ctx.all_reduce(took).max())
+
+
+def alone_s(ctx: burst_rt.Context, fn: Callable[[], object], threads: int) -> float:
+    """Seconds of `fn` on rank 0 with so many threads, while the other ranks sleep. Collective."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return slowest_s(ctx, fn if ctx.rank == 0 else None)
+    finally:
+        torch.set_num_threads(before)
+
+
+def in_turn(sides: Sequence[Callable[[], float]], repeats: int) -> list[tuple[float, ...]]:
+    """Seconds of several sides, round by round, so that the machine's noise hits all of them.
+
+    sides: functions that measure themselves. A first round warms up and is left out.
+    """
+    rounds = [tuple(side() for side in sides) for _ in range(1 + repeats)]
+    return rounds[1:]
+
+
+class Versus(NamedTuple):
+    """Two sides of a comparison: medians of their seconds, and the second's over the first's."""
+
+    first_s: float
+    second_s: float
+    ratio: float
+    paired: float  # the median of the ratios of neighbouring runs
+
+
+def versus(first: Callable[[], float], second: Callable[[], float], repeats: int) -> Versus:
+    """Compares two sides that measure themselves and run in turn."""
+    pairs = in_turn([first, second], repeats)
+    first_s, second_s = (median(seconds) for seconds in zip(*pairs, strict=True))
+    paired = median([b / a for a, b in pairs])
+    return Versus(first_s, second_s, second_s / first_s, paired)
 
 
 class WorstIdle(NamedTuple):

@@ -13,25 +13,29 @@ H100).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from burst_rt.baselines.layers import SpreadLayer
+import click
+
+from benchmarks.options import OUT
+from benchmarks.paper import FIRST_TOKEN_S, FITTED, STRATEGIES
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.launch.bench.report import Cell, publish
+from burst_rt.launch.measure.report import Cell, publish
+from burst_rt.launch.plan.layers import SpreadLayer
 from burst_rt.launch.plan.model import MODELS, Model, parse_model
-from burst_rt.launch.plan.paper import FIRST_TOKEN_S, FITTED, STRATEGIES
-from burst_rt.planning.forecast import fastest_strategy, of_choice
+from burst_rt.planning.forecast import Forecast, fastest_strategy, of_choice
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Full, Mask
+from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Op, Task
 from burst_rt.scheduler.simulator import Hardware, simulate
 from burst_rt.serving.chunks import BatchRows, Cached, Dealt
 
-__all__ = ["LLAMA_405B", "PUBLISHED_S", "Prefill", "main", "prefill"]
+__all__ = ["LLAMA_405B", "PUBLISHED_S", "Prefill", "Prompt", "command", "prefill"]
 
 # "The Llama 3 Herd of Models", arXiv 2407.21783, table 3.
 LLAMA_405B = "layers=126,dim=16384,heads=128,kv_heads=8,ffn=53248,vocab=128256"
@@ -71,54 +75,65 @@ class Prefill:
         return self.linear_s + self.attention_s
 
 
-def prefill(
-    model: Model,
-    tokens: int,
-    hardware: Hardware,
-    *,
-    world_size: int,
-    tensor_parallel: int = 1,
-    chunk: int | None = None,
-    fp8: bool = False,
-    strategy: str = "ring-kv",
-    structure: Mask = _CAUSAL,
-) -> Prefill:
-    """Simulates a layer in BF16, chunk after chunk, and multiplies by the layers.
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt on a number of GPUs, and how it is run.
 
     tensor_parallel: the GPUs that share each layer: 1, or all of a node. The others share the
-        prompt. chunk: tokens that are run at once; None: all of them.
+        prompt.
+    chunk: tokens that are run at once; None: all of them.
     fp8: whether the feed-forward's weights and products are in FP8.
     strategy: as `choose` takes it, or "auto": the fastest by forecast, chosen for each chunk.
     structure: what a token sees of the prompt, and of what is cached of it.
+    """
+
+    tokens: int
+    world_size: int
+    tensor_parallel: int = 1
+    chunk: int | None = None
+    fp8: bool = False
+    strategy: str = "ring-kv"
+    structure: Mask = _CAUSAL
+
+    @property
+    def num_shares(self) -> int:
+        """Parts of the prompt. Raises InputError for sizes that the GPUs cannot share."""
+        num_shares, rest = divmod(self.world_size, self.tensor_parallel)
+        if rest or self.tokens < 1:
+            raise InputError(
+                f"expected at least 1 token, and ranks in groups of {self.tensor_parallel}, got "
+                f"{self.tokens} tokens and {self.world_size} ranks; use a multiple of "
+                f"{self.tensor_parallel} ranks"
+            )
+        return num_shares
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """The first token of each chunk, and the number of its tokens."""
+        size = self.chunk or self.tokens
+        for first in range(0, self.tokens, size):
+            yield first, min(size, self.tokens - first)
+
+
+def prefill(model: Model, prompt: Prompt, hardware: Hardware) -> Prefill:
+    """Simulates a layer in BF16, chunk after chunk, and multiplies by the layers.
 
     Raises InputError for sizes that the GPUs cannot share, and ConfigError for other machines.
     """
-    shape, (num_shares, rest) = model.layer, divmod(world_size, tensor_parallel)
-    if rest or tokens < 1:
-        raise InputError(
-            f"expected at least 1 token, and ranks in groups of {tensor_parallel}, got {tokens} "
-            f"tokens and {world_size} ranks; use a multiple of {tensor_parallel} ranks"
-        )
+    shape, num_shares, tensor_parallel = model.layer, prompt.num_shares, prompt.tensor_parallel
     ring = hardware if tensor_parallel == 1 else _one_gpu_a_node(hardware, tensor_parallel)
-    ranks_per_node = ring.node.ranks if num_shares % ring.node.ranks == 0 else 1
     linear_s = attention_s = exposed_s = 0.0
-    for first in range(0, tokens, chunk or tokens):
-        new = min(chunk or tokens, tokens - first)
-        linear_s += _linear_s(model, -(-new // num_shares), hardware, tensor_parallel, fp8)
-        rows = BatchRows((first,), (new,), (0,), tokens)
-        problem = Cached(structure, Dealt(_BLOCK, num_shares), rows).problem(
+    for first, new in prompt.chunks():
+        linear_s += _linear_s(model, -(-new // num_shares), hardware, tensor_parallel, prompt.fp8)
+        rows = BatchRows((first,), (new,), (0,), prompt.tokens)
+        problem = Cached(prompt.structure, Dealt(_BLOCK, num_shares), rows).problem(
             batch=1, num_heads=shape.num_heads // tensor_parallel,
             num_kv_heads=shape.num_kv_heads // tensor_parallel, head_dim=shape.head_dim,
             input_bytes=_BF16_BYTES, sum_bytes=4,
         )  # fmt: skip
-        if strategy == "auto":
-            choice = fastest_strategy(problem, ring, forward=True, ranks_per_node=ranks_per_node)
-        else:
-            choice = choose(problem, strategy, forward=True, ranks_per_node=ranks_per_node)
-        attention = of_choice(choice, ring)
+        attention = _attention(problem, prompt.strategy, ring, num_shares)
         attention_s += attention.time_s
         exposed_s += attention.exposed_s
-    weights = shape.num_weights(*_FEED_FORWARD) * (1 if fp8 else _BF16_BYTES)
+    weights = shape.num_weights(*_FEED_FORWARD) * (1 if prompt.fp8 else _BF16_BYTES)
     weights += shape.num_weights("qkv", "out") * _BF16_BYTES
     vocabulary = 2 * model.vocab_size * shape.dim * _BF16_BYTES
     num = model.num_layers
@@ -128,6 +143,16 @@ def prefill(
         num * exposed_s,
         (num * weights + vocabulary) // tensor_parallel,
     )
+
+
+def _attention(problem: Problem, strategy: str, ring: Hardware, num_shares: int) -> Forecast:
+    """The forecast of one layer's attention."""
+    ranks_per_node = ring.node.ranks if num_shares % ring.node.ranks == 0 else 1
+    if strategy == "auto":
+        choice = fastest_strategy(problem, ring, forward=True, ranks_per_node=ranks_per_node)
+    else:
+        choice = choose(problem, strategy, forward=True, ranks_per_node=ranks_per_node)
+    return of_choice(choice, ring)
 
 
 def _linear_s(
@@ -182,10 +207,12 @@ def published_peak(model: Model, num_gpus: int) -> float:
     return flops / (num_gpus * PUBLISHED_S["1M"] * _UTILIZATION)
 
 
-def main(out: Path | None, tokens: Sequence[str] = tuple(PUBLISHED_S)) -> None:
-    """Prints the tables of LLaMA-7B and of Llama 3 405B, and adds them to `out` if given."""
+@click.command()
+@OUT
+def command(out: Path | None) -> None:
+    """First tokens of LLaMA-7B and of Llama 3 405B, simulated, next to published figures."""
     _llama_7b(out)
-    _llama_405b(out, tokens)
+    _llama_405b(out)
 
 
 def _llama_7b(out: Path | None) -> None:
@@ -193,13 +220,13 @@ def _llama_7b(out: Path | None) -> None:
     burst = STRATEGIES.index("burst")
     rows: list[dict[str, Cell]] = []
     for tokens, published in FIRST_TOKEN_S.items():
-        sizes = (model, tokens, hardware)
-        every = prefill(*sizes, world_size=_PAPER_GPUS, structure=Full())
+        prompt = Prompt(tokens, _PAPER_GPUS)
+        every = prefill(model, replace(prompt, structure=Full()), hardware)
         whole = {
-            name: prefill(*sizes, world_size=_PAPER_GPUS, strategy=name)
+            name: prefill(model, replace(prompt, strategy=name), hardware)
             for name in ("ring-kv", "ring-q", "auto")
         }
-        chunked = prefill(*sizes, world_size=_PAPER_GPUS, strategy="auto", chunk=_CHUNK)
+        chunked = prefill(model, replace(prompt, strategy="auto", chunk=_CHUNK), hardware)
         row: dict[str, Cell] = {
             "tokens": tokens,
             "row": "fitted" if tokens in FITTED else "forecast",
@@ -218,25 +245,19 @@ def _llama_7b(out: Path | None) -> None:
     )
 
 
-def _llama_405b(out: Path | None, tokens: Sequence[str]) -> None:
+def _llama_405b(out: Path | None) -> None:
     model = parse_model(LLAMA_405B)
     hardware = _with_rates(load_hardware("h100-sxm"), ("forward",), efficiency=_ATTENTION)
     peak = published_peak(model, _NUM_GPUS)
     machines = {"h100-sxm": hardware, "published peak": with_peak(hardware, peak)}
     rows: list[dict[str, Cell]] = []
     weights: dict[str, float] = {}
-    for name in tokens:
+    for name in PUBLISHED_S:
         for number in _TOKENS[name]:
             for rates, precision in product(machines, ("FP8", "BF16")):
                 fp8 = precision == "FP8"
-                found = prefill(
-                    model,
-                    number,
-                    machines[rates],
-                    world_size=_NUM_GPUS,
-                    tensor_parallel=_GPUS_A_NODE,
-                    fp8=fp8,
-                )
+                prompt = Prompt(number, _NUM_GPUS, _GPUS_A_NODE, fp8=fp8)
+                found = prefill(model, prompt, machines[rates])
                 weights[precision] = found.weight_bytes / 1e9
                 rows.append(
                     {

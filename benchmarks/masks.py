@@ -1,11 +1,10 @@
-"""`burst-rt bench masks`, simulated: packed documents of a pretraining mix on H100s.
+"""Masks: `python -m benchmarks masks`. Simulated: packed documents of a pretraining mix on H100s.
 
 What the ranks compute follows the mask in all rows of the table. The rows differ in the layout, in
 the rows that are sent, and in their route. This project's strategies are compared with two that
-others
-use: a zigzag ring that sends every row to every rank, and an all-gather of keys and values with a
-reduce-scatter of their gradients (TransformerEngine's and torch's context parallelism have such a
-mode).
+others use: a zigzag ring that sends every row to every rank, and an all-gather of keys and values
+with a reduce-scatter of their gradients (TransformerEngine's and torch's context parallelism have
+such a mode).
 """
 
 from __future__ import annotations
@@ -14,7 +13,12 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from burst_rt.launch.bench.report import Cell, publish
+import click
+
+from benchmarks import tables
+from benchmarks.options import OUT, REPEATS, parts_option
+from burst_rt.launch.bench.cli import attention
+from burst_rt.launch.measure.report import Cell, publish
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Documents, Full, Mask
@@ -24,7 +28,7 @@ from burst_rt.runtime.collectives import all_gather, reduce_scatter
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Schedule
 from burst_rt.scheduler.simulator import Hardware, simulate
 
-__all__ = ["document_lengths", "main"]
+__all__ = ["command", "document_lengths", "simulated"]
 
 _HARDWARE = "h100"
 _WORLDS, _TOKENS = (8, 16, 32, 64), (1 << 19, 1 << 20)
@@ -33,7 +37,7 @@ _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 _MEDIAN, _SIGMA = 2048, 1.6
 
 
-def main(out: Path | None, worlds: tuple[int, ...] = _WORLDS) -> None:
+def simulated(out: Path | None, worlds: tuple[int, ...] = _WORLDS) -> None:
     """Simulates and prints the table. Local."""
     hardware = load_hardware(_HARDWARE)
     rows: list[dict[str, Cell]] = []
@@ -142,3 +146,21 @@ def _all_gather(problem: Problem) -> list[list[Graph]]:
             directions.append(g.build())
         found.append(directions)
     return found
+
+
+@click.command()
+@parts_option("measured", "tables", "simulated")
+@REPEATS
+@OUT
+@click.pass_context
+def command(ctx: click.Context, parts: tuple[str, ...], repeats: int, out: Path | None) -> None:
+    """Masks: measured on 2 ranks of this machine, against causal and against torch with a dense
+    mask; what planning takes for masks never seen before; and simulated on 8 to 64 H100, packed
+    documents in several layouts and ways.
+    """
+    if "measured" in (parts or ("measured",)):
+        ctx.invoke(attention, parts=("masks",), repeats=repeats, out=out)
+    if "tables" in (parts or ("tables",)):
+        tables.measure(repeats, out)
+    if "simulated" in (parts or ("simulated",)):
+        simulated(out)

@@ -1,7 +1,5 @@
 """What telemetry costs: the time of a step with and without it.
 
-This is the ranks' side of `burst-rt bench telemetry`; start it through that command.
-
 Two contexts of one job take turns, a few steps at a time, so that the machine's noise hits both
 alike. One context has everything on: agents, hub, record, and a viewer that asks twice a second.
 The other context has no telemetry; during its turns the hub and the viewer are suspended and the
@@ -11,7 +9,6 @@ turns without telemetry wait as long.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
@@ -22,36 +19,40 @@ import threading
 import time
 from pathlib import Path
 
+import click
 import psutil
 import torch
 
 import burst_rt
+from benchmarks.options import OUT, RANKS
 from burst_rt.errors import InternalError
-from burst_rt.launch.bench.report import Cell, median, publish
-from burst_rt.launch.bench.timing import slowest_s
+from burst_rt.launch.measure.ranks import run_on_ranks
+from burst_rt.launch.measure.report import Cell, median, publish
+from burst_rt.launch.measure.timing import slowest_s
 from burst_rt.telemetry import joining
 from burst_rt.telemetry.agent import Agent
 from burst_rt.telemetry.starting import HUB_MODULE
 from burst_rt.telemetry.wire import RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_VARIABLE
 
-__all__ = ["main"]
+__all__ = ["command"]
 
 # A period of the viewer: whatever was held asks, samples and writes at once when it is let go.
 _SETTLE_S = 0.5
+_STEPS = 2  # number of steps of a turn
 
 
-def main(repeats: int, steps: int, tokens: int, out: Path | None) -> None:
+def measure(repeats: int, tokens: int, out: str | None) -> None:
     """Compares the two contexts; rank 0 prints and writes. Blocks for the other ranks."""
     for name in (TELEMETRY_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE):
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.environ[RECORD_VARIABLE] = str(Path(folder) / "record")
         with burst_rt.init(telemetry=True) as seen, burst_rt.init(telemetry=False) as unseen:
-            row = _compare(_Everything(seen), seen, unseen, repeats, steps, tokens)
+            row = _compare(_Everything(seen), seen, unseen, repeats, tokens)
         joining.farewell(0)
         if seen.rank == 0:
             note = (
-                f"medians of {repeats} turns of {steps} steps each; a step is forward and "
+                f"medians of {repeats} turns of {_STEPS} steps each; a step is forward and "
                 "backward of attention"
             )
             publish("telemetry: a step with and without it", [row], out, note)
@@ -62,7 +63,6 @@ def _compare(
     seen: burst_rt.Context,
     unseen: burst_rt.Context,
     repeats: int,
-    steps: int,
     tokens: int,
 ) -> dict[str, Cell]:
     times: dict[burst_rt.Context, list[float]] = {seen: [], unseen: []}
@@ -74,7 +74,7 @@ def _compare(
                 everything.run(ctx is seen)
                 time.sleep(_SETTLE_S)
                 before, began_s = everything.cpu_s(), time.perf_counter()
-                step_s = _turn(ctx, steps, tokens)
+                step_s = _turn(ctx, tokens)
                 used, elapsed_s = everything.cpu_s(), time.perf_counter() - began_s
                 if repeat:  # the first warms up
                     times[ctx].append(step_s)
@@ -108,20 +108,20 @@ def _error_of_median(values: list[float]) -> float:
     return 1.2533 * (high - low) / 1.349 / math.sqrt(len(values))
 
 
-def _turn(ctx: burst_rt.Context, steps: int, tokens: int) -> float:
+def _turn(ctx: burst_rt.Context, tokens: int) -> float:
     """Seconds a step on the slowest rank. Blocks for the other ranks."""
     layout = ctx.layout(tokens)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, layout.shard_len, 8, 64, requires_grad=i < 3) for i in range(4))
 
     def work() -> None:
-        for step in range(steps):
+        for step in range(_STEPS):
             attended = burst_rt.burst_attention(q, k, v, causal=True, layout=layout)
             torch.autograd.grad(attended, (q, k, v), dout)
             if ctx.rank == 0 and ctx.runtime.observer is not None:
                 burst_rt.telemetry.report(step, loss=1.0, tokens_per_s=1.0)
 
-    return slowest_s(ctx, work) / steps
+    return slowest_s(ctx, work) / _STEPS
 
 
 class _Everything:
@@ -193,11 +193,23 @@ def _start_viewer(agent: Agent) -> psutil.Popen:
     )
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    main(options.repeats, options.steps, options.tokens, options.out)
+@click.command()
+@RANKS
+@click.option(
+    "--repeats",
+    default=100,
+    show_default=True,
+    type=click.IntRange(1),
+    help=f"Turns with telemetry and turns without, {_STEPS} steps each.",
+)
+@click.option(
+    "--tokens",
+    default=4096,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Tokens of a step, all ranks together.",
+)
+@OUT
+def command(num_ranks: int, **options: object) -> None:
+    """Time of a step with and without telemetry. `hub` measures the hub's memory."""
+    run_on_ranks(measure, num_ranks, threads=1, **options)

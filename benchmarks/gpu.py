@@ -1,4 +1,4 @@
-"""`burst-rt bench gpu`: tile kernels against torch's own, and the runtime against one kernel.
+"""`python -m benchmarks gpu`: tile kernels against torch's own, and the runtime against one kernel.
 
 All sides of a comparison run in turn on one GPU and are timed with events of the device; medians
 are reported. A part reports only what it has measured; a part that cannot run raises.
@@ -13,16 +13,18 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import burst_rt
+from benchmarks.masks import document_lengths
+from benchmarks.options import MAX_TOKENS, OUT
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
 from burst_rt.kernels.speed import issue_timed
-from burst_rt.launch.bench.masks import document_lengths
-from burst_rt.launch.bench.report import Cell, median, publish, save
-from burst_rt.launch.bench.timing import worst_idle
+from burst_rt.launch.measure.report import Cell, median, publish, save
+from burst_rt.launch.measure.timing import worst_idle
 from burst_rt.planning.masks import (
     BlockSparse,
     Causal,
@@ -33,7 +35,7 @@ from burst_rt.planning.masks import (
 )
 from burst_rt.scheduler import Span
 
-__all__ = ["PARTS", "main"]
+__all__ = ["PARTS", "command"]
 
 Row = dict[str, Cell]
 
@@ -357,10 +359,33 @@ _TITLES = {
 }
 
 
-def main(parts: Sequence[str], repeats: int, max_tokens: int, out: Path | None) -> None:
-    """Runs the parts and publishes their tables. Raises ConfigError without a GPU."""
+@click.command()
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(list(PARTS)),
+    default=("kernels", "masks", "ring"),
+    show_default=True,
+    help="Only this part; may be repeated.",
+)
+@click.option(
+    "--repeats",
+    default=10,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Runs of each side; medians are reported.",
+)
+@MAX_TOKENS
+@OUT
+def command(parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None) -> None:
+    """On one NVIDIA GPU: tile kernels against cuDNN and FlashAttention, whole calls under masks,
+    four ranks against one kernel.
+
+    `--part staged` is for ranks of a job: burst-rt run -n 2 -m benchmarks gpu --part staged
+    """
     if not torch.cuda.is_available():
-        raise ConfigError("bench gpu: torch sees no CUDA device; see `burst-rt doctor`")
+        raise ConfigError("gpu: torch sees no CUDA device; see `burst-rt doctor`")
     for part in parts:
         rows: list[Row] = []
         for row in PARTS[part](repeats, max_tokens):

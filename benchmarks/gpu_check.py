@@ -27,7 +27,7 @@ from pathlib import Path
 import click
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.bench.report import machine, publish
+from burst_rt.launch.measure.report import machine, publish
 
 __all__ = ["STEPS", "Outcome", "Step", "command", "groups", "perform"]
 
@@ -60,22 +60,10 @@ class Outcome:
 # -v a step that is killed has printed how far it came.
 _SHARED = ("-n", "4", "-p", "no:benchmark") if find_spec("xdist") else ()
 _PYTEST = (sys.executable, "-m", "pytest", "-v", "--maxfail=8", "-p", "no:cacheprovider")
-_BENCH = (sys.executable, "-m", "burst_rt.launch.main", "bench", "gpu", "--out", "{out}")
+_GPU = ("-m", "benchmarks", "gpu", "--out", "{out}")
+_BENCH = (sys.executable, *_GPU)
 _TUNE = (sys.executable, "-m", "burst_rt.launch.main", "bench", "tune", "--out", "{out}")
-_RANKS = (
-    sys.executable,
-    "-m",
-    "burst_rt.launch.main",
-    "run",
-    "-n",
-    "2",
-    "-m",
-    "burst_rt.launch.main",
-    "bench",
-    "gpu",
-    "--out",
-    "{out}",
-)
+_RANKS = (sys.executable, "-m", "burst_rt.launch.main", "run", "-n", "2", *_GPU)
 # Without torch's cache of memory: inside one of its blocks a tensor may be overrun unseen.
 _SANITIZER = (
     "env",
@@ -234,7 +222,3 @@ def command(out: Path) -> None:
         f"all of it: {out}",
     )
     sys.exit(any(outcome.state in ("failed", "timed out") for outcome in outcomes))
-
-
-if __name__ == "__main__":
-    command()

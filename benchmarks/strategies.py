@@ -1,38 +1,50 @@
-"""The ranks' side of `burst-rt bench strategies`, `predict` and `scaling`, against forecasts.
+"""Strategies against each other and against forecasts: commands `strategies` and `predict`.
 
-Start this module through those commands. All strategies of one point run in turn, round after
+`scaling` measures by it, too. All strategies of one point run in turn, round after
 round, so that the machine's noise hits them alike. A time is the slowest rank's, from a common
 start.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import click
 import torch
 
 import burst_rt
-from burst_rt.launch.bench.plots import draw_bars, draw_scatter
-from burst_rt.launch.bench.report import Cell, median, publish
-from burst_rt.launch.bench.timing import (
+from benchmarks.options import OUT, REPEATS, TOKENS, WORLDS, heads_option
+from benchmarks.plots import draw_scatter
+from burst_rt.errors import ConfigError, InputError
+from burst_rt.job.launched import DEVICE_VARIABLE
+from burst_rt.launch.measure.plots import draw_bars
+from burst_rt.launch.measure.ranks import run_on_ranks
+from burst_rt.launch.measure.report import Cell, median, publish
+from burst_rt.launch.measure.timing import (
     TIMES_OVER,
     have_memory,
     keep_freed_memory,
     progress,
     slowest_s,
 )
+from burst_rt.launch.where import machine_options
 from burst_rt.planning.forecast import CANDIDATES, fastest_strategy, forecast
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
-from burst_rt.runtime.calibrated import HARDWARE_VARIABLE, calibrated_path
+from burst_rt.runtime.calibrated import HARDWARE_VARIABLE, calibrated_path, find_hardware
+from burst_rt.runtime.joining import resolve_device
 from burst_rt.scheduler.simulator import Hardware
 
-__all__ = ["main"]
+__all__ = ["command", "measure", "predict"]
+
+Rows: TypeAlias = list[dict[str, Cell]]
+
+_HEAD_DIM = 64
 
 # The paper's baselines are measured and forecast, but "auto" never takes them.
 _BASELINES = ("ring-naive", "burst-untiled")
@@ -119,7 +131,7 @@ class Bench:
                 )
                 for forward in (True, False)
             )
-        except burst_rt.errors.InputError:
+        except InputError:
             return None
         return (forward.kernel, forward.program.graph(0).tasks), (
             backward.kernel,
@@ -131,7 +143,7 @@ class Bench:
         """The machine file this job plans with. Raises ConfigError where there is none."""
         found = self.ctx.runtime.machine.hardware
         if found is None:
-            raise burst_rt.errors.ConfigError(
+            raise ConfigError(
                 f"no machine file: {calibrated_path(self.ctx.device.type)} does not exist; run "
                 f"`burst-rt calibrate` first, or set {HARDWARE_VARIABLE} to a machine file"
             )
@@ -244,99 +256,145 @@ class Bench:
                     == program
                 ):
                     return name
-            except burst_rt.errors.InputError:
+            except InputError:
                 continue
         raise burst_rt.errors.InternalError(
             f"bench strategies: {program} is none of the candidates"
         )
 
 
-def _grid(options: argparse.Namespace) -> list[Point]:
-    groups = [(options.heads, options.heads // group) for group in options.groups]
-    return [
-        Point(n, h, kv, options.head_dim, causal)
-        for n in options.tokens
-        for h, kv in groups
+def measure(
+    part: str, tokens: list[int], heads: int, groups: list[int], repeats: int, out: str | None
+) -> None:
+    """Runs one part on all ranks: predict, compare or time; rank 0 prints and writes."""
+    keep_freed_memory()
+    points = [
+        Point(n, heads, heads // group, _HEAD_DIM, causal)
+        for n in tokens
+        for group in groups
         for causal in (False, True)
     ]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one part; rank 0 prints and writes."""
-    parser = argparse.ArgumentParser(prog="burst_rt.launch.bench.strategies")
-    parser.add_argument("part", choices=["predict", "compare", "time"])
-    parser.add_argument("--tokens", type=int, nargs="+", required=True)
-    parser.add_argument("--groups", type=int, nargs="+", default=[1])
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(argv)
-    keep_freed_memory()
     with burst_rt.init(timeout_s=1200, stall_s=300) as ctx:
-        bench, points = Bench(ctx, options.repeats), _grid(options)
-        ranks = f"{ctx.world_size} ranks"
+        bench = Bench(ctx, repeats)
         strategies = {
             "predict": (*CANDIDATES, *_BASELINES),
             "compare": CANDIDATES,
             "time": ("auto",),
-        }[options.part]
-        with progress(ctx.rank == 0, len(points) * len(strategies) * (options.repeats + 1)) as step:
-            rows = list(getattr(bench, options.part)(points, step))
+        }[part]
+        with progress(ctx.rank == 0, len(points) * len(strategies) * (repeats + 1)) as step:
+            rows = list(getattr(bench, part)(points, step))
         if ctx.rank:
             return
-        if options.part == "time":
-            options.out.write_text(json.dumps(rows))
-            return
-        png = (
-            options.out.with_suffix(f".{options.part}-{ctx.world_size}.png")
-            if options.out
-            else None
-        )
-        if options.part == "predict":
-            errors = sorted(abs(float(row["error %"])) for row in rows)
-            note = (
-                f"median error {median(errors):.1f} %, worst {errors[-1]:.1f} %; medians of "
-                f"{options.repeats}, interleaved"
-            )
-            if bench.left_out:
-                note += f"; left out because memory is too small: {', '.join(bench.left_out)}"
-            publish(
-                f"forecast against measured, {ranks}, {options.heads} heads x {options.head_dim}",
-                rows,
-                options.out,
-                note,
-            )
-            if png:
-                draw_scatter(
-                    png,
-                    rows,
-                    "measured s",
-                    "forecast s",
-                    by="strategy",
-                    title=f"forecast and measured, {ranks}",
-                )
-            return
-        within = sum(float(row["slower %"]) <= 5 for row in rows) / len(rows)
-        note = (
-            f"auto within 5 % of the fastest at {100 * within:.0f} % of {len(rows)} points; "
-            f"medians of {options.repeats}, interleaved"
-        )
-        publish(
-            f"strategies, forward + backward in seconds, {ranks}, heads x {options.head_dim}",
+        if part == "predict":
+            _publish_predictions(bench, rows, f"{heads} heads x {_HEAD_DIM}", out)
+        elif part == "compare":
+            _publish_comparison(bench, rows, out)
+        elif out:
+            Path(out).write_text(json.dumps(rows))
+
+
+def _publish_predictions(bench: Bench, rows: Rows, shape: str, out: str | None) -> None:
+    num_ranks = bench.ctx.world_size
+    errors = sorted(abs(float(row["error %"] or 0)) for row in rows)
+    note = (
+        f"median error {median(errors):.1f} %, worst {errors[-1]:.1f} %; medians of "
+        f"{bench.repeats}, interleaved"
+    )
+    if bench.left_out:
+        note += f"; left out because memory is too small: {', '.join(bench.left_out)}"
+    publish(f"forecast against measured, {num_ranks} ranks, {shape}", rows, out, note)
+    if out:
+        draw_scatter(
+            Path(out).with_suffix(f".predict-{num_ranks}.png"),
             rows,
-            options.out,
-            note,
+            "measured s",
+            "forecast s",
+            by="strategy",
+            title=f"forecast and measured, {num_ranks} ranks",
         )
-        if png:
-            draw_bars(
-                png,
-                rows,
-                CANDIDATES,
-                label=lambda row: f"{row['tokens']:,} {row['mask']} {row['heads']}",
-                title=f"strategies, {ranks}, seconds",
-            )
 
 
-if __name__ == "__main__":
-    main()
+def _publish_comparison(bench: Bench, rows: Rows, out: str | None) -> None:
+    num_ranks = bench.ctx.world_size
+    within = sum(float(row["slower %"] or 0) <= 5 for row in rows) / len(rows)
+    note = (
+        f"auto within 5 % of the fastest at {100 * within:.0f} % of {len(rows)} points; "
+        f"medians of {bench.repeats}, interleaved"
+    )
+    title = f"strategies, forward + backward in seconds, {num_ranks} ranks, heads x {_HEAD_DIM}"
+    publish(title, rows, out, note)
+    if out:
+        draw_bars(
+            Path(out).with_suffix(f".compare-{num_ranks}.png"),
+            rows,
+            CANDIDATES,
+            label=lambda row: f"{row['tokens']:,} {row['mask']} {row['heads']}",
+            title=f"strategies, {num_ranks} ranks, seconds",
+        )
+
+
+def _require_hardware() -> None:
+    """Raises ConfigError where there is no machine file: ranks would, after they have measured."""
+    device = resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type
+    if find_hardware(device) is None:
+        raise ConfigError(
+            f"no machine file: {calibrated_path(device)} does not exist, or {HARDWARE_VARIABLE} is "
+            f"none; run `burst-rt calibrate` first, or set {HARDWARE_VARIABLE} to a machine file"
+        )
+
+
+@click.command()
+@WORLDS
+@TOKENS
+@heads_option(8)
+@click.option(
+    "--group",
+    "groups",
+    multiple=True,
+    type=click.IntRange(1),
+    default=(1, 4),
+    show_default=True,
+    help="Query heads per key/value head; may be repeated.",
+)
+@machine_options
+@REPEATS
+@OUT
+def command(
+    worlds: tuple[int, ...],
+    tokens: tuple[int, ...],
+    heads: int,
+    groups: tuple[int, ...],
+    **options: object,
+) -> None:
+    """All strategies against each other, full and causal, and how close the planner's choice comes
+    to the fastest.
+
+    Default: 2 and 4 ranks, 2K to 8K tokens.
+    """
+    for group in groups:
+        if heads % group:
+            raise InputError(f"strategies: --group must divide --heads, got {group} and {heads}")
+    _require_hardware()
+    options |= {"tokens": tokens or (2048, 4096, 8192), "heads": heads, "groups": groups}
+    for num_ranks in worlds or (2, 4):
+        run_on_ranks(measure, num_ranks, part="compare", **options)
+
+
+@click.command("predict")
+@WORLDS
+@TOKENS
+@heads_option(2)
+@machine_options
+@REPEATS
+@OUT
+def predict(worlds: tuple[int, ...], tokens: tuple[int, ...], **options: object) -> None:
+    """Forecasts against measurements: forward and backward of every strategy. The forecasts use
+    the machine file that `burst-rt calibrate` wrote.
+
+    Default: 2 ranks, 4K to 32K tokens. With more ranks than cores (say -n 4), the forecast also
+    counts that ranks share cores.
+    """
+    _require_hardware()
+    options |= {"tokens": tokens or (4096, 8192, 16384, 32768), "groups": (1,)}
+    for num_ranks in worlds or (2,):
+        run_on_ranks(measure, num_ranks, part="predict", **options)

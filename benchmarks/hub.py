@@ -1,21 +1,22 @@
 """What the hub's model takes when it is fed what 64 ranks send in an hour, without any ranks.
 
-`burst-rt bench telemetry` starts this in a process that has imported what a hub imports.
+The process has imported what a hub imports, and little more.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import msgspec
 import numpy as np
 import psutil
 
 import burst_rt.telemetry.hub  # noqa: F401  (what a hub imports counts as idle)
-from burst_rt.launch.bench.report import Cell, publish
+from benchmarks.options import OUT
+from burst_rt.launch.measure.report import Cell, publish
 from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     VERSION,
@@ -33,7 +34,7 @@ from burst_rt.telemetry.messages import (
 )
 from burst_rt.telemetry.timeline import SPAN
 
-__all__ = ["main"]
+__all__ = ["command"]
 
 _RANKS = 64
 _RATE_HZ = 5
@@ -44,8 +45,18 @@ _CALL_S = 0.2
 _GPU_METRICS = 21
 
 
-def main(seconds: int, out: Path | None) -> None:
-    """Feeds the hub's model what 64 ranks send in `seconds`; prints its memory beyond idle."""
+@click.command()
+@click.option(
+    "--minutes",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1),
+    help="How long the hub watches 64 ranks.",
+)
+@OUT
+def command(minutes: float, out: Path | None) -> None:
+    """Memory of the hub's model, beyond idle, when it watches 64 ranks for an hour."""
+    seconds = round(60 * minutes)
     process = psutil.Process()
     decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
     encoder = msgspec.msgpack.Encoder()
@@ -216,11 +227,3 @@ def _task(rank: int, number: int) -> TaskInfo:
 
 
 _SPANS = np.array([(i, i / 1e3, i / 1e3, (i + 1) / 1e3) for i in range(_TASKS)], SPAN).tobytes()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=int, default=3600)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    main(options.seconds, options.out)

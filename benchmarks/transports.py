@@ -1,6 +1,4 @@
-"""The ranks' side of `burst-rt bench transports`: MPI, a group's sockets and threads compared.
-
-Start it through that command.
+"""MPI, a group's sockets and threads compared: `python -m benchmarks transports`.
 
 One job has a context over MPI and a context over a group of torch.distributed. The two run in turn.
 Ranks that are threads run after them, in the first process, while the other processes sleep.
@@ -8,22 +6,23 @@ Ranks that are threads run after them, in the first process, while the other pro
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
+import click
 import torch
 import torch.distributed as dist
 
 import burst_rt
+from benchmarks.options import OUT, REPEATS, WORLDS
 from burst_rt import Context
-from burst_rt.launch.bench.report import Cell, median, publish
-from burst_rt.launch.bench.timing import progress, slowest_s
+from burst_rt.launch.measure.ranks import run_on_ranks
+from burst_rt.launch.measure.report import Cell, median, publish
+from burst_rt.launch.measure.timing import in_turn, progress, slowest_s
 
-__all__ = ["main"]
+__all__ = ["command"]
 
 _HEADS, _HEAD_DIM = 4, 64
 _MESSAGES = 20  # number in a row, for a figure of the transport alone
@@ -79,11 +78,8 @@ def _in_turn(
     sides: Sequence[Context], make: Callable[[Context], Callable[[], object]], repeats: int
 ) -> list[float]:
     """Median seconds of each side's slowest rank; the sides run in turn."""
-    runs = [(ctx, make(ctx)) for ctx in sides]
-    for ctx, run in runs:
-        slowest_s(ctx, run)
-    took = [[slowest_s(ctx, run) for ctx, run in runs] for _ in range(repeats)]
-    return [median([row[side] for row in took]) for side in range(len(runs))]
+    took = in_turn([partial(slowest_s, ctx, make(ctx)) for ctx in sides], repeats)
+    return [median(seconds) for seconds in zip(*took, strict=True)]
 
 
 def _threads_s(world: Context, tokens: int, repeats: int) -> float:
@@ -103,24 +99,18 @@ def _threads_s(world: Context, tokens: int, repeats: int) -> float:
     return took
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def measure(tokens: list[int], repeats: int, out: str | None) -> None:
     """Measures on all ranks; rank 0 prints and writes."""
-    parser = argparse.ArgumentParser(prog="burst_rt.launch.bench.transports")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(argv)
-    repeats: int = options.repeats
     sides = [burst_rt.init(timeout_s=1200), burst_rt.init(group=_group(), timeout_s=1200)]
     world = sides[0]
     calls: list[dict[str, Cell]] = []
-    with progress(world.rank == 0, len(options.tokens) + 1) as step:
-        for tokens in options.tokens:
-            step(f"{tokens:,} tokens")
-            mpi_s, torch_s = _in_turn(sides, partial(_attention, tokens=tokens), repeats)
-            threads_s = _threads_s(world, tokens, repeats)
+    with progress(world.rank == 0, len(tokens) + 1) as step:
+        for length in tokens:
+            step(f"{length:,} tokens")
+            mpi_s, torch_s = _in_turn(sides, partial(_attention, tokens=length), repeats)
+            threads_s = _threads_s(world, length, repeats)
             calls.append(
-                {"tokens": tokens, "mpi s": mpi_s, "torch s": torch_s, "local s": threads_s}
+                {"tokens": length, "mpi s": mpi_s, "torch s": torch_s, "local s": threads_s}
                 | {"torch, of mpi's speed": mpi_s / torch_s}
             )
         step("messages")
@@ -139,8 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if world.rank == 0:
         about = f"medians of {repeats}, mpi and torch interleaved, {world.world_size} ranks x 1"
         title = f"transports: forward + backward, causal, {_HEADS} heads x {_HEAD_DIM}, float32"
-        publish(title, calls, options.out, about + " thread")
-        publish("transports alone", alone, options.out, about + " thread")
+        publish(title, calls, out, about + " thread")
+        publish("transports alone", alone, out, about + " thread")
     for ctx in reversed(sides):
         ctx.close()
 
@@ -152,5 +142,22 @@ def _group() -> dist.ProcessGroup:
     return group
 
 
-if __name__ == "__main__":
-    main()
+@click.command()
+@WORLDS
+@click.option(
+    "--tokens",
+    multiple=True,
+    type=click.IntRange(64),
+    default=(2048, 4096, 8192, 16384),
+    show_default=True,
+    help="Tokens of the whole sequence; may be repeated.",
+)
+@REPEATS
+@OUT
+def command(worlds: tuple[int, ...], **options: object) -> None:
+    """MPI, a group of torch.distributed and threads, side by side: calls, messages, agreements.
+
+    Default: 2 ranks.
+    """
+    for num_ranks in worlds or (2,):
+        run_on_ranks(measure, num_ranks, threads=1, **options)

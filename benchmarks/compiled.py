@@ -3,7 +3,7 @@
 This serves tuning, and tests without a GPU: registers, spills and shared memory decide how many
 blocks a multiprocessor can hold, and the instructions tell whether the tensor cores are used. It
 says nothing about speed. `compile_all` is the way in. A child process (`python -m
-burst_rt.kernels.triton.aot`) does the compiling, because Triton cannot compile in a process that
+benchmarks.compiled`) does the compiling, because Triton cannot compile in a process that
 interprets kernels (TRITON_INTERPRET=1).
 """
 
@@ -124,8 +124,10 @@ def compile_all(requests: Iterable[Request], *, timeout_s: float = _DEADLINE_S) 
     asked = list(requests)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # The child finds the same burst_rt, however this process found it.
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-P", "-m", "burst_rt.kernels.triton.aot"]
+    # This package's own folder comes last: beside it are folders that must not be found by name.
+    paths = [*filter(None, sys.path), str(Path(__file__).resolve().parents[1])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, "-P", "-m", "benchmarks.compiled"]
     try:
         done = subprocess.run(
             command,

@@ -1,10 +1,10 @@
 """Simulated runs with delays, stalled ranks and lost ranks, from a seed.
 
-`rehearse` runs real engines on integer payloads (`payload.py`). Every task, message and piece of
-news takes as long as the seed says, spread over powers of ten, so that any order that hardware
-could show has its chance and tasks that outlast all others are common. In addition, a rank may
-stall for a time or for ever, or be lost. The rules by which other ranks learn of it are the
-drivers' rules:
+`rehearse` runs real engines on integers in place of tensors (`simulated_memory.py`). Every task,
+message and piece of news takes as long as the seed says, spread over powers of ten, so that any
+order that hardware could show has its chance and tasks that outlast all others are common. In
+addition, a rank may stall for a time or for ever, or be lost. The rules by which other ranks learn
+of it are the drivers' rules:
 
 * a rank that is lost, or gives up, is gone; the others learn it a while later, and take it for
   `PeerLost` once they wait for that rank (or for the agreement that opens a call);
@@ -23,10 +23,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from simulated_memory import Memory, Values
+
 from burst_rt.errors import BurstError, PeerLost, Stalled
 from burst_rt.scheduler.engine import Engine, Event, PeerGone, Schedule, TaskFailed
 from burst_rt.scheduler.simulator.hardware import Hardware
-from burst_rt.scheduler.simulator.payload import Memory, Values
 from burst_rt.scheduler.simulator.simulate import (
     Happening,
     Kind,

@@ -1,6 +1,4 @@
-"""The ranks' side of `burst-rt bench layer`: a layer by rings, all-to-all, tensor parallelism.
-
-Start it through that command.
+"""One layer by rings, all-to-all, tensor parallelism: `python -m benchmarks layer`.
 
 One transformer layer, forward and backward, is spread over the ranks in every way: a ring,
 all-to-all, tensor parallelism without and with a split sequence (the BurstAttention paper's
@@ -11,22 +9,27 @@ over the ranks in every backward.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
+import click
 import torch
 
 import burst_rt
-from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
-from burst_rt.baselines.tensor_parallel import ParallelLayer, whole_weights
+from benchmarks.options import OUT, RANKS, REPEATS
+from benchmarks.plots import draw_lines
+from benchmarks.tensor_parallel import ParallelLayer, whole_weights
 from burst_rt.errors import InputError
-from burst_rt.launch.bench.plots import draw_lines
-from burst_rt.launch.bench.report import Cell, median, publish
-from burst_rt.launch.bench.timing import progress, slowest_s
+from burst_rt.launch.measure.ranks import run_on_ranks
+from burst_rt.launch.measure.report import Cell, median, publish
+from burst_rt.launch.measure.timing import progress, slowest_s
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
+from burst_rt.launch.where import machine_options
 
-__all__ = ["STRATEGIES", "allowed", "main"]
+__all__ = ["STRATEGIES", "allowed", "command"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 STRATEGIES = ("burst", "all-to-all", *TENSOR_PARALLEL)
 _MIB = 2**20
@@ -120,40 +123,30 @@ def _speeds(rows: Sequence[Mapping[str, Cell]], tokens: int) -> dict[str, Cell]:
     return {str(row["strategy"]): row["tokens/s"] for row in rows if row["tokens"] == tokens}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def run_rank(shape: dict[str, int], tokens: list[int], repeats: int, out: str | None) -> None:
     """Measures on all ranks; rank 0 prints, writes and draws. Blocks for the other ranks."""
-    parser = argparse.ArgumentParser(prog="burst_rt.launch.bench.layer")
-    parser.add_argument("--shape", type=json.loads, required=True)
-    parser.add_argument("--tokens", type=int, nargs="+", required=True)
-    parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(argv)
-    shape = LayerShape(**options.shape)
+    layer = LayerShape(**shape)
     with burst_rt.init(timeout_s=1200, stall_s=300) as ctx:
-        strategies, left_out = allowed(shape, ctx.world_size)
-        with progress(
-            ctx.rank == 0, len(options.tokens) * len(strategies) * (options.repeats + 1)
-        ) as step:
+        strategies, left_out = allowed(layer, ctx.world_size)
+        with progress(ctx.rank == 0, len(tokens) * len(strategies) * (repeats + 1)) as step:
             rows = [
                 row
-                for tokens in options.tokens
-                for row in measure(ctx, shape, tokens, strategies, options.repeats, step)
+                for length in tokens
+                for row in measure(ctx, layer, length, strategies, repeats, step)
             ]
         if ctx.rank:
             return
-        sizes = ", ".join(f"{name} {value:,}" for name, value in options.shape.items())
+        sizes = ", ".join(f"{name} {value:,}" for name, value in shape.items())
         title = f"one layer, forward + backward, causal: {sizes}; {ctx.world_size} ranks"
         notes = [
-            f"medians of {options.repeats}, interleaved; bytes and planned memory of rank 0",
+            f"medians of {repeats}, interleaved; bytes and planned memory of rank 0",
             *(f"left out: {why}" for why in left_out),
         ]
-        publish(title, rows, options.out, ". ".join(notes))
-        if options.out:
-            speeds = [{"tokens": n, **_speeds(rows, n)} for n in options.tokens]
-            png = options.out.with_suffix(f".layer-{ctx.world_size}.png")
+        publish(title, rows, out, ". ".join(notes))
+        if out:
             draw_lines(
-                png,
-                speeds,
+                Path(out).with_suffix(f".layer-{ctx.world_size}.png"),
+                [{"tokens": n, **_speeds(rows, n)} for n in tokens],
                 "tokens",
                 strategies,
                 ylabel="tokens/s, forward + backward",
@@ -161,5 +154,39 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
 
 
-if __name__ == "__main__":
-    main()
+def _size(name: str, default: int, what: str) -> Callable[[_F], _F]:
+    return click.option(
+        name, default=default, show_default=True, type=click.IntRange(1), help=f"{what}."
+    )
+
+
+@click.command()
+@RANKS
+@click.option(
+    "--tokens",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=(1024, 2048, 4096),
+    show_default=True,
+    help="Tokens of the whole sequence; may be repeated.",
+)
+@_size("--dim", 512, "Width of the residual stream")
+@_size("--heads", 8, "Query heads")
+@_size("--kv-heads", 8, "Key and value heads")
+@_size("--head-dim", 64, "Width of a head")
+@_size("--ffn-dim", 1408, "Width of the feed-forward")
+@machine_options
+@REPEATS
+@OUT
+def command(
+    num_ranks: int, tokens: tuple[int, ...], repeats: int, out: Path | None, **sizes: int
+) -> None:
+    """One transformer layer over MPI ranks: a ring, all-to-all, and tensor parallelism without and
+    with a split sequence.
+    """
+    names = {"heads": "num_heads", "kv_heads": "num_kv_heads"}
+    shape = {names.get(name, name): size for name, size in sizes.items()}
+    LayerShape(**shape)  # raises here, not on every rank
+    run_on_ranks(
+        run_rank, num_ranks, threads=1, shape=shape, tokens=tokens, repeats=repeats, out=out
+    )

@@ -1,4 +1,4 @@
-"""`burst-rt bench paper`: the BurstAttention paper's figures (arXiv 2403.09347) beside forecasts.
+"""The BurstAttention paper's figures (arXiv 2403.09347) beside forecasts.
 
 The machine file a100-pcie is fitted to three rows of the paper: first-token latency at 32K, 64K and
 128K tokens. Everything else here is forecast.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from burst_rt.launch.bench.report import Cell, publish
+import click
+
+from benchmarks.options import OUT
+from burst_rt.launch.measure.report import Cell, publish
 from burst_rt.launch.plan.model import MODELS, forecast_model, published_mask
 from burst_rt.planning.machines import load_hardware
 
-__all__ = ["FIRST_TOKEN_S", "FITTED", "OUT_OF_MEMORY", "STRATEGIES", "main"]
+__all__ = ["FIRST_TOKEN_S", "FITTED", "OUT_OF_MEMORY", "STRATEGIES", "command"]
 
 STRATEGIES = ("tensor-parallel", "tensor-parallel+sequence", "burst")
 # First-token latency in seconds, LLaMA-7B on 8 GPUs, by tokens: one column a strategy.
@@ -49,8 +52,12 @@ _TRAINED = (
 )  # fmt: skip
 
 
-def main(out: Path | None) -> None:
-    """Prints the tables of first-token latency and training, and adds them to `out` if given."""
+@click.command()
+@OUT
+def command(out: Path | None) -> None:
+    """The BurstAttention paper's figures (arXiv 2403.09347) next to the simulator's forecasts.
+    Measures nothing.
+    """
     _first_token(out)
     _training(out)
 
