@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import click
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import cli
+from benchmarks.page import page
 from burst_rt.errors import ConfigError, InputError
 
 
@@ -50,3 +55,35 @@ def test_usage_errors_name_the_option() -> None:
     done = CliRunner().invoke(cli, ["strategies", "--repeats", "0"])
     assert done.exit_code == 2
     assert "Invalid value for '--repeats': 0 is not in the range x>=1" in done.output
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_is_what_the_results_give() -> None:
+    """Write it again with `python -m benchmarks page`."""
+    text = (_ROOT / "BENCHMARKS.md").read_text(encoding="utf-8")
+    assert text == page()
+    assert len(text.splitlines()) <= 150
+    shown = re.findall(r"\]\((benchmarks/\S+)\)", text)
+    assert [name for name in shown if not (_ROOT / name).exists()] == []
+
+
+def test_every_file_of_results_says_what_made_it() -> None:
+    paths = sorted((_ROOT / "benchmarks" / "results").glob("*.json"))
+    assert len(paths) > 30
+    for path in paths:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(results.pop("machine"), dict)
+        assert results.pop("command").startswith(("burst-rt ", "python -m benchmarks ", "make "))
+        results.pop("note", None)
+        assert results
+        for title, rows in results.items():
+            assert rows, (path.name, title)
+            assert len({tuple(row) for row in rows}) == 1, (path.name, title)
+
+
+def test_a_table_of_an_unknown_name_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.page._results", lambda source: {"machine": {}, "command": ""})
+    with pytest.raises(KeyError):
+        page()
