@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import sys
 import warnings
@@ -17,14 +16,8 @@ import torch
 # does not put on the path. The folder above must stay off the path: `scheduler` would be
 # importable by that name.
 sys.path.insert(0, str(Path(__file__).parent))
-# So the package of benchmarks, which is in no wheel, is found by its file.
-_benchmarks = importlib.util.spec_from_file_location(
-    "benchmarks", Path(__file__).resolve().parents[1] / "benchmarks" / "__init__.py"
-)
-assert _benchmarks is not None
-assert _benchmarks.loader is not None
-sys.modules["benchmarks"] = importlib.util.module_from_spec(_benchmarks)
-_benchmarks.loader.exec_module(sys.modules["benchmarks"])
+import source_tree  # noqa: F401  (makes `benchmarks` importable)
+
 # Fresh outputs and receive slots hold NaN: memory that is used before it is written shows. MPI jobs
 # inherit the variable.
 os.environ["BURST_RT_POISON"] = "1"

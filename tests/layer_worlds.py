@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import source_tree  # noqa: F401  (makes `benchmarks` importable)
 import torch
 from spec import relative_error
 

@@ -46,7 +46,7 @@ class _Part(click.Choice[str]):
     """A part of the attention benchmark."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        # `value` is whatever stands on the command line; click types it so.
+        # click gives `value` the type Any.
         if value in _PARTS_ELSEWHERE:
             self.fail(f"{value}: {_where(f'attention --part {value}')}", param, ctx)
         return super().convert(value, param, ctx)
