@@ -8,6 +8,7 @@ import ast
 import importlib
 import importlib.metadata
 import inspect
+import json
 import os
 import re
 import runpy
@@ -153,6 +154,38 @@ def test_a_wheel_holds_modules_examples_the_type_marker_the_machines_and_the_pag
     }
     assert "burst_rt/dashboard/assets/index.html" in page
     assert {name for name in names if "/assets/" in name} == page
+
+
+def test_the_benchmarks_of_users_work_in_an_installed_copy(installed: Path, tmp_path: Path) -> None:
+    source = "import importlib.util; print(importlib.util.find_spec('benchmarks'))"
+    python = (sys.executable, "-P")
+    out = _run(*python, "-c", source, cwd=tmp_path, python_path=str(installed))
+    assert out.strip() == "None"
+    bench = (*python, "-m", "burst_rt.launch.main", "bench")
+    words = ["--part", "speed", "--max-tokens", "2048", "--repeats", "1", "--out", "speed.json"]
+    _run(*bench, "attention", *words, cwd=tmp_path, python_path=str(installed))
+    results = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))
+    assert "cpu" in results.pop("machine")
+    ((title, rows),) = results.items()
+    assert title.endswith("2 ranks x 1 thread")
+    assert [(row["tokens"], row["mask"]) for row in rows] == [(2048, "full"), (2048, "causal")]
+    assert (tmp_path / "speed.speed.png").read_bytes().startswith(b"\x89PNG")
+    assert "--limit-s" in _run(*bench, "tune", "--help", cwd=tmp_path, python_path=str(installed))
+
+
+def test_an_sdist_has_the_benchmarks_and_their_results(distributions: Path) -> None:
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as sdist:
+        files = {name.partition("/")[2] for name in sdist.getnames()}
+    wanted = ["__main__.py", "LOG.md", "page.toml", "attention.svg", "results/error.json"]
+        "__main__.py",
+        "layer.py",
+        "LOG.md",
+        "page.toml",
+        "attention.svg",
+        "results/error.json",
+    ]
+    assert {f"benchmarks/{name}" for name in wanted} <= files
 
 
 def test_an_index_shows_the_readme_without_links_that_lead_nowhere(distributions: Path) -> None:
