@@ -178,13 +178,6 @@ def test_an_sdist_has_the_benchmarks_and_their_results(distributions: Path) -> N
     with tarfile.open(path) as sdist:
         files = {name.partition("/")[2] for name in sdist.getnames()}
     wanted = ["__main__.py", "LOG.md", "page.toml", "attention.svg", "results/error.json"]
-        "__main__.py",
-        "layer.py",
-        "LOG.md",
-        "page.toml",
-        "attention.svg",
-        "results/error.json",
-    ]
     assert {f"benchmarks/{name}" for name in wanted} <= files
 
 
