@@ -35,8 +35,10 @@ _COMMANDS = {
     "transports": "MPI, a group of torch.distributed and threads, side by side.",
 }
 # What `all` runs: no GPU, no machine file but the one that `burst-rt calibrate` wrote.
-_ALL = ("engine", "attention", "layer", "strategies", "predict", "scaling", "serve", "prefill")
-_ALL += ("paper", "aot")
+_ALL = (
+    "engine", "attention", "layer", "strategies", "predict", "scaling", "serve", "prefill", "paper",
+    "aot",
+)  # fmt: skip
 # Commands whose module has another name than they.
 _PLACES = {"gpu-check": "gpu_check:command", "predict": "strategies:predict"}
 

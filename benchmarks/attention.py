@@ -112,9 +112,8 @@ class CostBench(Bench):
                 }
             ]
 
-        def theirs(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, causal: bool
-        ) -> None:
+        def theirs(tensors: list[torch.Tensor], causal: bool) -> None:
+            q, k, v, dout = tensors
             out = ring_flash_attn(q, k, v, causal=causal, bucket_size=512, ring_reduce_col=True)
             torch.autograd.grad(out, (q, k, v), dout)
 
@@ -126,7 +125,7 @@ class CostBench(Bench):
                 tensors = inputs(shape, self.ctx.layout(tokens, "contiguous").shard_len)
                 took = versus(
                     partial(slowest_s, self.ctx, self.ours(shape)),
-                    partial(slowest_s, self.ctx, partial(theirs, *tensors, causal)),
+                    partial(slowest_s, self.ctx, partial(theirs, tensors, causal)),
                     self.repeats,
                 )
                 rows.append(
@@ -258,4 +257,4 @@ def measure(parts: list[str], repeats: int, max_tokens: int, out: str | None) ->
 @OUT
 def command(num_ranks: int, **options: object) -> None:
     """Attention's overhead and memory on this machine, and ring-attention-pytorch beside it."""
-    run_on_ranks(measure, num_ranks, threads=1, **options)
+    run_on_ranks(measure, num_ranks, options, threads=1)

@@ -187,6 +187,5 @@ def command(
     names = {"heads": "num_heads", "kv_heads": "num_kv_heads"}
     shape = {names.get(name, name): size for name, size in sizes.items()}
     LayerShape(**shape)  # raises here, not on every rank
-    run_on_ranks(
-        run_rank, num_ranks, threads=1, shape=shape, tokens=tokens, repeats=repeats, out=out
-    )
+    options = {"shape": shape, "tokens": tokens, "repeats": repeats, "out": out}
+    run_on_ranks(run_rank, num_ranks, options, threads=1)

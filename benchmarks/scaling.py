@@ -93,9 +93,10 @@ def _job(
 ) -> list[dict[str, float | str]]:
     with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
         times = Path(folder) / "times.json"
-        run_on_ranks(
-            strategies.measure, num_ranks, threads=1, part="time", tokens=lengths, heads=heads,
-            groups=[1], repeats=repeats, out=times,
-        )  # fmt: skip
+        options = {
+            "part": "time", "tokens": lengths, "heads": heads, "groups": [1], "repeats": repeats,
+            "out": times,
+        }  # fmt: skip
+        run_on_ranks(strategies.measure, num_ranks, options, threads=1)
         rows: list[dict[str, float | str]] = json.loads(times.read_text())
         return rows

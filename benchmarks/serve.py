@@ -204,9 +204,10 @@ class Bench:
             said[strategy] = step.explain(self.config.heads, strategy=strategy)  # plans it, too
             return partial(step.attend, 0, *self._new_tokens(step.num_tokens), strategy=strategy)
 
-        turns = in_turn(
-            [lambda name=name: slowest_s(self.ctx, attending(name)) for name in names], self.pairs
-        )
+        def took_s(strategy: str) -> float:
+            return slowest_s(self.ctx, attending(strategy))
+
+        turns = in_turn([partial(took_s, name) for name in names], self.pairs)
         took = list(zip(*turns, strict=True))
         rows: Rows = []
         for name, seconds in zip(names, took, strict=True):
@@ -369,4 +370,4 @@ def command(worlds: tuple[int, ...], threads: int | None, **options: object) -> 
     for num_ranks in worlds or (2,):
         alone = threads or num_ranks
         share = max(1, alone // num_ranks)
-        run_on_ranks(measure, num_ranks, threads=share, **options | {"threads": alone})
+        run_on_ranks(measure, num_ranks, {**options, "threads": alone}, threads=share)

@@ -377,7 +377,7 @@ def command(
     _require_hardware()
     options |= {"tokens": tokens or (2048, 4096, 8192), "heads": heads, "groups": groups}
     for num_ranks in worlds or (2, 4):
-        run_on_ranks(measure, num_ranks, part="compare", **options)
+        run_on_ranks(measure, num_ranks, {"part": "compare", **options})
 
 
 @click.command("predict")
@@ -397,4 +397,4 @@ def predict(worlds: tuple[int, ...], tokens: tuple[int, ...], **options: object)
     _require_hardware()
     options |= {"tokens": tokens or (4096, 8192, 16384, 32768), "groups": (1,)}
     for num_ranks in worlds or (2,):
-        run_on_ranks(measure, num_ranks, part="predict", **options)
+        run_on_ranks(measure, num_ranks, {"part": "predict", **options})

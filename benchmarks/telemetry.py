@@ -212,4 +212,4 @@ def _start_viewer(agent: Agent) -> psutil.Popen:
 @OUT
 def command(num_ranks: int, **options: object) -> None:
     """Time of a step with and without telemetry. `hub` measures the hub's memory."""
-    run_on_ranks(measure, num_ranks, threads=1, **options)
+    run_on_ranks(measure, num_ranks, options, threads=1)

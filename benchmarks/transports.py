@@ -110,8 +110,13 @@ def measure(tokens: list[int], repeats: int, out: str | None) -> None:
             mpi_s, torch_s = _in_turn(sides, partial(_attention, tokens=length), repeats)
             threads_s = _threads_s(world, length, repeats)
             calls.append(
-                {"tokens": length, "mpi s": mpi_s, "torch s": torch_s, "local s": threads_s}
-                | {"torch, of mpi's speed": mpi_s / torch_s}
+                {
+                    "tokens": length,
+                    "mpi s": mpi_s,
+                    "torch s": torch_s,
+                    "local s": threads_s,
+                    "torch, of mpi's speed": mpi_s / torch_s,
+                }
             )
         step("messages")
         alone: list[dict[str, Cell]] = []
@@ -160,4 +165,4 @@ def command(worlds: tuple[int, ...], **options: object) -> None:
     Default: 2 ranks.
     """
     for num_ranks in worlds or (2,):
-        run_on_ranks(measure, num_ranks, threads=1, **options)
+        run_on_ranks(measure, num_ranks, options, threads=1)

@@ -140,4 +140,4 @@ def attention(num_ranks: int, **options: object) -> None:
     from burst_rt.launch.bench.attention import measure
     from burst_rt.launch.measure.ranks import run_on_ranks
 
-    run_on_ranks(measure, num_ranks, threads=1, **options)
+    run_on_ranks(measure, num_ranks, options, threads=1)

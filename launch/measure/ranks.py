@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -18,7 +18,11 @@ __all__ = ["run_on_ranks"]
 
 
 def run_on_ranks(
-    function: Callable[..., None], num_ranks: int, *, threads: int | None = None, **options: object
+    function: Callable[..., None],
+    num_ranks: int,
+    options: Mapping[str, object],
+    *,
+    threads: int | None = None,
 ) -> None:
     """Calls `function(**options)` on every rank of a job, and blocks until the job has ended.
 

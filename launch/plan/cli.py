@@ -379,7 +379,7 @@ def calibrate(num_ranks: int, out: Path | None, force: bool, **options: object) 
         raise InputError(f"--out: cannot write to {path.parent}: {error.strerror}") from error
     with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
         made, doubts = Path(folder, "machine.toml"), Path(folder, "doubts")
-        run_on_ranks(measure, num_ranks, made=made, doubts=doubts, **options)
+        run_on_ranks(measure, num_ranks, {**options, "made": made, "doubts": doubts})
         found, doubtful = load_hardware(made), doubts.read_text(encoding="utf-8").splitlines()
         text = made.read_text(encoding="utf-8")
     _print_machine(found)
