@@ -72,11 +72,12 @@ lint: $(ALL) ## ruff: rules and format
 	$(BIN)/ruff format --check .
 
 # mypy cannot follow package_dir in the work tree, so it reads an installed copy; and it must not see the work tree's burst_rt at all,
-# which is why it is started elsewhere. The second time it has read torch and the package already.
-types: $(ALL) ## mypy, strict, on the package, the tests and the examples
+# which is why it is started elsewhere, beside a copy of the benchmarks. The second time it has read torch and the package already.
+types: $(ALL) ## mypy, strict, on the package, benchmarks, tests and examples
 	rm -rf build
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p burst_rt
+	cp -r benchmarks build/typed
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p burst_rt -p benchmarks
 	cd build/typed && MYPYPATH=../../tests ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache ../../tests ../../examples
 
 docs: $(DOCS) ## the guide, as pages in build/guide/docs; a link that leads nowhere is an error
@@ -129,7 +130,7 @@ findings: ## run what was found out about others' packages again: a line each (f
 	done; exit $$failed
 
 bench: $(ALL) ## all benchmarks of the project, on this machine
-	$(BIN)/burst-rt bench all
+	$(BIN)/python -m benchmarks all
 
 GPU_PYTHON ?= python3
 
@@ -152,6 +153,7 @@ endef
 export GPU_SETUPTOOLS
 
 # The library by its full name: libmpi.so is a text for linkers, which cannot be loaded.
+# The tree comes last on the path: for benchmarks/ only, and never for burst_rt/, which lacks its other folders there.
 # That machine needs no network: its own PyTorch, Triton, CuPy, pytest and setuptools, this tree, and wheels/.
 gpu-check: ## on a machine with an NVIDIA GPU: correctness, sanitizer, speed, within 8 minutes; writes gpu-check.json
 	@$(GPU_PYTHON) -c "$$GPU_SETUPTOOLS"
@@ -160,8 +162,8 @@ gpu-check: ## on a machine with an NVIDIA GPU: correctness, sanitizer, speed, wi
 		. $(wildcard wheels/*.whl)
 	at="$(CURDIR)/build/gpu"; PATH="$$at/bin:$$at/local/bin:$$PATH" PYTHONSAFEPATH=1 \
 		MPI4PY_LIBMPI="$$(ls $$at/lib/libmpi.so.* $$at/local/lib/libmpi.so.* 2>/dev/null | head -n 1)" \
-		PYTHONPATH="$$(ls -d $$at/lib*/python3.*/site-packages $$at/local/lib*/python3.*/*-packages 2>/dev/null | paste -s -d :)" \
-		$(GPU_PYTHON) -m burst_rt.launch.gpu_check
+		PYTHONPATH="$$(ls -d $$at/lib*/python3.*/site-packages $$at/local/lib*/python3.*/*-packages 2>/dev/null | paste -s -d :):$(CURDIR)" \
+		$(GPU_PYTHON) -m benchmarks gpu-check
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -12,7 +12,7 @@ html_title = f"burst_rt {__version__}"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 # Sources lie where GitHub shows them, so a link works there and here.
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/decisions/*.md", "*.md", "findings/*.md"]
+include_patterns = ["docs/*.md", "docs/decisions/*.md", "*.md", "findings/*.md", "benchmarks/*.md"]
 exclude_patterns = [".*", "build", "runs", "**/__pycache__"]
 myst_heading_anchors = 3
 # The theme that comes with Sphinx loads no font and no script from elsewhere.

@@ -17,6 +17,7 @@ _FOLDERS = {
     "burst_rt": "**/*.py",
     "launch": "**/*.py",
     "examples": "**/*.py",
+    "benchmarks": "*.py",
     "tests": "*.py",
 }
 

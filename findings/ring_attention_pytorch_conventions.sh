@@ -9,7 +9,7 @@
 #     causal=False: other keys under the mask change the output by 0.0e+00
 #     causal=True: other keys under the mask change the output by 7.7e-01
 #     4 heads over 2 key heads: off by 1.2e+00 from h // 2, by 4.3e-08 from h % 2
-# Decided here: launch/bench/attention.py (`outside`) compares with it on equal numbers of heads and without padding, where both compute the same.
+# Decided here: benchmarks/attention.py (`outside`) compares with it on equal numbers of heads and without padding, where both compute the same.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 environment "${torch[@]}" ring-attention-pytorch==0.5.20

@@ -12,7 +12,7 @@
 #     2 ranks, causal=False: off by 4e-01, 5e-01
 #     2 ranks, causal=True: off by 1e-07, 8e-01
 # Decided here: the row on yunchang in docs/others.md; burst-rt bench takes ring-attention-pytorch, not yunchang, as its peer on CPUs
-#   (launch/bench/attention.py).
+#   (benchmarks/attention.py).
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 environment "${torch[@]}" yunchang==0.6.4

@@ -1,4 +1,4 @@
-"""What all tests share: poisoned memory, one torch thread, the modules beside this file."""
+"""What all tests share: poisoned memory, one torch thread, modules of the source tree."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import torch
 # does not put on the path. The folder above must stay off the path: `scheduler` would be
 # importable by that name.
 sys.path.insert(0, str(Path(__file__).parent))
+import source_tree  # noqa: F401  (makes `benchmarks` importable)
+
 # Fresh outputs and receive slots hold NaN: memory that is used before it is written shows. MPI jobs
 # inherit the variable.
 os.environ["BURST_RT_POISON"] = "1"

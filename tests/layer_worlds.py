@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import source_tree  # noqa: F401  (makes `benchmarks` importable)
 import torch
 from spec import relative_error
 
+from benchmarks.tensor_parallel import ParallelLayer, whole_weights
 from burst_rt import Context
-from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape
-from burst_rt.baselines.tensor_parallel import ParallelLayer, whole_weights
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerShape
 
 __all__ = ["LayerCase", "Outcome", "reference", "spread"]
 

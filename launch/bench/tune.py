@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -32,7 +32,7 @@ from burst_rt.kernels import KERNELS, Work
 from burst_rt.kernels.speed import KIND, TileProblem, failures, issue_timed, told
 from burst_rt.kernels.triton.configs import Config, arch_of
 from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying
-from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.planning.masks import Causal, Full
 from burst_rt.remembered import forget
 
@@ -107,6 +107,30 @@ def paste(kind: str, arch: int, head_dim: int, trials: Sequence[Trial], best: Tr
     )
 
 
+class Tuning(NamedTuple):
+    """What `main` was asked for: the GPU, its inputs' type, and runs of each configuration."""
+
+    device: torch.device
+    dtype: str  # a name of `_DTYPES`
+    repeats: int
+
+
+class Search(NamedTuple):
+    """One kernel at one head size, and its candidates; the first is the table's own."""
+
+    head_dim: int
+    kind: str
+    configs: Sequence[Config]
+
+
+class Tuned(NamedTuple):
+    """The result of a search."""
+
+    trials: list[Trial]
+    best: Trial | None  # None: no trial ran, or one got stuck
+    line: str = ""  # the best one for configs.py
+
+
 def main(
     head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out: Path | None
 ) -> None:
@@ -118,77 +142,88 @@ def main(
     if not torch.cuda.is_available():
         raise ConfigError("bench tune: torch sees no CUDA device; see `burst-rt doctor`")
     device = torch.device("cuda", torch.cuda.current_device())
-    arch, kind_of_input = arch_of(torch.cuda.get_device_capability(device)), _DTYPES[dtype]
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    tuning = Tuning(device, dtype, repeats)
     searches = [
-        (head_dim, kind, candidates(kind, arch, head_dim, kind_of_input.itemsize))
+        Search(head_dim, kind, candidates(kind, arch, head_dim, _DTYPES[dtype].itemsize))
         for head_dim in head_dims
         for kind in TUNED
     ]
     end_s = time.monotonic() + limit_s
-    wanted = [
-        Wanted(kind, str(device), dtype, head_dim, config)
-        for head_dim, kind, configs in searches
-        for config in configs
-    ]
-    failed = sum(code > 0 for code in compile_beside(wanted, limit_s / 2))
-    if failed:
-        print(
-            f"bench tune: {failed} processes failed; trials compile by themselves", file=sys.stderr
-        )
-    tried: list[tuple[str, int, Trial]] = []
-    found: dict[tuple[int, str], tuple[Trial, str]] = {}
-    stuck: Trial | None = None
-    for i, (head_dim, kind, configs) in enumerate(searches):
+    _compile_all(tuning, searches, limit_s / 2)
+    tuned: list[Tuned] = []
+    for i, search in enumerate(searches):
         # Each search that is still to come gets an even share of the time that is left.
         now_s = time.monotonic()
         share_ends_s = now_s + (end_s - now_s) / (len(searches) - i)
-        works = [
-            Work(device, kind_of_input, head_dim, mask, kind == "forward")
-            for mask in (Full(), Causal())
-        ]
-        trials = trials_of(
-            kind,
-            [TileProblem(work) for work in works],
-            configs,
-            lambda run: _seconds(run, repeats),
-            _after(share_ends_s),
-            settle=_settle,
-        )
-        best = None if trials[-1].stuck else confirmed(kind, works[-1], trials, settle=_settle)
-        tried += [(kind, head_dim, trial) for trial in trials]
-        if best is not None:
-            kept = keep(kind, device, head_dim, kind_of_input, best.config)
-            line = paste(kind, arch, head_dim, trials, best)
-            found[head_dim, kind] = (
-                best,
-                line if kept else f"{line}  not remembered: the cache folder cannot be written",
-            )
-        stuck = next((trial for trial in trials if trial.stuck), None)
-        if stuck:
+        tuned.append(_tune(tuning, search, arch, _after(share_ends_s)))
+        if any(trial.stuck for trial in tuned[-1].trials):
             break
-    taken = {id(trial) for trial, _ in found.values()}
-    rows = [_row(kind, head_dim, trial, id(trial) in taken) for kind, head_dim, trial in tried]
     # The remembered speeds of kernels no longer hold.
     forget(KIND)
-    title = f"block sizes on {torch.cuda.get_device_name(device)}, sm_{arch}, {dtype}"
     publish(
-        title,
-        rows,
+        f"block sizes on {torch.cuda.get_device_name(device)}, sm_{arch}, {dtype}",
+        [
+            _row(search, trial, trial is result.best)
+            for search, result in zip(searches, tuned, strict=False)
+            for trial in result.trials
+        ],
         out,
         f"medians of {repeats}; a full and a causal tile of 4,096 x 4,096 together",
     )
     print(
         "For burst_rt/kernels/triton/configs.py (jobs on this machine use them from now on):",
-        *(line for _, line in found.values()),
+        *(result.line for result in tuned if result.line),
         sep="\n",
     )
+    stuck = next((trial for result in tuned for trial in result.trials if trial.stuck), None)
     if stuck:
-        print(f"bench tune: ended early: {stuck.config} {stuck.why}", file=sys.stderr)
-        # Anything that asks the device would wait for ever, Python's own exit too. When this
-        # process is gone, the driver ends what the process has started.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _end_early(stuck)
+
+
+def _compile_all(tuning: Tuning, searches: Sequence[Search], limit_s: float) -> None:
+    wanted = [
+        Wanted(search.kind, str(tuning.device), tuning.dtype, search.head_dim, config)
+        for search in searches
+        for config in search.configs
+    ]
+    failed = sum(code > 0 for code in compile_beside(wanted, limit_s))
+    if failed:
+        print(
+            f"bench tune: {failed} processes failed; trials compile by themselves", file=sys.stderr
+        )
+
+
+def _tune(tuning: Tuning, search: Search, arch: int, out_of_time: Callable[[], bool]) -> Tuned:
+    """Tries a search's candidates, checks the fastest once more, and keeps it."""
+    head_dim, kind, dtype = search.head_dim, search.kind, _DTYPES[tuning.dtype]
+    works = [
+        Work(tuning.device, dtype, head_dim, mask, kind == "forward") for mask in (Full(), Causal())
+    ]
+    trials = trials_of(
+        kind,
+        [TileProblem(work) for work in works],
+        search.configs,
+        lambda run: _seconds(run, tuning.repeats),
+        out_of_time,
+        settle=_settle,
+    )
+    best = None if trials[-1].stuck else confirmed(kind, works[-1], trials, settle=_settle)
+    if best is None:
+        return Tuned(trials, None)
+    line = paste(kind, arch, head_dim, trials, best)
+    if not keep(kind, tuning.device, head_dim, dtype, best.config):
+        line += "  not remembered: the cache folder cannot be written"
+    return Tuned(trials, best, line)
+
+
+def _end_early(stuck: Trial) -> NoReturn:
+    print(f"bench tune: ended early: {stuck.config} {stuck.why}", file=sys.stderr)
+    # Anything that asks the device would wait for ever, Python's own exit too. When this process
+    # is gone, the driver ends what the process has started.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> list[int]:
@@ -356,11 +391,11 @@ def _seconds(run: Callable[[], None], repeats: int) -> float:
     return median(times)
 
 
-def _row(kind: str, head_dim: int, trial: Trial, best: bool) -> dict[str, Cell]:
+def _row(search: Search, trial: Trial, best: bool) -> dict[str, Cell]:
     config = trial.config
     return {
-        "kernel": kind,
-        "head_dim": head_dim,
+        "kernel": search.kind,
+        "head_dim": search.head_dim,
         "block": f"{config.block_m} x {config.block_n}",
         "warps": config.num_warps,
         "stages": config.num_stages,

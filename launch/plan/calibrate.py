@@ -13,19 +13,19 @@ ranks on the host share these cores.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 import burst_rt
-from burst_rt.launch.bench.report import machine, median
-from burst_rt.launch.bench.timing import (
+from burst_rt.launch.measure.report import machine, median
+from burst_rt.launch.measure.timing import (
     TIMES_OVER,
     have_memory,
     keep_freed_memory,
@@ -38,7 +38,7 @@ from burst_rt.planning.machines import to_toml
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node
 
-__all__ = ["Calibration", "main"]
+__all__ = ["Calibration", "measure"]
 
 # Tokens of a rank, and the strategies whose operations are sampled. Whole matrices of scores are
 # sampled at sizes that no cache holds.
@@ -256,22 +256,12 @@ def _nothing(rank: int, ctx: burst_rt.Context) -> Graph:
     return g.build()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures on all ranks; rank 0 writes the machine file and the file of doubts."""
-    parser = argparse.ArgumentParser(prog="burst_rt.launch.plan.calibrate")
-    parser.add_argument("--heads", type=int, required=True)
-    parser.add_argument("--head-dim", type=int, required=True)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], required=True)
-    parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--max-tokens", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--doubts",
-        type=Path,
-        required=True,
-        help="a file for the reasons not to trust the figures, one a line",
-    )
-    options = parser.parse_args(argv)
+def measure(made: str, doubts: str, repeats: int, max_tokens: int, **shape: Any) -> None:
+    """Measures on all ranks; rank 0 writes the machine file and the file of doubts.
+
+    made, doubts: the paths of the two; reasons not to trust the figures are one a line.
+    shape: heads, head_dim, and dtype by its name.
+    """
     keep_freed_memory()
     with burst_rt.init() as ctx:
         if ctx.world_size < 2:
@@ -280,27 +270,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         torch.manual_seed(ctx.rank)
         first = ctx.rank == 0
-        shape = {
-            "heads": options.heads,
-            "head_dim": options.head_dim,
-            "dtype": getattr(torch, options.dtype),
-        }
-        calibration = Calibration(
-            ctx, **shape, repeats=options.repeats, max_tokens=options.max_tokens
-        )
+        about = "{heads} heads x {head_dim}, {dtype}".format(**shape)
+        shape["dtype"] = getattr(torch, shape["dtype"])
+        calibration = Calibration(ctx, **shape, repeats=repeats, max_tokens=max_tokens)
         with progress(first, len(_STRATEGIES) + 2) as step:
-            found = calibration.hardware(step)
-        doubtful = calibration.doubts(found)
+            hardware = calibration.hardware(step)
+        doubtful = calibration.doubts(hardware)
         if first:
-            options.doubts.write_text("".join(f"{doubt}\n" for doubt in doubtful), encoding="utf-8")
-            made = ", ".join(f"{name} {value}" for name, value in machine().items())
-            about = f"{options.heads} heads x {options.head_dim}, {options.dtype}"
-            head = (
-                f"# Made by `burst-rt calibrate` on {date.today().isoformat()}: {about}.\n# "
-                f"{made}\n\n"
-            )
-            options.out.write_text(head + to_toml(found), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+            text = "".join(f"{doubt}\n" for doubt in doubtful)
+            Path(doubts).write_text(text, encoding="utf-8")
+            by = ", ".join(f"{name} {value}" for name, value in machine().items())
+            day = date.today().isoformat()
+            head = f"# Made by `burst-rt calibrate` on {day}: {about}.\n# {by}\n\n"
+            Path(made).write_text(head + to_toml(hardware), encoding="utf-8")

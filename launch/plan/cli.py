@@ -6,21 +6,19 @@ import gc
 import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from burst_rt.baselines.layers import TENSOR_PARALLEL
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.plan.compare import COMPARED, compare
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL
 from burst_rt.launch.plan.model import (
     ACTIVATIONS,
     ATTENTION,
@@ -201,20 +199,6 @@ class _Planned(_Asked):
     worlds: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Calibrated:
-    """The options of `calibrate`."""
-
-    num_ranks: int
-    heads: int
-    head_dim: int
-    dtype: str
-    repeats: int
-    max_tokens: int
-    out: Path | None
-    force: bool
-
-
 @contextmanager
 def _not_collecting() -> Iterator[None]:
     """Surrounds work that makes millions of objects and no cycles: a fifth of its time was Python's
@@ -361,7 +345,7 @@ def plan(**options: Any) -> None:  # see `_Planned`
 @click.option(
     "--force", is_flag=True, help="Write the file even if the machine was busy with something else."
 )
-def calibrate(**options: Any) -> None:  # see `_Calibrated`
+def calibrate(num_ranks: int, out: Path | None, force: bool, **options: object) -> None:
     """Measure this machine, for `simulate` and `plan`, and for strategy="auto" of later jobs.
 
     Takes about four minutes on a CPU. Nothing else should run meanwhile: if the machine was busy,
@@ -370,34 +354,24 @@ def calibrate(**options: Any) -> None:  # see `_Calibrated`
     """
 
     from burst_rt.job.launched import DEVICE_VARIABLE
-    from burst_rt.launch.run import launch
+    from burst_rt.launch.measure.ranks import run_on_ranks
+    from burst_rt.launch.plan.calibrate import measure
     from burst_rt.runtime.joining import resolve_device
 
-    asked = _Calibrated(**options)
-    path = asked.out or calibrated_path(
-        resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type
-    )
+    path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
     try:  # now, and not when all has been measured
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise InputError(f"--out: cannot write to {path.parent}: {error.strerror}") from error
-    sizes = {
-        "--heads": asked.heads, "--head-dim": asked.head_dim, "--dtype": asked.dtype,
-        "--repeats": asked.repeats, "--max-tokens": asked.max_tokens,
-    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
         made, doubts = Path(folder, "machine.toml"), Path(folder, "doubts")
-        words = chain.from_iterable((sizes | {"--out": made, "--doubts": doubts}).items())
-        command = ["-m", "burst_rt.launch.plan.calibrate", *map(str, words)]
-        code = launch(command, num_ranks=asked.num_ranks)
-        if code:
-            sys.exit(code)
+        run_on_ranks(measure, num_ranks, {**options, "made": made, "doubts": doubts})
         measured, doubtful = load_hardware(made), doubts.read_text(encoding="utf-8").splitlines()
         text = made.read_text(encoding="utf-8")
     print_machine(measured)
-    if doubtful and not asked.force:
+    if doubtful and not force:
         raise ConfigError(
             f"calibrate: the machine was busy: {'; '.join(doubtful)}. Nothing was written to "
             f"{path}; try again when nothing else runs, or use --force"

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from burst_rt.baselines.layers import TENSOR_PARALLEL
 from burst_rt.errors import InputError
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL
 from burst_rt.launch.plan.model import (
     EVERY_UP_TO,
     ModelForecast,

@@ -2,7 +2,7 @@
 
 It is pure Python.
 
-The layer comes from `burst_rt.baselines.layers`. Times leave out the embedding and the head (one
+The layer comes from `burst_rt.launch.plan.layers`. Times leave out the embedding and the head (one
 row of logits a sequence; their weights are counted), the sampler, and the optimizer's step.
 
 Memory counts the weights of all layers and 16-bit activations. Training also holds gradients, and
@@ -20,8 +20,8 @@ from functools import partial
 from itertools import chain
 from typing import Literal, TypeAlias, get_args
 
-from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerMemory, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerMemory, LayerShape, SpreadLayer
 from burst_rt.launch.plan.words import parse_mask
 from burst_rt.planning.choose import CANDIDATES, LAYOUTS
 from burst_rt.planning.strategies import check_name

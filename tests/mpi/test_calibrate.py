@@ -17,11 +17,24 @@ from burst_rt.planning.machines import load_hardware
 _SHAPE = ("--repeats", "1", "--heads", "2")
 
 
-def _burst_rt(*words: str, hardware: str = "none") -> str:
+def _burst_rt(*words: str) -> str:
+    return _run("-P", "-m", "burst_rt.launch.main", *words)
+
+
+def _benchmark(*words: str, hardware: str = "none") -> str:
+    return _run("-m", "benchmarks", *words, hardware=hardware)
+
+
+def _run(*words: str, hardware: str = "none") -> str:
     environment = os.environ | {"BURST_RT_HARDWARE": hardware, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "burst_rt.launch.main", *words]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, *words],
+        env=environment,
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -54,11 +67,8 @@ def test_what_is_measured_is_a_machine(calibrated: Path) -> None:
 
 def test_benchmarks_plan_with_it(calibrated: Path, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    _burst_rt(
-        "bench", "predict", "--tokens", "512", *_SHAPE, "--out", str(out), hardware=str(calibrated)
-    )
-    _burst_rt(
-        "bench",
+    _benchmark("predict", "--tokens", "512", *_SHAPE, "--out", str(out), hardware=str(calibrated))
+    _benchmark(
         "strategies",
         "-n",
         "2",
@@ -71,9 +81,7 @@ def test_benchmarks_plan_with_it(calibrated: Path, tmp_path: Path) -> None:
         str(out),
         hardware=str(calibrated),
     )
-    _burst_rt(
-        "bench", "scaling", "-n", "1", "-n", "2", "--tokens", "512", *_SHAPE, "--out", str(out)
-    )
+    _benchmark("scaling", "-n", "1", "-n", "2", "--tokens", "512", *_SHAPE, "--out", str(out))
     results = json.loads(out.read_text())
     rows = next(
         rows for title, rows in results.items() if title.startswith("forecast against measured")
@@ -111,4 +119,4 @@ def test_benchmarks_plan_with_it(calibrated: Path, tmp_path: Path) -> None:
 
 def test_predicting_without_a_machine_file_says_what_to_do() -> None:
     with pytest.raises(AssertionError, match="run `burst-rt calibrate` first"):
-        _burst_rt("bench", "predict", "--tokens", "512", *_SHAPE)
+        _benchmark("predict", "--tokens", "512", *_SHAPE)

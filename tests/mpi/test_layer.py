@@ -16,7 +16,7 @@ from jobs import run_job
 from layer_worlds import Outcome
 from tolerances import ERROR
 
-from burst_rt.launch.bench.layer import STRATEGIES
+from benchmarks.layer import STRATEGIES
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -38,7 +38,6 @@ def test_the_benchmark_measures_every_strategy_and_says_which_cannot_be(tmp_path
     out = tmp_path / "layer.json"
     sizes = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--ffn-dim"]
     words = [
-        "bench",
         "layer",
         "-n",
         "2",
@@ -52,12 +51,13 @@ def test_the_benchmark_measures_every_strategy_and_says_which_cannot_be(tmp_path
         str(out),
         *sizes,
     ]
-    command = [sys.executable, "-P", "-m", "burst_rt.launch.main", *words]
+    command = [sys.executable, "-m", "benchmarks", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for ffn_dim, strategies in (("48", STRATEGIES), ("33", STRATEGIES[:2])):
         done = subprocess.run(
             [*command, ffn_dim],
             env=environment,
+            cwd=Path(__file__).resolve().parents[2],
             capture_output=True,
             text=True,
             timeout=120,

@@ -12,6 +12,8 @@ from itertools import pairwise, product
 
 import pytest
 from graphs import problem
+from simulated_faults import Faults, Loss, Rehearsal, Stall, rehearse, verdict
+from simulated_memory import Values, reference
 
 from burst_rt.errors import InternalError, PeerLost, Stalled
 from burst_rt.planning.choose import choose
@@ -34,16 +36,8 @@ from burst_rt.scheduler import (
 )
 from burst_rt.scheduler.simulator import (
     Deadlock,
-    Faults,
     Hardware,
-    Loss,
-    Rehearsal,
-    Stall,
-    reference,
-    rehearse,
-    verdict,
 )
-from burst_rt.scheduler.simulator.payload import Values
 from burst_rt.transport.staged import staged
 
 _NUM_BATCHES = 10

@@ -11,6 +11,8 @@ from functools import partial
 
 import pytest
 from graphs import problem
+from simulated_faults import Faults, rehearse
+from simulated_memory import BusyPart, EmptyPart, Values, reference
 
 from burst_rt.errors import InternalError
 from burst_rt.planning.choose import choose
@@ -33,8 +35,9 @@ from burst_rt.scheduler import (
     critical_path,
     program_order,
 )
-from burst_rt.scheduler.simulator import BusyPart, Deadlock, EmptyPart, Faults, reference, rehearse
-from burst_rt.scheduler.simulator.payload import Values
+from burst_rt.scheduler.simulator import (
+    Deadlock,
+)
 
 _WORK = Op("work")
 

@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.aot import command
+from benchmarks.compiled import Request, compile_all
 from burst_rt.errors import DeviceError
-from burst_rt.kernels.triton.aot import Request, compile_all
 from burst_rt.kernels.triton.configs import ARCHES, CELLS, COMPRESSED, Config, default_config
-from burst_rt.launch.main import cli
 
 # What multiplies 16-bit matrices on each chip: mma, wgmma, tcgen05.mma.
 _PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "tcgen05"}
 # How many a kernel has at least, one for each of its matrix products.
 _NUM_PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
-# What spills and was the fastest on an H100 all the same (BENCHMARKS.md): kernel, chip, head_dim.
+# What spills and was the fastest on an H100 all the same (benchmarks/LOG.md), by kernel, chip and
+# head_dim.
 _TIMED = {("dkdv", 90, 64): 52, ("dkdv", 90, 128): 20, ("forward", 90, 128): 6}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is made for Linux")
 
@@ -214,8 +215,8 @@ def test_what_triton_cannot_compile_is_said() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(
-        cli,
-        ["bench", "aot", "--arch", "90", "--head-dim", "16", "--out", str(tmp_path / "aot.json")],
+        command,
+        ["--arch", "90", "--head-dim", "16", "--out", str(tmp_path / "aot.json")],
     )
     assert done.exit_code == 0, done.output
     rows = json.loads((tmp_path / "aot.json").read_text())["kernels compiled ahead of time, bf16"]

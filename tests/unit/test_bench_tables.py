@@ -1,16 +1,16 @@
-"""What `burst-rt bench masks` measures of planning, on short sequences."""
+"""What `python -m benchmarks masks` measures of planning, on short sequences."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from burst_rt.launch.bench import tables
+from benchmarks import tables
 
 
 def test_every_mask_and_layout_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "tables.json"
-    tables.main(1, out, shrink=64)
+    tables.measure(1, out, shrink=64)
     found = json.loads(out.read_text())
     found.pop("machine")
     steps, own, tile = found.values()

@@ -15,6 +15,8 @@ import torch
 from graphs import check_shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_faults import Faults, rehearse, verdict
+from simulated_memory import reference as of_program_order
 from spec import reference, relative_error, seen
 from tolerances import ERROR
 
@@ -43,8 +45,6 @@ from burst_rt.planning.choose import choose
 from burst_rt.planning.masks import Positions, Spans, spans_of
 from burst_rt.planning.problem import Problem
 from burst_rt.scheduler import Schedule, check_world
-from burst_rt.scheduler.simulator import Faults, rehearse, verdict
-from burst_rt.scheduler.simulator import reference as of_program_order
 from burst_rt.serving.chunks import BatchRows, Cached, Dealt
 from burst_rt.serving.decode_plan import DecodePlan
 from burst_rt.transport.base import PendingInts

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import burst_rt
+from benchmarks.tensor_parallel import Collectives
 from burst_rt import Context
-from burst_rt.baselines.tensor_parallel import Collectives
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.runtime.collectives import (
     all_gather,

@@ -18,7 +18,7 @@ from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
-from burst_rt.errors import ConfigError, DeviceError, InputError
+from burst_rt.errors import DeviceError, InputError
 from burst_rt.launch import draw
 from burst_rt.launch.main import cli
 from burst_rt.scheduler import Graph, GraphBuilder
@@ -60,8 +60,14 @@ def test_every_option_has_help() -> None:
             "burst-rt bench attention",
         ),
         (
-            "bench strategies --repeats 0",
-            "burst-rt: Invalid value for '--repeats': 0 is not in the range x>=1; see",
+            "bench hub",
+            "burst-rt: hub: it is not in the installed package; in the source tree, run `python -m "
+            "benchmarks hub`; see burst-rt bench --help",
+        ),
+        (
+            "bench attention --part memory",
+            "burst-rt: Invalid value for '--part': memory: it is not in the installed package; in "
+            "the source tree, run `python -m benchmarks attention --part memory`; see",
         ),
         ("plan --world 8", "burst-rt: Missing option '--hardware'; see burst-rt plan --help"),
         (
@@ -95,8 +101,6 @@ def test_too_little_memory_is_one_line() -> None:
     ("words", "error", "said"),
     [
         ("draw -n 2 --strategy nope", InputError, "strategy must be one of"),
-        ("bench strategies --group 3", InputError, "--group must divide --heads, got 3 and 8"),
-        ("bench predict", ConfigError, "run `burst-rt calibrate` first"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_rank_starts(

@@ -10,6 +10,8 @@ import pytest
 import torch
 from decodes import CASES, decode, own_columns, run_one, spans_of
 from graphs import check_shares
+from simulated_faults import Faults, rehearse
+from simulated_memory import reference as of_program_order
 from spec import relative_error
 from tolerances import ERROR
 
@@ -31,8 +33,9 @@ from burst_rt.scheduler import (
     Schedule,
     check_world,
 )
-from burst_rt.scheduler.simulator import Faults, rehearse, simulate
-from burst_rt.scheduler.simulator import reference as of_program_order
+from burst_rt.scheduler.simulator import (
+    simulate,
+)
 from burst_rt.serving.bruck import bruck_gather, bruck_parts
 from burst_rt.serving.decode_graph import Decode
 from burst_rt.serving.decode_plan import DecodePlan, bucket_of

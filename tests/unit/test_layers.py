@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.planning.choose import choose
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Full

@@ -8,6 +8,7 @@ import ast
 import importlib
 import importlib.metadata
 import inspect
+import json
 import os
 import re
 import runpy
@@ -155,6 +156,31 @@ def test_a_wheel_holds_modules_examples_the_type_marker_the_machines_and_the_pag
     assert {name for name in names if "/assets/" in name} == page
 
 
+def test_the_benchmarks_of_users_work_in_an_installed_copy(installed: Path, tmp_path: Path) -> None:
+    source = "import importlib.util; print(importlib.util.find_spec('benchmarks'))"
+    python = (sys.executable, "-P")
+    out = _run(*python, "-c", source, cwd=tmp_path, python_path=str(installed))
+    assert out.strip() == "None"
+    bench = (*python, "-m", "burst_rt.launch.main", "bench")
+    words = ["--part", "speed", "--max-tokens", "2048", "--repeats", "1", "--out", "speed.json"]
+    _run(*bench, "attention", *words, cwd=tmp_path, python_path=str(installed))
+    results = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))
+    assert "cpu" in results.pop("machine")
+    ((title, rows),) = results.items()
+    assert title.endswith("2 ranks x 1 thread")
+    assert [(row["tokens"], row["mask"]) for row in rows] == [(2048, "full"), (2048, "causal")]
+    assert (tmp_path / "speed.speed.png").read_bytes().startswith(b"\x89PNG")
+    assert "--limit-s" in _run(*bench, "tune", "--help", cwd=tmp_path, python_path=str(installed))
+
+
+def test_an_sdist_has_the_benchmarks_and_their_results(distributions: Path) -> None:
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as sdist:
+        files = {name.partition("/")[2] for name in sdist.getnames()}
+    wanted = ["__main__.py", "LOG.md", "page.toml", "attention.svg", "results/error.json"]
+    assert {f"benchmarks/{name}" for name in wanted} <= files
+
+
 def test_an_index_shows_the_readme_without_links_that_lead_nowhere(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -278,7 +304,7 @@ _FLOORS = (
     ("kernels", "drivers"),
     ("runtime",),
     ("attention", "serving"),
-    ("telemetry", "baselines"),
+    ("telemetry",),
     ("dashboard",),
     ("context", "batches", "hf", "local", ""),
     ("launch",),
@@ -288,9 +314,8 @@ _HEIGHT = {
     for floor, rooms in enumerate(_FLOORS, start=1)
     for place, room in enumerate(rooms)
 }
-# All that a module of the scheduler imports: no clock, no thread, no file, and chance only from a
-# seed (`faults`). The core knows nothing of the simulator. `errors` is all that they share with
-# others.
+# All that a module of the scheduler imports: no clock, no thread, no file, no chance. The core
+# knows nothing of the simulator. `errors` is all that they share with others.
 _CORE = "burst_rt.scheduler"
 _SIMULATOR = "burst_rt.scheduler.simulator"
 _PURE = {
@@ -319,9 +344,6 @@ _PURE = {
     f"{_SIMULATOR}.network": {
         "burst_rt.errors", f"{_SIMULATOR}.hardware", "collections.abc", "typing",
     },
-    f"{_SIMULATOR}.payload": {
-        "burst_rt.errors", f"{_CORE}.graph", "collections", "collections.abc", "typing",
-    },
     f"{_SIMULATOR}.progress": {
         f"{_CORE}.engine", f"{_CORE}.graph", f"{_SIMULATOR}.network",
         "collections", "collections.abc", "dataclasses", "enum", "typing",
@@ -331,15 +353,7 @@ _PURE = {
         f"{_SIMULATOR}.hardware", f"{_SIMULATOR}.network", f"{_SIMULATOR}.progress",
         "collections", "collections.abc", "dataclasses", "heapq",
     },
-    f"{_SIMULATOR}.faults": {
-        "burst_rt.errors", f"{_CORE}.engine", f"{_CORE}.trace",
-        f"{_SIMULATOR}.hardware", f"{_SIMULATOR}.payload", f"{_SIMULATOR}.progress",
-        f"{_SIMULATOR}.simulate",
-        "collections.abc", "dataclasses", "math", "random",
-    },
-    _SIMULATOR: {
-        f"{_SIMULATOR}.{name}" for name in ("faults", "hardware", "payload", "progress", "simulate")
-    },
+    _SIMULATOR: {f"{_SIMULATOR}.{name}" for name in ("hardware", "progress", "simulate")},
 }  # fmt: skip
 # What reaches out of a module without an import.
 _REACHES_OUT = {"__import__", "breakpoint", "compile", "eval", "exec", "input", "open", "print"}

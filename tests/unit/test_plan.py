@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from burst_rt.baselines.layers import LayerShape, SpreadLayer
+from benchmarks.paper import FIRST_TOKEN_S, OUT_OF_MEMORY, STRATEGIES
 from burst_rt.errors import InputError
 from burst_rt.launch.main import cli
 from burst_rt.launch.plan.compare import COMPARED
+from burst_rt.launch.plan.layers import LayerShape, SpreadLayer
 from burst_rt.launch.plan.model import (
     ACTIVATIONS,
     ATTENTION,
@@ -31,7 +32,6 @@ from burst_rt.launch.plan.model import (
     published_mask,
     tile_of,
 )
-from burst_rt.launch.plan.paper import FIRST_TOKEN_S, OUT_OF_MEMORY, STRATEGIES
 from burst_rt.launch.plan.words import parse_mask, parse_tokens
 from burst_rt.planning.choose import LAYOUTS
 from burst_rt.planning.machines import load_hardware, to_toml

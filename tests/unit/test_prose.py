@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
-_FOLDERS = ("burst_rt", "scheduler", "transport", "launch")
-# All pages but BENCHMARKS.md, which is a log of measurements in the words of their day.
+_FOLDERS = ("burst_rt", "scheduler", "transport", "launch", "benchmarks")
+# All pages but benchmarks/LOG.md, which has measurements in the words of their day.
 _PAGES = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "findings/**/*.md")
-    for path in _ROOT.glob(pattern)
-    if path.name != "BENCHMARKS.md"
+    path for pattern in ("*.md", "docs/**/*.md", "findings/**/*.md") for path in _ROOT.glob(pattern)
 )
 
 

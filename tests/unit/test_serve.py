@@ -6,31 +6,36 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from tolerances import ERROR
 
-from burst_rt import Context, run_local
-from burst_rt.errors import ConfigError, InputError
-from burst_rt.launch.bench.serve import PARTS, Bench, Rows
-from burst_rt.launch.plan.model import MODELS, parse_model
-from burst_rt.launch.plan.paper import FIRST_TOKEN_S, STRATEGIES
-from burst_rt.launch.plan.prefill import (
+from benchmarks.paper import FIRST_TOKEN_S, STRATEGIES
+from benchmarks.prefill import (
     LLAMA_405B,
     PUBLISHED_S,
+    Prefill,
+    Prompt,
     prefill,
     published_peak,
     with_peak,
 )
+from benchmarks.serve import PARTS, Bench, Rows
+from burst_rt import Context, run_local
+from burst_rt.errors import ConfigError, InputError
+from burst_rt.launch.plan.model import MODELS, Model, parse_model
 from burst_rt.launch.train.config import ModelConfig
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Full
+from burst_rt.scheduler.simulator import Hardware
 
 _TINY = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2)
 _LARGE, _H100 = parse_model(LLAMA_405B), load_hardware("h100-sxm")
-_on_16_nodes = partial(prefill, world_size=128, tensor_parallel=8)
+
+
+def _on_16_nodes(model: Model, tokens: int, hardware: Hardware, fp8: bool = False) -> Prefill:
+    return prefill(model, Prompt(tokens, world_size=128, tensor_parallel=8, fp8=fp8), hardware)
 
 
 def _measured(ctx: Context) -> dict[str, Rows]:
@@ -137,24 +142,24 @@ def test_nodes_that_share_a_network_card_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"all 8 ranks of a node, .* got 8 ranks and 4 cards"):
         _on_16_nodes(_LARGE, 131_072, shared)
     with pytest.raises(ConfigError, match=r"all 8 ranks of a node, .* got 4 ranks and 8 cards"):
-        prefill(_LARGE, 131_072, _H100, world_size=128, tensor_parallel=4)
+        prefill(_LARGE, Prompt(131_072, world_size=128, tensor_parallel=4), _H100)
 
 
 def test_sizes_that_cannot_be_shared_are_refused() -> None:
     for world_size, tokens in ((100, 131_072), (128, 0)):
         with pytest.raises(InputError, match=r"at least 1 token, and ranks in groups of 8"):
-            prefill(_LARGE, tokens, _H100, world_size=world_size, tensor_parallel=8)
+            prefill(_LARGE, Prompt(tokens, world_size, tensor_parallel=8), _H100)
 
 
 @pytest.mark.parametrize("tokens", FIRST_TOKEN_S)
 def test_llama_7b_by_a_caches_graphs_takes_what_the_paper_measured(tokens: int) -> None:
     """Where it computes all scores, as the paper's rings do; "auto" is never slower than rings."""
     published = FIRST_TOKEN_S[tokens][STRATEGIES.index("burst")]
-    sizes = (MODELS["llama-7b"], tokens, load_hardware("a100-pcie"))
-    found = prefill(*sizes, world_size=8, structure=Full())
+    model, machine = MODELS["llama-7b"], load_hardware("a100-pcie")
+    found = prefill(model, Prompt(tokens, 8, structure=Full()), machine)
     assert found.time_s == pytest.approx(published, rel=0.1)
     by_keys, by_itself = (
-        prefill(*sizes, world_size=8, strategy=name) for name in ("ring-kv", "auto")
+        prefill(model, Prompt(tokens, 8, strategy=name), machine) for name in ("ring-kv", "auto")
     )
     assert by_itself.time_s <= 1.02 * by_keys.time_s  # forecasts so near count as equal
     assert by_keys.time_s < found.time_s
@@ -169,7 +174,7 @@ def test_chunks_take_little_more_than_the_whole_prompt_where_messages_are_free()
     device = replace(slow.device, rates=rates)
     machine = replace(slow, device=device, node=replace(slow.node, link=link))
     whole, chunked = (
-        prefill(MODELS["llama-7b"], 65_536, machine, world_size=8, chunk=chunk)
+        prefill(MODELS["llama-7b"], Prompt(65_536, 8, chunk=chunk), machine)
         for chunk in (None, 16_384)
     )
     assert whole.attention_s < chunked.attention_s < 1.1 * whole.attention_s

@@ -8,12 +8,13 @@ import re
 
 import pytest
 from graphs import problem
+from simulated_faults import Faults, rehearse
+from simulated_memory import reference
 
 from burst_rt import Causal, Full
 from burst_rt.errors import ConfigError
 from burst_rt.planning.choose import choose
 from burst_rt.scheduler import DEVICE_LANES, Graph, GraphBuilder, Schedule, check_world
-from burst_rt.scheduler.simulator import Faults, reference, rehearse
 from burst_rt.transport.staged import ToDevice, ToHost, staged
 
 _CHUNK = 1000

@@ -322,7 +322,7 @@ def test_recent_calls_are_bounded_by_time_and_by_size() -> None:
 
 def test_the_model_of_64_ranks_stays_within_its_bound() -> None:
     """A quarter of an hour of four ranks at full rate; it grows with ranks, not with time.
-    `burst-rt bench telemetry` does the hour.
+    `python -m benchmarks hub` does the hour.
     """
     model = _job(4, gpu=True)
     sizes = []

@@ -12,10 +12,10 @@ from layer_worlds import LayerCase, spread
 from tolerances import ERROR
 
 import burst_rt
+from benchmarks.tensor_parallel import ParallelLayer
 from burst_rt import Context
-from burst_rt.baselines.layers import TENSOR_PARALLEL
-from burst_rt.baselines.tensor_parallel import ParallelLayer
 from burst_rt.errors import InputError
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL
 
 _STRATEGIES = (*TENSOR_PARALLEL, "burst", "all-to-all")
 

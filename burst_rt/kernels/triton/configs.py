@@ -2,8 +2,9 @@
 
 Data only: neither torch nor triton. The numbers of 16-bit inputs on Hopper, up to 128 channels, are
 the fastest on an H100 for bfloat16 at 64 and 128 channels, full and causal (`burst-rt bench tune`;
-BENCHMARKS.md). No GPU has timed any other number. Those were found by compiling ahead of time for
-each chip (`aot.py`): the largest blocks whose registers do not spill, and whose shared memory fits.
+benchmarks/LOG.md). No GPU has timed any other number. Those were found by compiling ahead of time
+for each chip (`python -m benchmarks aot`): the largest blocks whose registers do not spill, and
+whose shared memory fits.
 Some calls take more registers, and smaller blocks where these would spill (`takes_more`). Above 128
 channels some spill all the same. With two stages Triton loads a block into the memory of the block
 before it, once that is used up: where three fit, the loads of one block run while another is

@@ -13,7 +13,7 @@ import torch
 from layer_worlds import LayerCase, spread
 
 import burst_rt
-from burst_rt.baselines.layers import TENSOR_PARALLEL
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL
 
 
 def main() -> None:

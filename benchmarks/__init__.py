@@ -1,0 +1,1 @@
+"""Benchmarks, baselines and studies of the project: `python -m benchmarks` in the source tree."""

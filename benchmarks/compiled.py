@@ -1,0 +1,284 @@
+"""Compiles kernels for chips that are not there, and reads registers, spills and loads in flight.
+
+This serves tuning, and tests without a GPU: registers, spills and shared memory decide how many
+blocks a multiprocessor can hold, and the instructions tell whether the tensor cores are used. It
+says nothing about speed. `compile_all` is the way in. A child process (`python -m
+benchmarks.compiled`) does the compiling, because Triton cannot compile in a process that
+interprets kernels (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from burst_rt.errors import DeviceError
+from burst_rt.kernels.triton.configs import (
+    CELLS,
+    Config,
+    Loads,
+    default_config,
+    padded,
+    takes_more,
+)
+
+if TYPE_CHECKING:
+    import triton
+
+__all__ = ["Compiled", "Request", "compile_all"]
+
+_SCALARS = {"scale": "fp32", "scale_log2": "fp32", "cap_scale": "fp32"}
+# Pointers to tensors that are float32 whatever the inputs are.
+_SUMS = {
+    "p_acc",
+    "p_m",
+    "p_l",
+    "p_lse",
+    "p_dlse",
+    "p_delta",
+    "p_top",
+    "p_sinks",
+    "p_slopes",
+    "p_acc_out",
+    "p_m_out",
+    "p_l_out",
+}
+# Pointers to tensors that are float32 where the kernel adds to them.
+_GRADIENTS = {"p_dq", "p_dk", "p_dv"}
+# Pointers to tables.
+_TABLES = {"p_spans", "p_lines", "p_runs", "p_rows", "p_columns", "p_seen"}
+# Patterns in SASS: products on the tensor cores of each generation; waits for HGMMA; loads by the
+# copy engine; accesses to local memory, where registers spill to.
+_INSTRUCTIONS = {
+    "HMMA": r"\bHMMA\.",
+    "HGMMA": r"\bHGMMA\.",
+    "tcgen05": r"\bUTC\w*MMA\b",
+    "DEPBAR": r"\bWARPGROUP\.DEPBAR\b",
+    "TMA": r"\bUTMALDG\b",
+    "LDL": r"\bLDL\b",
+    "STL": r"\bSTL\b",
+}
+_DEADLINE_S = 600.0
+
+
+class Request(NamedTuple):
+    """One kernel for one chip."""
+
+    kind: str  # one of `configs.KINDS`
+    arch: int  # one of `configs.ARCHES`
+    head_dim: int
+    masked: bool  # whether some blocks are seen in part only
+    dtype: str = "bf16"  # "bf16", "fp16" or "fp32"
+    config: Config | None = None  # None takes the table's
+    ragged: bool = False  # whether for lengths that blocks do not divide
+    width: int = 1  # WIDTH of `work.py`
+    single: bool = True  # whether no line of work has more than one run of a kind
+    v_head_dim: int = 0  # 0: head_dim
+    scores: tuple[str, ...] = ()  # names among "softcap", "alibi_slopes", "sinks"
+    loads: Loads | None = None  # replaces the configuration's own
+    # Whether for the only tile of its call. Others load and store the running state, and add to
+    # sums.
+    only: bool = False
+
+
+class Compiled(NamedTuple):
+    """The resources that a kernel takes on its chip."""
+
+    request: Request
+    config: Config
+    registers: int  # registers of one thread
+    stack_bytes: int  # stack of one thread
+    shared_bytes: int  # shared memory of one block
+    # Number of instructions of each kind in the machine code. HMMA, HGMMA, tcgen05: products on the
+    # tensor cores of sm_80, sm_90, sm_100. DEPBAR: waits for HGMMA. TMA: loads by the copy engine.
+    # LDL, STL: loads from and stores to local memory (spills).
+    instructions: dict[str, int]
+    # Groups of loads by pointers that go on where a loop waits for a group; of several loops the
+    # fewest. None: no loop waits for such loads.
+    in_flight: int | None
+
+    @property
+    def spills(self) -> int:
+        """Number of loads and stores that move registers that did not fit."""
+        return self.instructions["LDL"] + self.instructions["STL"]
+
+    @property
+    def serialized(self) -> bool:
+        """Whether Hopper's products take turns: each is waited for before the next begins."""
+        return 0 < self.instructions["HGMMA"] <= self.instructions["DEPBAR"]
+
+
+def compile_all(requests: Iterable[Request], *, timeout_s: float = _DEADLINE_S) -> list[Compiled]:
+    """Compiles in a child process. Blocks until the child is done, at most `timeout_s`.
+
+    A kernel takes seconds the first time; afterwards Triton's own cache has it. Raises DeviceError
+    with the child's output where Triton fails or takes longer than `timeout_s`.
+    """
+    asked = list(requests)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # The child finds the same burst_rt, however this process found it.
+    # This package's own folder comes last: beside it are folders that must not be found by name.
+    paths = [*filter(None, sys.path), str(Path(__file__).resolve().parents[1])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, "-P", "-m", "benchmarks.compiled"]
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(asked),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeviceError(
+            f"Triton did not compile {len(asked)} kernels within {timeout_s:g} s: {error.stderr!r}"
+        ) from None
+    if done.returncode:
+        raise DeviceError(
+            f"Triton could not compile the kernels ahead of time:\n{done.stdout}\n{done.stderr}"
+        )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    return [
+        Compiled(request, Config(*config), *rest)
+        for request, (config, *rest) in zip(asked, answers, strict=True)
+    ]
+
+
+def _main() -> None:
+    """The child: reads requests as JSON, writes one line of JSON for each.
+
+    Requests come on standard input; answers go to standard output.
+    """
+    for kind, arch, head_dim, masked, dtype, config, *rest in json.load(sys.stdin):
+        request = Request(
+            kind, arch, head_dim, masked, dtype, Config(*config) if config else None, *rest
+        )
+        print(json.dumps(list(_compile(request))[1:]), flush=True)
+
+
+def _compile(request: Request) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    config = request.config or default_config(
+        request.kind,
+        request.arch,
+        max(request.head_dim, request.v_head_dim),
+        4 if request.dtype == "fp32" else 2,
+        several=takes_more(request.width, single=request.single),
+    )
+    config = config._replace(loads=request.loads or config.loads)
+    kernel = _kernel(request.kind)
+    constants = _constants(request, config)
+    signature = {name: _type_of(name, request.dtype, constants) for name in kernel.arg_names}
+    # The attributes on which Triton specialises in a call with usual lengths and strides.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name.startswith(("p_", "stride_"))
+    }
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={name: constants[name] for name in kernel.arg_names if name in constants},
+        attrs=aligned,
+    )
+    target = GPUTarget("cuda", request.arch, 32)
+    built = triton.compile(
+        source,
+        target=target,
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(built.asm["cubin"])
+        used = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
+        sass = _cuobjdump("--dump-sass", cubin)
+    if used is None:
+        raise DeviceError(f"cuobjdump reports no resource usage for {request}")
+    counts = {name: len(re.findall(pattern, sass)) for name, pattern in _INSTRUCTIONS.items()}
+    return Compiled(
+        request, config, int(used[1]), int(used[2]), built.metadata.shared, counts,
+        _in_flight(built.asm["ttgir"]),
+    )  # fmt: skip
+
+
+def _in_flight(ttgir: str) -> int | None:
+    """See `Compiled.in_flight`. ttgir: Triton's code before it becomes LLVM's."""
+    found: list[int] = []
+    depth, loops = 0, list[int]()  # the depths of loops around this line
+    for line in ttgir.splitlines():
+        wait = re.search(r"ttg\.async_wait\b.*\bnum = (\d+)", line)
+        if wait and loops:
+            found.append(int(wait[1]))
+        if re.search(r"\bscf\.(for|while)\b", line):
+            loops.append(depth)
+        depth += line.count("{") - line.count("}")
+        while loops and depth <= loops[-1]:
+            loops.pop()
+    return min(found, default=None)
+
+
+def _kernel(kind: str) -> triton.runtime.JITFunction:
+    from burst_rt.kernels.triton.backward import dkdv_kernel, dq_kernel
+    from burst_rt.kernels.triton.decode import combine_kernel, decode_kernel
+    from burst_rt.kernels.triton.delta import delta_kernel
+    from burst_rt.kernels.triton.forward import forward_kernel
+
+    return {
+        "forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, "delta": delta_kernel,
+        "decode": decode_kernel, "combine": combine_kernel,
+    }[kind]  # fmt: skip
+
+
+def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and bools
+    ends, even = request.only, not request.ragged
+    v_head_dim = request.v_head_dim or request.head_dim
+    return {
+        "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim),
+        "V_HEAD_DIM": v_head_dim, "BLOCK_DV": padded(v_head_dim),
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "MASKED": request.masked, "WIDTH": request.width, "SINGLE": request.single,
+        "FIRST": ends, "LAST": ends, "SINKS": "sinks" in request.scores,
+        "SOFTCAP": "softcap" in request.scores, "ALIBI": "alibi_slopes" in request.scores,
+        "EVEN_M": even, "EVEN_N": even,
+        "NEED_DK": True, "NEED_DV": True,
+        # Cells of masks without spans are done in parts, which add up.
+        "ADDS": not ends or request.width == CELLS,
+        "HAS_DLSE": True, "DESCRIBED": config.loads == "descriptors", "INTERPRET": False,
+    }  # fmt: skip
+
+
+def _type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name == "p_spans" and constants["WIDTH"] == CELLS:
+        return "*i8"
+    if name.startswith("p_"):
+        wide = name in _SUMS or (name in _GRADIENTS and constants["ADDS"])
+        return "*i32" if name in _TABLES else "*fp32" if wide else f"*{dtype}"
+    return _SCALARS.get(name, "i32")
+
+
+def _cuobjdump(option: str, cubin: Path) -> str:
+    """The output of triton's own cuobjdump, which knows all chips that triton knows."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    return subprocess.run(
+        [str(tool), option, str(cubin)], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,1 +1,0 @@
-"""Baselines that attention over ranks is compared with: whole layers, and tensor parallelism."""

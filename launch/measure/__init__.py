@@ -1,0 +1,1 @@
+"""What every measurement uses: ranks that measure, times, tables, plots."""

@@ -1,0 +1,192 @@
+"""A transformer layer spread over ranks as plain numbers: shapes, rows of a rank, attention's plan.
+
+`layers.py` says in which ways a layer is spread. Its graphs (`layer_graph.py`) and
+forecasts start from this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from burst_rt.errors import InputError
+from burst_rt.planning.layouts import BALANCED, Layout, make_layout
+from burst_rt.planning.masks import Causal, Mask
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import Choice, Program, check_name, choose
+
+__all__ = ["HALVES", "TENSOR_PARALLEL", "LayerShape", "Spread"]
+
+TENSOR_PARALLEL = ("tensor-parallel", "tensor-parallel+sequence")
+# The two halves of a layer, and the weights of each: the norm, the product into the half, the
+# product out of the half.
+HALVES = {
+    "attention": ("attention_norm", "qkv", "out"),
+    "feed_forward": ("feed_forward_norm", "gate_up", "down"),
+}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a layer. Raises InputError for sizes that do not fit."""
+
+    dim: int  # width of x
+    num_heads: int
+    num_kv_heads: int  # divides num_heads
+    head_dim: int  # even
+    ffn_dim: int  # width of the feed-forward
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(
+                    f"LayerShape: {name} must be an integer of at least 1, got {value!r}"
+                )
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"LayerShape: num_kv_heads must divide num_heads, got {self.num_kv_heads} and "
+                f"{self.num_heads}"
+            )
+        if self.head_dim % 2:
+            raise InputError(
+                "LayerShape: head_dim must be even (rotary positions turn pairs), got "
+                f"{self.head_dim}"
+            )
+
+    @property
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights, outputs first.
+
+        The rows of "qkv" are the heads of q, then of k, then of v. The rows of "gate_up" are the
+        rows of the gate, then the rows of up.
+        """
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "attention_norm": (self.dim,), "qkv": (q + 2 * kv, self.dim), "out": (self.dim, q),
+            "feed_forward_norm": (self.dim,), "gate_up": (2 * self.ffn_dim, self.dim),
+            "down": (self.dim, self.ffn_dim),
+        }  # fmt: skip
+
+    def num_weights(self, *names: str) -> int:
+        """Number of elements of the named weights; without names, of all weights."""
+        sizes = {
+            name: shape[0] * (shape[1] if len(shape) > 1 else 1)
+            for name, shape in self.weights.items()
+        }
+        return sum(sizes[name] for name in names or sizes)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One layer on a world of ranks: who holds what, and how attention runs.
+
+    Raises InputError for an unknown strategy, and where world_size does not divide the sizes that
+    the ranks share.
+    """
+
+    shape: LayerShape
+    seq_len: int
+    world_size: int
+    strategy: str  # one of TENSOR_PARALLEL, or an attention strategy
+    batch: int = 1
+    input_bytes: int = 2  # size of one number of the activations and weights
+    mask: Mask = field(default_factory=Causal)
+    # The layout of the sequence, for attention strategies. Tensor parallelism with a split sequence
+    # is contiguous.
+    kind: str = "zigzag"
+    ranks_per_node: int = 1  # as for `choose`
+
+    def __post_init__(self) -> None:
+        if not self.tensor_parallel:
+            check_name(self.strategy)
+            return
+        shape, world = self.shape, self.world_size
+        for name, count in (
+            ("num_heads", shape.num_heads),
+            ("num_kv_heads", shape.num_kv_heads),
+            ("ffn_dim", shape.ffn_dim),
+        ):
+            if count % world:
+                raise InputError(
+                    f"{self.strategy}: the number of ranks must divide {name}, got {world} ranks "
+                    f"and {name} {count}; use fewer ranks"
+                )
+
+    @property
+    def tensor_parallel(self) -> bool:
+        """Whether the weights are split."""
+        return self.strategy in TENSOR_PARALLEL
+
+    @property
+    def gathers(self) -> bool:
+        """Whether both the weights and the sequence are split."""
+        return self.strategy == TENSOR_PARALLEL[1]
+
+    @property
+    def share(self) -> int:
+        """Number of ranks that share the heads and the feed-forward's width."""
+        return self.world_size if self.tensor_parallel else 1
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of the tokens outside attention and feed-forward."""
+        if self.strategy == TENSOR_PARALLEL[0]:
+            return make_layout("contiguous", self.seq_len, 1)
+        kind = "contiguous" if self.gathers else self.kind
+        mask = self.mask if kind == BALANCED else None
+        return make_layout(kind, self.seq_len, self.world_size, mask)
+
+    def own_rows(self, rank: int) -> int:
+        """Number of tokens of x that a rank holds, over all batch rows."""
+        return self.batch * self.layout.shard_len(rank % self.layout.world_size)
+
+    def rows(self, rank: int) -> int:
+        """Number of tokens that a rank puts through its weights, over all batch rows."""
+        return self.batch * self.seq_len if self.tensor_parallel else self.own_rows(rank)
+
+    def summed(self, half: str) -> tuple[str, ...]:
+        """The weights of a half whose gradients are summed over the ranks.
+
+        All ranks hold these weights, and each rank puts other tokens through them.
+        """
+        names = HALVES[half]
+        return names[:1] if self.gathers else () if self.tensor_parallel else names
+
+    def program(self, *, forward: bool) -> Program:
+        """Attention's program; see `choice`."""
+        return self.choice(forward=forward).program
+
+    def choice(self, *, forward: bool) -> Choice:
+        """The strategy that attention runs with. Raises InputError as `choose` does.
+
+        Under tensor parallelism attention is local: each rank runs the whole sequence with the
+        rank's own heads.
+        """
+        return self._forward_choice if forward else self._backward_choice
+
+    # Every rank's graph asks for them.
+    @cached_property
+    def _forward_choice(self) -> Choice:
+        return self._choose(forward=True)
+
+    @cached_property
+    def _backward_choice(self) -> Choice:
+        return self._choose(forward=False)
+
+    def _choose(self, *, forward: bool) -> Choice:
+        layout = make_layout("contiguous", self.seq_len, 1) if self.tensor_parallel else self.layout
+        heads, kv_heads = self.shape.num_heads // self.share, self.shape.num_kv_heads // self.share
+        problem = Problem(
+            q_layout=layout,
+            kv_layout=layout,
+            mask=self.mask,
+            batch=self.batch,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=self.shape.head_dim,
+            input_bytes=self.input_bytes,
+            sum_bytes=max(4, self.input_bytes),
+            needs_grad=(True, True, True),
+        )
+        strategy = "ring-kv" if self.tensor_parallel else self.strategy
+        return choose(problem, strategy, forward=forward, ranks_per_node=self.ranks_per_node)

@@ -1,0 +1,171 @@
+"""One transformer layer spread over ranks, as plain numbers and graphs. Pure Python.
+
+The graphs tell how many bytes the layer sends and holds, and how long it takes in the simulator.
+The layer is Llama's: x + attention(norm(x)), then x + feed_forward(norm(x)), with RMSNorm, rotary
+positions, grouped key/value heads, SwiGLU and no biases. It is spread in one of these ways:
+
+* "tensor-parallel" (Megatron-LM, arXiv 1909.08053; V1 in the BurstAttention paper): heads and the
+  feed-forward's width are split, and every rank holds the whole sequence. The forward has an
+  all-reduce after attention and after the feed-forward; the backward has them before the two.
+* "tensor-parallel+sequence" (Megatron-LM with sequence parallelism, arXiv 2205.05198; V3): the
+  weights are split in the same way, but outside attention and feed-forward a rank holds only a part
+  of the sequence. An all-gather comes before the two, a reduce-scatter after them. The backward
+  does the reverse. It also gathers the inputs once more for the weights' gradients, because
+  gathered inputs are not kept, and sums the norms' gradients over the ranks.
+* any strategy of `planning/strategies`: the sequence is split and every rank holds all weights.
+  Only attention communicates, except that training sums the gradients of all weights over the
+  ranks. Here it does so once a backward. Inference has no such sum, and several micro-batches need
+  only one.
+
+Sums of activations and gradients travel in the inputs' type, as Megatron's do.
+
+`layer_sizes.py` has the sizes, `layer_graph.py` the graphs. `benchmarks/tensor_parallel.py` runs
+the same layer on tensors; there autograd waits for each collective in turn.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from burst_rt.launch.plan.layer_graph import LayerGraph
+from burst_rt.launch.plan.layer_sizes import HALVES, TENSOR_PARALLEL, LayerShape, Spread
+from burst_rt.planning.forecast import working_bytes
+from burst_rt.scheduler import HOST_LANES, Graph, Lane, Schedule
+from burst_rt.scheduler.simulator import Hardware, Rotated, Simulated, simulate
+
+__all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
+
+
+class LayerMemory(NamedTuple):
+    """Bytes of one layer on one rank. Inference holds weights and working only."""
+
+    weights: int
+    gradients: int  # gradients of the weights
+    # Tensors that the forward keeps for the backward: x and its normed form, twice; q, k, v; the
+    # output of attention with its lse; gate, up and their product; no matrix of scores. Autograd
+    # keeps a little more, such as the gate's silu.
+    activations: int
+    # Temporary memory of attention or of the products, whichever needs more. Attention needs slots,
+    # sums and copies; the products need gathered inputs and unsummed outputs.
+    working: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class SpreadLayer(Spread):
+    """A spread layer's graphs, and what they take: bytes sent and held, seconds on a machine."""
+
+    def graph(
+        self,
+        rank: int,
+        *,
+        forward: bool,
+        lanes: tuple[Lane, ...] = HOST_LANES,
+        attention: bool = True,
+    ) -> Graph:
+        """The graph of one rank in one direction.
+
+        attention: False for the forward as checkpointing computes it again where it has kept
+        attention's outputs: everything but attention.
+        """
+        builder = LayerGraph(self, rank, lanes)
+        return builder.forward(attention) if forward else builder.backward()
+
+    def schedules(self, *, forward: bool, attention: bool = True) -> list[Schedule | Rotated]:
+        """The schedules of all ranks, as `simulate` takes them; attention: as for `graph`.
+
+        All ranks share one schedule where all ranks do the same.
+        """
+        first = self.graph(0, forward=forward, attention=attention)
+        # Under tensor parallelism attention is the same on all ranks; only messages may differ.
+        sizes: dict[str, set[int]] = defaultdict(set)
+        for part in first.parts:
+            sizes[part.buffer].add(part.size_bytes)
+        even = all(len(each) == 1 for each in sizes.values())
+        schedule = Schedule.of(first)
+        if self.tensor_parallel and even and self.world_size > 1:
+            return [Rotated(schedule, rank) for rank in range(self.world_size)]
+        return [
+            schedule,
+            *(
+                Schedule.of(self.graph(rank, forward=forward, attention=attention))
+                for rank in range(1, self.world_size)
+            ),
+        ]
+
+    def seconds(self, hardware: Hardware, *, forward: bool) -> float:
+        """Seconds that one direction takes on a machine: the end of a simulated run."""
+        return self.simulated(hardware, forward=forward).end_s
+
+    def simulated(self, hardware: Hardware, *, forward: bool, attention: bool = True) -> Simulated:
+        """A simulated run of one direction of all ranks on a machine, without spans.
+
+        attention: as for `graph`.
+        """
+        kernel = self.choice(forward=forward).kernel
+        return simulate(
+            self.schedules(forward=forward, attention=attention),
+            hardware,
+            seconds=lambda task: hardware.device.seconds(task, kernel),
+        )
+
+    def sent_bytes(self, rank: int, *, forward: bool) -> int:
+        """Bytes that a rank sends in one direction, counted from the graph, so always exact.
+
+        With A = batch x seq_len x dim x input_bytes and W ranks, where W divides everything:
+
+        tensor-parallel           4 (W-1)/W A forward, as much backward
+        tensor-parallel+sequence  4 (W-1)/W A forward, 6 (W-1)/W A backward,
+                                  and 4 (W-1)/W x dim x input_bytes for the norms
+        attention strategies      attention's own, and in the backward
+                                  2 (W-1)/W x the bytes of all weights
+        """
+        return self.graph(rank, forward=forward).wire_bytes
+
+    def memory(self, rank: int, *, backward: bool = True, working: bool = True) -> LayerMemory:
+        """The bytes of this layer on one rank; see `LayerMemory`.
+
+        backward: whether there is one. working: False says 0 in their place, and makes no graph.
+        """
+        shape, size, rows = self.shape, self.input_bytes, self.rows(rank)
+        norms = ("attention_norm", "feed_forward_norm")
+        products = shape.num_weights("qkv", "out", "gate_up", "down") // self.share
+        weights = (shape.num_weights(*norms) + products) * size
+        per_row = (
+            2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.ffn_dim
+        ) // self.share
+        lse = rows * shape.num_heads // self.share * max(4, size)
+        activations = (4 * self.own_rows(rank) * shape.dim + rows * per_row) * size + lse
+        # The output of a split weight is one term of a sum, for the whole sequence. With a split
+        # sequence the weight's input has been gathered, too.
+        whole = rows * shape.dim * size * (2 if self.gathers else 1)
+        directions = (True, False) if backward else (True,)
+        return LayerMemory(
+            weights,
+            weights,
+            activations,
+            max(whole, *(self._attention_bytes(rank, each) for each in directions))
+            if working
+            else 0,
+        )
+
+    def checkpointed_bytes(self, rank: int, *, attention: bool) -> int:
+        """Bytes of this layer that checkpointing keeps on one rank until the backward.
+
+        That is the layer's input; with `attention` the output of attention and its lse, too.
+        """
+        size = self.own_rows(rank) * self.shape.dim * self.input_bytes
+        if attention:
+            row = self.shape.head_dim * self.input_bytes + max(4, self.input_bytes)
+            size += self.rows(rank) * (self.shape.num_heads // self.share) * row
+        return size
+
+    def _attention_bytes(self, rank: int, forward: bool) -> int:
+        choice = self.choice(forward=forward)
+        rank %= choice.program.problem.world_size
+        return working_bytes(choice, rank, choice.program.graph(rank))
