@@ -5,12 +5,11 @@ way.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from jobs import python_and_environment
 
 from burst_rt.planning.machines import load_hardware
 
@@ -18,8 +17,9 @@ _SHAPE = ("--repeats", "1", "--heads", "2")
 
 
 def _burst_rt(*words: str, hardware: str = "none") -> str:
-    environment = os.environ | {"BURST_RT_HARDWARE": hardware, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "burst_rt.launch.main", *words]
+    python, environment = python_and_environment("torch")
+    environment["BURST_RT_HARDWARE"] = hardware
+    command = [python, "-P", "-m", "burst_rt.launch.main", *words]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=180, check=False
     )
