@@ -37,7 +37,7 @@ def _main(folder: str, python: str, arguments: list[str]) -> None:
         answer = COLD
     else:
         for number in _PASSED_ON:
-            signal.signal(number, lambda number, _: server.sendall(bytes([number])))
+            signal.signal(number, lambda sent, _: server.sendall(bytes([sent])))
         answer = server.recv(8)
     for number in _PASSED_ON:
         signal.signal(number, signal.SIG_DFL)
@@ -46,10 +46,10 @@ def _main(folder: str, python: str, arguments: list[str]) -> None:
     if not answer:
         print("the server of warm Pythons has ended", file=sys.stderr)
         os._exit(_LOST)
-    how, number = answer[:1], answer[1]
+    how, code = answer[:1], answer[1]
     if how == b"s":
-        os.kill(os.getpid(), number)
-    os._exit(number)
+        os.kill(os.getpid(), code)
+    os._exit(code)
 
 
 if __name__ == "__main__":

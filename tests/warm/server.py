@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import random
@@ -78,8 +79,9 @@ class _Program:
         if self.words[:2] == ["-m", _COMMAND]:
             sys.executable = python  # by which it starts ranks
         if "-u" in self.arguments[: len(self.arguments) - len(self.words)]:
-            for stream in (sys.stdout, sys.stderr):
-                stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+            for output in (sys.stdout, sys.stderr):
+                assert isinstance(output, io.TextIOWrapper)
+                output.reconfigure(write_through=True)
         random.seed()
         numpy = sys.modules.get("numpy")
         if numpy is not None:
