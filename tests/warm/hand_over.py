@@ -38,7 +38,10 @@ def _main(folder: str, python: str, arguments: list[str]) -> None:
     else:
         for number in _PASSED_ON:
             signal.signal(number, lambda sent, _: server.sendall(bytes([sent])))
-        answer = server.recv(8)
+        try:
+            answer = server.recv(8)
+        except OSError:
+            answer = b""
     for number in _PASSED_ON:
         signal.signal(number, signal.SIG_DFL)
     if answer == COLD:

@@ -229,9 +229,12 @@ def _serve(listener: socket.socket) -> _Program | None:
 _IMPORTED_IN = import_environment(os.environ)
 
 if __name__ == "__main__":
+    # pyarrow, which TRL imports, has an allocator that would start a thread.
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
     for _name in sys.argv[3:]:
         importlib.import_module(_name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork has one thread only"
+    if len(os.listdir("/proc/self/task")) > 1 or "mpi4py.MPI" in sys.modules:
+        sys.exit("warm Python: an import has started a thread, or MPI, which no fork would have")
     gc.collect()
     gc.freeze()
     _program = _serve(socket.socket(fileno=int(sys.argv[1])))
