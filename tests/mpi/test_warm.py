@@ -132,10 +132,17 @@ def test_tests_that_are_interrupted_leave_no_process(number: int, tmp_path: Path
         time.sleep(0.05)
     started = psutil.Process(tests.pid).children(recursive=True)
     pids = {process.pid for process in started} | {int(x.stem) for x in tmp_path.glob("*.pid")}
+    folder = next(
+        Path(word).parent
+        for x in started
+        for word in x.cmdline()
+        if "burst-rt-warm-" in word and word.endswith("/python")
+    )
     assert sum("server.py" in word for x in started for word in x.cmdline()) >= 2
     tests.send_signal(number)
     tests.wait(timeout=30.0)
     _assert_gone(pids)
+    assert not folder.exists()
 
 
 def _assert_gone(pids: set[int]) -> None:

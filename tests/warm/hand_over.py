@@ -17,7 +17,8 @@ COLD = b"c"
 _NUM_SEEDS = 2
 # Of a rank, as mpirun, MPICH's mpirun or torchrun numbers it.
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
-_PASSED_ON = (
+# Passed on to the program, but for those that this process was started to ignore (nohup).
+SIGNALS = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
 )  # fmt: skip
 # The exit code where the server has ended.
@@ -26,7 +27,13 @@ _LOST = 70
 
 def _main(folder: str, python: str, arguments: list[str]) -> None:
     rank = next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
-    request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    request = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "heeded": heeded,
+    }
     content = json.dumps(request).encode()
     server = socket.socket(socket.AF_UNIX)
     try:
@@ -36,13 +43,13 @@ def _main(folder: str, python: str, arguments: list[str]) -> None:
     except OSError:
         answer = COLD
     else:
-        for number in _PASSED_ON:
+        for number in heeded:
             signal.signal(number, lambda sent, _: server.sendall(bytes([sent])))
         try:
             answer = server.recv(8)
         except OSError:
             answer = b""
-    for number in _PASSED_ON:
+    for number in heeded:
         signal.signal(number, signal.SIG_DFL)
     if answer == COLD:
         os.execv(python, [python, *arguments])

@@ -16,6 +16,7 @@ import os
 import random
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -26,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from warm import import_environment
-from warm.hand_over import COLD
+from warm.hand_over import COLD, SIGNALS
 
 sys.path.pop(0)
 
@@ -44,6 +45,7 @@ class _Program:
     arguments: list[str]
     environment: dict[str, str]
     folder: str
+    heeded: list[int]  # of SIGNALS; the others are ignored
     streams: list[int]
 
     @property
@@ -75,6 +77,10 @@ class _Program:
         os.chdir(self.folder)
         # As mpirun starts ranks: signals for a group of processes do not reach the server.
         os.setpgid(0, 0)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL if number in self.heeded else signal.SIG_IGN)
+        if signal.SIGINT in self.heeded:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.orig_argv[1:] = self.arguments
         if self.words[:2] == ["-m", _COMMAND]:
             sys.executable = python  # by which it starts ranks
@@ -241,3 +247,6 @@ if __name__ == "__main__":
     if _program is not None:
         _program.become(sys.argv[2])
         _program.run()
+    else:
+        # Tests that were killed have not done it.
+        shutil.rmtree(Path(sys.argv[2]).parent, ignore_errors=True)
