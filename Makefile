@@ -18,7 +18,7 @@ ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
 DOCS := $(call stamp,docs$(comma)hf)
 
-.PHONY: help run test test-all test-mpis test-masks test-newest check lint types docs unit other-cpus other-transformers builds faults findings bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-mpis test-masks test-newest check lint types tree docs unit other-cpus other-transformers builds faults findings bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -71,14 +71,17 @@ lint: $(ALL) ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy cannot follow package_dir in the work tree, so it reads an installed copy; and it must not see the work tree's burst_rt at all,
-# which is why it is started elsewhere, beside a copy of the benchmarks. The second time it has read torch and the package already.
-types: $(ALL) ## mypy, strict, on the package, benchmarks, tests and examples
-	rm -rf build
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
-	cp -r benchmarks build/typed
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p burst_rt -p benchmarks
-	cd build/typed && MYPYPATH=../../tests ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache ../../tests ../../examples
+types: $(ALL) tree ## mypy, strict, on the package, the benchmarks, the tests and the examples
+	$(BIN)/mypy $(TREE) benchmarks tests examples
+
+# What setup.cfg's package_dir makes of the folders at the top, as links: mypy and editors cannot follow package_dir. A changed file is
+# seen at once; a new one right below burst_rt/ is linked by the next `make tree`.
+TREE := build/tree/burst_rt
+
+tree: ## links by which mypy and editors find burst_rt.scheduler and others in the work tree
+	@rm -rf build/tree
+	@mkdir -p $(TREE)
+	@ln -s $(addprefix ../../../,$(filter-out %/__pycache__,$(wildcard burst_rt/*)) scheduler transport launch examples) $(TREE)
 
 docs: $(DOCS) ## the guide, as pages in build/guide/docs; a link that leads nowhere is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -E -c docs . build/guide
@@ -177,4 +180,5 @@ extras = $(subst -,$(comma),$(patsubst .venv/installed-%,%,$@))
 
 $(sort $(ALL) $(RUN) $(DOCS)): setup.cfg pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.$(if $(extras),[$(extras)])'
+	@$(MAKE) --no-print-directory tree
 	touch $@

@@ -1,4 +1,7 @@
-"""Jobs for tests: a program started on several ranks, with a deadline, and its outcome."""
+"""Jobs for tests: a program started on several ranks, with a deadline, and its outcome.
+
+Jobs whose ranks' starts and ends are not what a test is about take warm Pythons (`warm`).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from warm import Preloaded, warm_python
+
 from burst_rt.launch.mpirun import find_launcher
 from burst_rt.launch.run import kill_job
 
-__all__ = ["Job", "Launcher", "run_command", "run_job"]
+__all__ = ["Job", "Launcher", "python_and_environment", "run_command", "run_job"]
 
 Launcher: TypeAlias = Literal["burst-rt run", "mpirun", "torchrun"]
 
@@ -46,48 +51,58 @@ def run_job(
     by: Launcher = "burst-rt run",
     cwd: Path | None = None,
     max_restarts: int = 0,
+    warm: Preloaded | None = None,
 ) -> Job:
     """Runs `program` on `num_ranks` ranks; blocks until the job has ended, at most `timeout_s`.
 
-    max_restarts: how often torchrun may start the ranks again. Programs may import the modules
-    beside this one. A job that outlives `timeout_s` is killed, and TimeoutError is raised with its
-    output.
+    max_restarts: how often torchrun may start the ranks again. warm: what ranks, and the launcher
+    where it is a Python, have imported before they start; None for Pythons as a user starts them.
+    Programs may import the modules beside this one. A job that outlives `timeout_s` is killed, and
+    TimeoutError is raised with its output.
     """
     with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as job_dir:
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(_TESTS), environment.get("PYTHONPATH", "")]
-        ).rstrip(os.pathsep)
-        environment["OMP_NUM_THREADS"] = "1"
+        python, environment = python_and_environment(warm)
         if by == "torchrun":
-            torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+            torchrun = [python, "-P", "-m", "torch.distributed.run", "--standalone"]
             torchrun += [f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
             command = [*torchrun, str(program), *args]
+            environment["PYTHON_EXEC"] = python  # the Python of torchrun's ranks
         elif by == "mpirun":
             launcher = find_launcher()
             environment = launcher.environment(num_ranks, 1, job_dir) | environment
-            command = launcher.command([sys.executable, str(program), *args], num_ranks)
+            command = launcher.command([python, str(program), *args], num_ranks)
         else:
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "burst_rt.launch.main",
-                "run",
-                "-n",
-                str(num_ranks),
-                str(program),
-                *args,
-            ]
+            command = [python, "-P", "-m", "burst_rt.launch.main", "run", "-n", str(num_ranks)]
+            command += [str(program), *args]
         return _run(command, environment, cwd, timeout_s, f"{program.name} on {num_ranks} ranks")
 
 
 def run_command(
-    arguments: Sequence[str], *, cwd: Path | None = None, timeout_s: float = 120.0
+    arguments: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    timeout_s: float = 120.0,
+    warm: Preloaded | None = None,
 ) -> Job:
-    """Runs `burst-rt` with these arguments; blocks and raises as `run_job` does."""
-    command = [sys.executable, "-P", "-m", "burst_rt.launch.main", *arguments]
-    return _run(command, dict(os.environ), cwd, timeout_s, f"burst-rt {arguments[0]}")
+    """Runs `burst-rt` with these arguments; blocks and raises as `run_job` does.
+
+    Without `warm` the command has the environment that a user would have.
+    """
+    python, environment = python_and_environment(warm)
+    command = [python, "-P", "-m", "burst_rt.launch.main", *arguments]
+    if warm is None:
+        environment = dict(os.environ)
+    return _run(command, environment, cwd, timeout_s, f"burst-rt {arguments[0]}")
+
+
+def python_and_environment(warm: Preloaded | None) -> tuple[str, dict[str, str]]:
+    """The Python of a job, and its environment: one thread, and the modules beside this one."""
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(_TESTS), environment.get("PYTHONPATH", "")]
+    ).rstrip(os.pathsep)
+    environment["OMP_NUM_THREADS"] = "1"
+    return sys.executable if warm is None else str(warm_python(warm, environment)), environment
 
 
 def _run(

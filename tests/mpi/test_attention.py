@@ -29,7 +29,9 @@ def _outcome(num_ranks: int, transport: str) -> dict[str, Any]:  # JSON
     by: Launcher = "torchrun" if transport == "torch" else "burst-rt run"
     with TemporaryDirectory() as folder:
         path = Path(folder) / "outcome.json"
-        job = run_job(_PROGRAMS / "attention_world.py", num_ranks, [str(path), transport], by=by)
+        job = run_job(
+            _PROGRAMS / "attention_world.py", num_ranks, [str(path), transport], by=by, warm="torch"
+        )
         assert job.exit_code == 0, job.text
         outcome: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return outcome
@@ -96,18 +98,20 @@ def test_the_same_bits_over_mpi_and_over_a_group(num_ranks: int) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "by"), [(2, "torchrun"), (3, "burst-rt run")])
 def test_compiled_over_ranks(num_ranks: int, by: Launcher) -> None:
-    job = run_job(_PROGRAMS / "attention_compiled.py", num_ranks, by=by)
+    job = run_job(_PROGRAMS / "attention_compiled.py", num_ranks, by=by, warm="models")
     assert job.exit_code == 0, job.text
 
 
 def test_several_contexts_in_one_job(tmp_path: Path) -> None:
-    job = run_job(_PROGRAMS / "attention_contexts.py", 4, [str(tmp_path)], by="mpirun")
+    job = run_job(
+        _PROGRAMS / "attention_contexts.py", 4, [str(tmp_path)], by="mpirun", warm="torch"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"], job.text
     # The rank that was left alone in a pair has a broken context, which ends the job when it exits.
     assert job.exit_code == PeerLost.exit_code, job.text
 
 
 def test_several_contexts_under_torchrun(tmp_path: Path) -> None:
-    job = run_job(_PROGRAMS / "attention_axes.py", 4, [str(tmp_path)], by="torchrun")
+    job = run_job(_PROGRAMS / "attention_axes.py", 4, [str(tmp_path)], by="torchrun", warm="torch")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"], job.text
     assert re.search(rf"rank +: 3 .*\n +exitcode +: {PeerLost.exit_code}", job.err), job.text

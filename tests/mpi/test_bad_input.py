@@ -18,7 +18,7 @@ _DEADLINE_S = 5.0
 
 @pytest.mark.parametrize(("num_ranks", "by"), [(4, "burst-rt run"), (2, "torchrun")])
 def test_every_rank_gets_the_odd_ranks_error(num_ranks: int, by: Launcher, tmp_path: Path) -> None:
-    job = run_job(_PROGRAM, num_ranks, [str(tmp_path)], by=by)
+    job = run_job(_PROGRAM, num_ranks, [str(tmp_path)], by=by, warm="torch")
     assert job.exit_code == 0, job.text
     by_rank = [
         json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))

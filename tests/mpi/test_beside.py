@@ -20,7 +20,7 @@ _WITH_SGD = ("fsdp2", "micro_batches", "hsdp", "ddp", "tensor_parallel", "pipeli
 
 
 def _losses(folder: Path, num_ranks: int, *names: str) -> dict[str, list[float]]:
-    job = run_job(_PROGRAM, num_ranks, [str(folder), *names], by="torchrun")
+    job = run_job(_PROGRAM, num_ranks, [str(folder), *names], by="torchrun", warm="models")
     assert job.exit_code == 0, job.text
     found: dict[str, list[float]] = json.loads((folder / "losses.json").read_text())
     return found

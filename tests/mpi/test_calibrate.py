@@ -5,12 +5,11 @@ way.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from jobs import python_and_environment
 
 from burst_rt.planning.machines import load_hardware
 
@@ -26,9 +25,10 @@ def _benchmark(*words: str, hardware: str = "none") -> str:
 
 
 def _run(*words: str, hardware: str = "none") -> str:
-    environment = os.environ | {"BURST_RT_HARDWARE": hardware, "OMP_NUM_THREADS": "1"}
+    python, environment = python_and_environment("torch")
+    environment["BURST_RT_HARDWARE"] = hardware
     done = subprocess.run(
-        [sys.executable, *words],
+        [python, *words],
         env=environment,
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,

@@ -16,7 +16,9 @@ from tolerances import ERROR
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_results_are_those_of_one_process(num_ranks: int, tmp_path: Path) -> None:
-    job = run_job(Path(__file__).parent / "programs" / "examples.py", num_ranks, [str(tmp_path)])
+    job = run_job(
+        Path(__file__).parent / "programs" / "examples.py", num_ranks, [str(tmp_path)], warm="torch"
+    )
     assert job.exit_code == 0, job.text
     for rank in range(num_ranks):
         errors = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
@@ -33,7 +35,7 @@ def test_the_command_says_what_was_sent(name: str) -> None:
 
 def test_pictures_of_a_backward_over_ranks(tmp_path: Path) -> None:
     out = tmp_path / "pictures"
-    job = run_command(["draw", "-n", "2", "--tokens", "300", "--out", str(out)])
+    job = run_command(["draw", "-n", "2", "--tokens", "300", "--out", str(out)], warm="torch")
     assert job.exit_code == 0, job.text
     pictures = [out / "ring.png", out / "timeline.png"]
     assert job.out.strip() == f"wrote {pictures[0]} and {pictures[1]}"

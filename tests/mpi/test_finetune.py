@@ -108,6 +108,7 @@ def test_a_fine_tuned_model_is_that_of_one_process(tmp_path: Path) -> None:
             "--dtype", "float32",
         ],
         by="torchrun",
+        warm="models",
     )  # fmt: skip
     assert job.exit_code == 0, job.text
     said = re.findall(r"step \d+: loss (\S+), norm (\S+)$", job.out, re.MULTILINE)

@@ -30,7 +30,7 @@ def test_generated_text_is_that_of_one_process(
     truths: Path, tmp_path: Path, num_ranks: int
 ) -> None:
     results = tmp_path / "results.json"
-    job = run_job(_PROGRAM, num_ranks, [str(truths), str(results)], timeout_s=240)
+    job = run_job(_PROGRAM, num_ranks, [str(truths), str(results)], timeout_s=240, warm="models")
     assert job.exit_code == 0, job.text
     found = json.loads(results.read_text(encoding="utf-8"))
     assert found.pop("a rank's tokens") <= -(-PROMPT // num_ranks) + _BLOCK * (num_ranks > 1)

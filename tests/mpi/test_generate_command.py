@@ -31,7 +31,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _generate(cwd: Path, *arguments: str) -> Job:
     job = run_command(
-        ("generate", "--max-new-tokens", str(_NUM_TOKENS), *arguments), cwd=cwd, timeout_s=90.0
+        ("generate", "--max-new-tokens", str(_NUM_TOKENS), *arguments),
+        cwd=cwd,
+        timeout_s=90.0,
+        warm="torch",
     )
     assert job.exit_code == 0, job.text
     return job

@@ -5,14 +5,12 @@ bytes as its graphs say.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from jobs import run_job
+from jobs import python_and_environment, run_job
 from layer_worlds import Outcome
 from tolerances import ERROR
 
@@ -22,7 +20,9 @@ from benchmarks.layer import STRATEGIES
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_result_is_that_of_the_whole_layer(num_ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "outcome.json"
-    job = run_job(Path(__file__).parent / "programs" / "layer_world.py", num_ranks, [str(path)])
+    job = run_job(
+        Path(__file__).parent / "programs" / "layer_world.py", num_ranks, [str(path)], warm="torch"
+    )
     assert job.exit_code == 0, job.text
     found = json.loads(path.read_text(encoding="utf-8"))
     assert len(found) == 4
@@ -51,8 +51,8 @@ def test_the_benchmark_measures_every_strategy_and_says_which_cannot_be(tmp_path
         str(out),
         *sizes,
     ]
-    command = [sys.executable, "-m", "benchmarks", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    python, environment = python_and_environment("torch")
+    command = [python, "-m", "benchmarks", *words]
     for ffn_dim, strategies in (("48", STRATEGIES), ("33", STRATEGIES[:2])):
         done = subprocess.run(
             [*command, ffn_dim],

@@ -27,7 +27,7 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_models_are_those_of_one_process(truths: Path, tmp_path: Path, num_ranks: int) -> None:
     results = tmp_path / "results.json"
-    job = run_job(_PROGRAM, num_ranks, [str(truths), str(results)], timeout_s=240)
+    job = run_job(_PROGRAM, num_ranks, [str(truths), str(results)], timeout_s=240, warm="models")
     assert job.exit_code == 0, job.text
     found = json.loads(results.read_text(encoding="utf-8"))
     assert len(found) >= 4 * len(NAMES) - 1 + 8

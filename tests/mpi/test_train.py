@@ -21,6 +21,8 @@ import click
 import psutil
 import pytest
 import torch
+from jobs import python_and_environment
+from warm import Preloaded
 
 import burst_rt
 from burst_rt.context import Context
@@ -80,7 +82,8 @@ def _start(
     return subprocess.Popen(
         command,
         cwd=cwd,
-        env=environment,
+        # The same number of threads in all runs, which are compared bit for bit.
+        env=environment or python_and_environment(None)[1],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -111,21 +114,23 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.kill()
 
 
-def _burst_rt(*arguments: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "burst_rt.launch.main", *arguments]
+def _burst_rt(*arguments: str, python: str = sys.executable) -> list[str]:
+    return [python, "-P", "-m", "burst_rt.launch.main", *arguments]
 
 
-def _run(cwd: Path, *arguments: str) -> _Job:
-    return _finish(_start(_burst_rt(*arguments), cwd))
+def _run(cwd: Path, *arguments: str, warm: Preloaded | None = "models") -> _Job:
+    python, environment = python_and_environment(warm)
+    return _finish(_start(_burst_rt(*arguments, python=python), cwd, environment))
 
 
 def _under_mpirun(cwd: Path, num_ranks: int, *arguments: str) -> _Job:
     launcher = find_launcher()
+    python, environment = python_and_environment("models")
     return _finish(
         _start(
-            launcher.command(_burst_rt(*arguments), num_ranks),
+            launcher.command(_burst_rt(*arguments, python=python), num_ranks),
             cwd,
-            launcher.environment(num_ranks, 1, cwd),
+            launcher.environment(num_ranks, 1, cwd) | environment,
         )
     )
 
@@ -495,7 +500,9 @@ def test_what_only_ranks_can_refuse_is_one_line_too(
     # In burst_rt.init, before there is a world. Only the launching process of `burst-rt train`
     # would have looked earlier.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    job = _run(tmp_path, "run", "-n", "2", "-m", "burst_rt.launch.train", "--device", "cuda")
+    job = _run(
+        tmp_path, "run", "-n", "2", "-m", "burst_rt.launch.train", "--device", "cuda", warm=None
+    )
     assert job.exit_code == 78
     complaints = [line for line in job.err.splitlines() if line.startswith("burst-rt: ")]
     assert complaints == job.err.splitlines()[-1:], job.err

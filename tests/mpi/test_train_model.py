@@ -55,7 +55,7 @@ _TEXTS = {
 
 
 def _job(cwd: Path, *arguments: str) -> Job:
-    return run_command(arguments, cwd=cwd)
+    return run_command(arguments, cwd=cwd, warm="models")
 
 
 def _read(job: Job) -> dict[str, Any]:

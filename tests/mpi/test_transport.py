@@ -22,7 +22,7 @@ def _check(program: str, num_ranks: int, by: Launcher, *args: str) -> None:
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
     ]
-    job = run_job(_PROGRAMS / program, num_ranks, args, by=by)
+    job = run_job(_PROGRAMS / program, num_ranks, args, by=by, warm="torch")
     assert job.exit_code == 0, job.text
     assert job.out.split() == expected
 
