@@ -37,15 +37,17 @@ _OUT = click.option(
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Benchmarks of this machine: interleaved comparisons, medians, ratios within one run.
-    BENCHMARKS.md holds results.
+    """Run the project's benchmarks on this machine.
+
+    The sides of a comparison take turns; medians and their ratios are reported. BENCHMARKS.md has
+    results.
     """
 
 
 @command.command()
 @_OUT
 def engine(out: Path | None) -> None:
-    """Cost of the scheduler: building, verifying and running graphs."""
+    """Measure the scheduler: building, verifying and running graphs."""
     from burst_rt.launch.bench.engine import main
 
     main(out)
@@ -75,11 +77,12 @@ def engine(out: Path | None) -> None:
 )
 @_OUT
 def gpu(parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None) -> None:
-    """On one NVIDIA GPU: tile kernels against cuDNN and FlashAttention, whole calls under masks,
-    four ranks against one kernel.
+    """Measure on one NVIDIA GPU.
 
-    `--part staged` is for ranks of a job: burst-rt run -n 2 -m burst_rt.launch.main bench gpu
-    --part staged
+    Tile kernels against cuDNN and FlashAttention, whole calls under masks, four ranks against one
+    kernel. `--part staged` runs inside a job:
+
+    burst-rt run -n 2 -m burst_rt.launch.main bench gpu --part staged
     """
     from burst_rt.launch.bench.gpu import main
 
@@ -106,14 +109,15 @@ def gpu(parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None)
     "--limit-s",
     default=600.0,
     show_default=True,
-    help="Start no measurement after so many seconds.",
+    help="Start no measurement after this many seconds.",
 )
 @_OUT
 def tune(
     head_dims: tuple[int, ...], dtype: str, repeats: int, limit_s: float, out: Path | None
 ) -> None:
-    """Find the Triton kernels' fastest block sizes on this GPU; later jobs on this machine use
-    them.
+    """Find the fastest Triton block sizes on this GPU.
+
+    Later jobs on this machine use them.
     """
     from burst_rt.launch.bench.tune import main
 
@@ -141,21 +145,21 @@ def tune(
     default=100,
     show_default=True,
     type=click.IntRange(1),
-    help="Turns with telemetry and turns without, two steps each.",
+    help="Turns with telemetry, and as many without, of two steps each.",
 )
 @click.option(
     "--tokens",
     default=4096,
     show_default=True,
     type=click.IntRange(1),
-    help="Tokens of a step, all ranks together.",
+    help="Tokens per step, over all ranks.",
 )
 @click.option(
     "--minutes",
     default=60,
     show_default=True,
     type=click.IntRange(1),
-    help="How long the hub watches 64 ranks while its memory is measured.",
+    help="Minutes for which the hub watches 64 ranks while its memory is measured.",
 )
 @_OUT
 def telemetry(
@@ -166,8 +170,9 @@ def telemetry(
     minutes: int,
     out: Path | None,
 ) -> None:
-    """What telemetry costs: the time of a step with and without telemetry, and the hub's memory
-    when it watches 64 ranks for an hour.
+    """Measure what telemetry costs.
+
+    The time of a step with and without telemetry, and the hub's memory while it watches 64 ranks.
     """
     from burst_rt.launch.run import launch
 
@@ -239,9 +244,11 @@ _REPEATS = click.option(
 @_OUT
 @click.pass_context
 def masks(ctx: click.Context, parts: tuple[str, ...], repeats: int, out: Path | None) -> None:
-    """Masks: measured on 2 ranks of this machine, against causal and against torch with a dense
-    mask; what planning takes for masks never seen before; and simulated on 8 to 64 H100, packed
-    documents in several layouts and ways.
+    """Measure and simulate masks.
+
+    On 2 ranks of this machine, against causal and against torch with a dense mask; the planning
+    of new masks; and, simulated on 8 to 64 H100, packed documents in several layouts and
+    strategies.
     """
     from burst_rt.launch.bench import masks, tables
 
@@ -267,7 +274,7 @@ def masks(ctx: click.Context, parts: tuple[str, ...], repeats: int, out: Path | 
     default=10,
     show_default=True,
     type=click.IntRange(1),
-    help="Runs of each side, in turn; medians are reported. A token has 20 times as many.",
+    help="Runs of each side, in turn; medians are reported. Single tokens get 20 times as many.",
 )
 @click.option(
     "--max-tokens",
@@ -281,12 +288,12 @@ def masks(ctx: click.Context, parts: tuple[str, ...], repeats: int, out: Path | 
     default=2048,
     show_default=True,
     type=click.IntRange(17),
-    help="Tokens of a prompt's chunk.",
+    help="Tokens in a chunk of a prompt.",
 )
 @click.option(
     "--threads",
     type=click.IntRange(1),
-    help="Threads of torch's process. The ranks share as many, at least one each. "
+    help="Threads of torch's process; the ranks share as many, with at least one each. "
     "[default: the number of ranks]",
 )
 @_OUT
@@ -299,9 +306,11 @@ def serve(
     threads: int | None,
     out: Path | None,
 ) -> None:
-    """Serving over MPI ranks: time to first token against torch in one process, prompts in chunks,
-    time of a token by what is cached, a question after a document; and, from simulation, first
-    tokens of large models next to published figures.
+    """Measure serving over MPI ranks.
+
+    Time to first token against torch in one process, prompts in chunks, time of a token by the
+    number of cached tokens, a question after a document; and simulated first tokens of large
+    models next to published figures.
 
     Default: 2 ranks.
     """
@@ -331,7 +340,7 @@ def serve(
 def transports(
     worlds: tuple[int, ...], tokens: tuple[int, ...], repeats: int, out: Path | None
 ) -> None:
-    """MPI, a group of torch.distributed and threads, side by side: calls, messages, agreements.
+    """Compare MPI, torch.distributed and threads: calls, messages, agreements.
 
     Default: 2 ranks, 2K to 16K tokens.
     """
@@ -356,11 +365,10 @@ def transports(
 def predict(
     worlds: tuple[int, ...], tokens: tuple[int, ...], heads: int, repeats: int, out: Path | None
 ) -> None:
-    """Forecasts against measurements: forward and backward of every strategy. The forecasts use
-    the machine file that `burst-rt calibrate` wrote.
+    """Compare forecasts with measurements, for every strategy.
 
-    Default: 2 ranks, 4K to 32K tokens. With more ranks than cores (say -n 4), the forecast also
-    counts that ranks share cores.
+    The forecasts of forward and backward use the machine file of `burst-rt calibrate`. With more
+    ranks than cores they count that ranks share cores. Default: 2 ranks, 4K to 32K tokens.
     """
     for num_ranks in worlds or (2,):
         _strategies(
@@ -395,8 +403,7 @@ def strategies(
     repeats: int,
     out: Path | None,
 ) -> None:
-    """All strategies against each other, full and causal, and how close the planner's choice comes
-    to the fastest.
+    """Compare all strategies, full and causal, and the planner's choice with the fastest.
 
     Default: 2 and 4 ranks, 2K to 8K tokens.
     """
@@ -417,7 +424,7 @@ def strategies(
     default=8192,
     show_default=True,
     type=click.IntRange(64),
-    help="Tokens of the sequence. In the weak series, half as many for each rank.",
+    help="Tokens of the sequence; in the weak series, half as many per rank.",
 )
 @click.option("--heads", default=4, show_default=True, type=click.IntRange(1), help="Query heads.")
 @machine_options
@@ -426,11 +433,11 @@ def strategies(
 def scaling(
     worlds: tuple[int, ...], tokens: int, heads: int, repeats: int, out: Path | None
 ) -> None:
-    """One sequence over more and more ranks (strong scaling), and a sequence that grows with the
-    number of ranks (weak scaling); forward + backward, full and causal.
+    """Measure strong and weak scaling.
 
-    Work grows with the square of the sequence. So in the weak series the work of a rank grows with
-    the number of ranks, and the efficiency allows for that.
+    One sequence over more and more ranks, and a sequence that grows with the number of ranks;
+    forward + backward, full and causal. Work grows with the square of the sequence, so in the weak
+    series a rank's work grows with the number of ranks; the efficiency allows for that.
     """
     from burst_rt.launch.bench.scaling import main
 
@@ -440,8 +447,9 @@ def scaling(
 @command.command()
 @_OUT
 def paper(out: Path | None) -> None:
-    """The BurstAttention paper's figures (arXiv 2403.09347) next to the simulator's forecasts.
-    Measures nothing.
+    """Compare the BurstAttention paper's figures with forecasts.
+
+    arXiv 2403.09347. Measures nothing.
     """
     from burst_rt.launch.plan.paper import main
 
@@ -512,19 +520,19 @@ def every(ctx: click.Context, out: Path | None) -> None:
 @click.option(
     "--v-head-dim",
     type=click.IntRange(16, 256),
-    help="Head size of v, where it has its own.",
+    help="Width of a head of v. [default: the same]",
 )
 @click.option(
     "--scores",
     type=click.Choice(["softcap", "alibi_slopes", "sinks"]),
     multiple=True,
-    help="Options of the scores apart from scaling; may be given several times.",
+    help="Options of the scores; may be repeated.",
 )
 @click.option(
     "--spans",
     type=click.Choice(["1", "2", "4", "many"]),
-    help="For masks with so many spans of keys a query, and lines of work with several runs of "
-    "blocks. [default: 1 span, and one run of a kind]",
+    help="Spans of keys per query in the mask, with several runs of blocks per line of work. "
+    "[default: 1 span, and one run of each kind]",
 )
 @_OUT
 def aot(
@@ -537,8 +545,9 @@ def aot(
     spans: str | None,
     out: Path | None,
 ) -> None:
-    """Compile the Triton kernels for chips that this machine need not have: registers, spills,
-    shared memory, tensor-core instructions.
+    """Compile the Triton kernels for chips that this machine may lack.
+
+    Reports registers, spills, shared memory and tensor-core instructions.
     """
     from burst_rt.kernels.triton.configs import COMPRESSED
     from burst_rt.launch.bench.aot import main
@@ -593,8 +602,9 @@ def aot(
 def attention(
     num_ranks: int, parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None
 ) -> None:
-    """Attention over MPI ranks against torch's fused attention in one process: speed, masks,
-    exposed communication, overhead, memory, accuracy.
+    """Compare attention over MPI ranks with torch in one process.
+
+    Against its fused attention: speed, masks, exposed communication, overhead, memory, accuracy.
     """
     from burst_rt.launch.run import launch
 
@@ -661,8 +671,9 @@ def attention(
 def layer(
     num_ranks: int, tokens: tuple[int, ...], repeats: int, out: Path | None, **sizes: int
 ) -> None:
-    """One transformer layer over MPI ranks: a ring, all-to-all, and tensor parallelism without and
-    with a split sequence.
+    """Compare strategies for one transformer layer over MPI ranks.
+
+    A ring, all-to-all, and tensor parallelism without and with a split sequence.
     """
     from burst_rt.baselines.layers import LayerShape
     from burst_rt.launch.run import launch

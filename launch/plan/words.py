@@ -27,11 +27,11 @@ __all__ = ["MASK_HELP", "fitting_mask", "parse_mask", "parse_tokens"]
 _MOST_MASKS, _MOST_BYTES = 64, 16 << 20
 
 MASK_HELP = (
-    "Mask of the attention: full, causal, window:LEFT or window:LEFT,RIGHT (keys beside the "
+    "Attention mask: full, causal, window:LEFT or window:LEFT,RIGHT (keys before and after the "
     "query's own, 4096 or 4K: a model's window of 8192 is window:8191), prefix:N, chunked:N "
-    "(causal), first:N, documents:FILE (causal; FILE has the tokens of each document, such as 4096 "
-    "28672, which add up to --seq). a&b allows what both allow, a|b what either allows; & binds "
-    "tighter."
+    "(causal), first:N, documents:FILE (causal; FILE has each document's number of tokens, such as "
+    "4096 28672, which add up to --seq). a&b allows what both allow, a|b what either allows; & "
+    "binds tighter."
 )
 
 
