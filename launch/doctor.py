@@ -56,11 +56,11 @@ def _ways(findings: Sequence[Finding]) -> list[Finding]:
     help="Print a JSON list of {name, state, found, advice} instead of a table.",
 )
 def command(as_json: bool) -> None:
-    """Say what this machine has for a job and what to do about what is missing.
+    """Check what this machine has and lacks for a job, and say what to do.
 
     Looks at Python, torch, the MPI library and its mpirun, cores, shared memory, Triton and the
-    CUDA libraries, and runs a real job of two ranks by mpirun and by torchrun. Takes some 20
-    seconds. The exit code is 0 where a job can run on the CPU by one of them, else 1.
+    CUDA libraries, and runs a real job of two ranks with mpirun and with torchrun. Takes some 20
+    seconds. The exit code is 0 if a job can run on the CPU with one of them, else 1.
     """
     console = Console(stderr=True)
     with console.status("examining this machine ..."):

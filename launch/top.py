@@ -51,8 +51,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 @viewer_options
 @click.option("--once", is_flag=True, help="Print the job's state once and end.")
 def command(attach: int | None, replay: Path | None, until: float | None, once: bool) -> None:
-    """Show a running job, or a record, in this terminal: ranks, links, progress, events. Ends with
-    Ctrl-C, or with the job.
+    """Show a running job, or a record, in this terminal: ranks, links, progress, events.
+
+    Ends with the job, or with Ctrl-C.
     """
     with open_viewer(attach, replay, until) as viewer, contextlib.suppress(KeyboardInterrupt):
         _watch(viewer, once=once or replay is not None)

@@ -31,7 +31,7 @@ def viewer_options(command: _F) -> _F:
         "--attach",
         type=int,
         metavar="JOB",
-        help="Number of the running job. [default: the only job here]",
+        help="Number of the running job. [default: the only job on this host]",
     )
     replay = click.option(
         "--replay",

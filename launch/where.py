@@ -64,7 +64,7 @@ def telemetry_options(command: _F) -> _F:
         is_flag=True,
         expose_value=False,
         callback=_ask,
-        help="Watch ranks, GPUs and transfers; a lost rank is named at once.",
+        help="Watch ranks, GPUs and transfers, and name a lost rank at once.",
     )
     record = click.option(
         "--record",
@@ -73,8 +73,8 @@ def telemetry_options(command: _F) -> _F:
         expose_value=False,
         callback=_ask,
         help=(
-            "Record the telemetry in FILE; see `burst-rt trace`. A FILE that is there is kept as "
-            "FILE.1, then FILE.2."
+            "Record the telemetry in FILE, for `burst-rt trace`. An existing FILE is renamed to "
+            "FILE.1, the next one to FILE.2."
         ),
     )
     dashboard = click.option(
@@ -82,7 +82,7 @@ def telemetry_options(command: _F) -> _F:
         is_flag=True,
         expose_value=False,
         callback=_ask,
-        help="Show the telemetry in a browser; prints the link.",
+        help="Show the telemetry in a browser, and print the link.",
     )
     at = click.option(
         "--dashboard-at",
@@ -90,7 +90,7 @@ def telemetry_options(command: _F) -> _F:
         expose_value=False,
         callback=_ask,
         help=(
-            "The dashboard's address. Another HOST than loopback lets others connect. [default: "
+            "The dashboard's address. A HOST other than loopback lets others connect. [default: "
             "127.0.0.1:8870, or a free port]"
         ),
         show_default=False,
@@ -116,8 +116,8 @@ def machine_options(command: _F) -> _F:
         expose_value=False,
         callback=_export,
         help=(
-            "Where ranks compute: cpu, cuda (a GPU by the rank's number on its host), cuda:N, "
-            "auto. [default: auto]"
+            "Where ranks compute: cpu, cuda (the GPU of the local rank), cuda:N, auto. "
+            "[default: auto]"
         ),
     )
     transport = click.option(
@@ -125,6 +125,6 @@ def machine_options(command: _F) -> _F:
         type=click.Choice(TRANSPORTS),
         expose_value=False,
         callback=_export,
-        help="How ranks send; `burst-rt doctor` says what auto takes here. [default: auto]",
+        help="What carries messages; `burst-rt doctor` says what auto is here. [default: auto]",
     )
     return device(transport(command))

@@ -31,16 +31,16 @@ Examples:
   burst-rt generate --checkpoint runs/book --prompt "def main(" -n 2
                                                the run's newest checkpoint, on two ranks
   burst-rt generate --model llama --prompt-file question.txt -n 4 --max-new-tokens 50
-                                               a model of transformers, a local folder
+                                               a transformers model in a local folder
   burst-rt generate --checkpoint runs/book --prompt "import " --temperature 0
                                                the most likely text, on one rank
   mpirun -n 4 --output :raw burst-rt generate --checkpoint runs/book --prompt "def "
-                                               under an MPI launcher, srun likewise (only Open MPI 5
-                                               needs :raw: it keeps lines until they are whole)
+                                               with your own MPI launcher, or with srun (:raw is for
+                                               Open MPI 5, which else holds back part lines)
 
 Prompt and text go to standard output as they come, figures to standard error. --dashboard shows
-them in a browser. Beside --checkpoint, --model says where the folder is now that the checkpoint
-was fine-tuned from."""
+them in a browser. With --checkpoint, --model is the base model of the checkpoint, in case its
+folder has moved."""
 
 
 class _Finite(click.FloatRange):
@@ -60,7 +60,7 @@ class _Finite(click.FloatRange):
 @click.option(
     "--model",
     type=click.Path(path_type=Path, resolve_path=True),
-    help="Folder of a model of transformers (config.json, safetensors, tokenizer).",
+    help="Folder of a transformers model (config.json, safetensors, tokenizer).",
 )
 @click.option("--prompt", metavar="TEXT", help="Beginning of the text.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="The same, from a file.")
@@ -69,13 +69,13 @@ class _Finite(click.FloatRange):
     "--max-new-tokens",
     type=click.IntRange(min=1),
     default=200,
-    help="Where the text ends, unless the model ends it before.",
+    help="Most new tokens; the model may end the text earlier.",
 )
 @click.option(
     "--temperature",
     type=_Finite(min=0),
     default=0.8,
-    help="How freely tokens are drawn; 0: always the most likely one.",
+    help="Sampling temperature; 0: always the most likely token.",
 )
 @click.option(
     "--top-p",
@@ -83,7 +83,7 @@ class _Finite(click.FloatRange):
     default=0.95,
     help="Draw among the most likely tokens that together have this probability.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Seed of the draws.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Seed of the sampling.")
 @click.option(
     "--dtype", type=click.Choice(DTYPES), default="float32", help="Type of weights and cache."
 )
@@ -91,7 +91,7 @@ class _Finite(click.FloatRange):
 @telemetry_options
 @click.pass_context
 def command(context: click.Context, /, num_ranks: int | None, **values: object) -> None:
-    """Generate text with a trained model, its cache of keys and values over MPI ranks.
+    """Generate text with a trained model, with the KV cache over MPI ranks.
 
     Each rank runs a part of the prompt through the model and keeps a part of the cache. The same
     seed gives the same text on any number of ranks, up to rounding.

@@ -76,7 +76,7 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
         click.option(
             "--hardware",
             required=True,
-            help="A machine: a100-pcie, a100-sxm, h100-sxm, h200-sxm, or the path of a file.",
+            help="a100-pcie, a100-sxm, h100-sxm, h200-sxm, or the path of a machine file.",
         ),
         click.option(
             "--model",
@@ -84,8 +84,8 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
             default="llama-7b",
             show_default=True,
             help="llama-7b, llama-13b, or sizes: layers=32,dim=4096,heads=32,kv_heads=8,"
-            "head_dim=128,ffn=14336,vocab=128256. Without kv_heads, head_dim, vocab: heads, "
-            "dim / heads, 32000.",
+            "head_dim=128,ffn=14336,vocab=128256. kv_heads defaults to heads, head_dim to "
+            "dim / heads, vocab to 32000.",
         ),
         click.option(
             "--world",
@@ -105,7 +105,7 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
         click.option(
             "--nodes",
             type=click.IntRange(1),
-            help="Nodes that the ranks are spread over evenly. [default: as few as possible]",
+            help="Nodes, with equal numbers of ranks. [default: as few as possible]",
         ),
         click.option(
             "--seq", "seq_text", required=True, help="Tokens of one sequence: 131072, 128K, 1M."
@@ -122,7 +122,7 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
             type=click.Choice(["first-token", "train"]),
             default="train",
             show_default=True,
-            help="first-token: the forward. train: a step of training.",
+            help="first-token: one forward. train: one training step.",
         ),
         click.option(
             "--mask",
@@ -136,9 +136,9 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
             type=click.Choice([*LAYOUTS, "auto"]),
             default="zigzag",
             show_default=True,
-            help="Which rank holds which tokens. balanced: even under the mask. auto: for each "
-            "strategy, the one with the best forecast, which takes four times as long to plan. "
-            "Tensor parallelism has none, or contiguous.",
+            help="Which rank holds which tokens. balanced: equal work under the mask. auto: for "
+            "each strategy, the layout with the best forecast; planning takes four times as long. "
+            "Tensor parallelism has contiguous shards or none.",
         ),
         click.option(
             "--activations",
@@ -146,9 +146,9 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
             type=click.Choice(["auto", *(name.replace(" ", "-") for name in ACTIVATIONS)]),
             default="auto",
             show_default=True,
-            help="In training. kept: all of them. attention-kept: a layer's input and attention's "
-            "outputs, as burst_rt.checkpoint does; the rest is computed again. computed-again: all "
-            "but a layer's input. auto: for each strategy, the first that fits.",
+            help="What training keeps for the backward. kept: everything. attention-kept: each "
+            "layer's input and attention's outputs, as burst_rt.checkpoint does. computed-again: "
+            "each layer's input only. auto: for each strategy, the first of these that fits.",
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
@@ -306,7 +306,7 @@ def plan(**options: Any) -> None:  # see `_Planned`
     default=8,
     show_default=True,
     type=click.IntRange(1),
-    help="Heads of the calls measured.",
+    help="Heads in the measured calls.",
 )
 @click.option(
     "--head-dim",
@@ -334,23 +334,21 @@ def plan(**options: Any) -> None:  # see `_Planned`
     default=8192,
     show_default=True,
     type=click.IntRange(256),
-    help="Tokens of a rank in the largest call measured.",
+    help="Tokens per rank in the largest measured call.",
 )
 @machine_options
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file to write. [default: the one that jobs plan with]",
+    help="File to write. [default: the file that jobs plan with]",
 )
-@click.option(
-    "--force", is_flag=True, help="Write the file even if the machine was busy with something else."
-)
+@click.option("--force", is_flag=True, help="Write the file even if the machine was busy.")
 def calibrate(num_ranks: int, out: Path | None, force: bool, **options: object) -> None:
     """Measure this machine, for `simulate` and `plan`, and for strategy="auto" of later jobs.
 
-    Takes about four minutes on a CPU. Nothing else should run meanwhile: if the machine was busy,
-    no file is written. Jobs find the file by themselves. BURST_RT_HARDWARE=none makes jobs ignore
-    it, BURST_RT_HARDWARE=FILE makes them take another file.
+    Takes about four minutes on a CPU. Run nothing else meanwhile: on a busy machine no file is
+    written. Jobs find the file by themselves. BURST_RT_HARDWARE=none makes them ignore it,
+    BURST_RT_HARDWARE=FILE makes them use another.
     """
 
     from burst_rt.job.launched import DEVICE_VARIABLE

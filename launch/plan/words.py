@@ -20,10 +20,10 @@ _MOST_MASKS, _MOST_BYTES = 64, 16 << 20
 
 _NUMBERED = ", ".join(f"{word}:N" for word in BY_NUMBER)
 MASK_HELP = (
-    "Mask of the attention: full, causal, window:LEFT or window:LEFT,RIGHT (keys beside the "
+    "Attention mask: full, causal, window:LEFT or window:LEFT,RIGHT (keys before and after the "
     "query's own, 4096 or 4K: a model's window of 8192 is window:8191), "
-    f"{_NUMBERED} (chunked is causal), documents:FILE (causal; FILE has the tokens of each "
-    "document, such as 4096 28672, which add up to --seq). a&b allows what both allow, a|b what "
+    f"{_NUMBERED} (chunked is causal), documents:FILE (causal; FILE has each document's number of "
+    "tokens, such as 4096 28672, which add up to --seq). a&b allows what both allow, a|b what "
     "either allows; & binds tighter."
 )
 

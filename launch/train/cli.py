@@ -40,32 +40,32 @@ Examples:
   burst-rt train -n 4 --context-parallel 2 --batch 2
                                                 two groups of two ranks, a sequence each
   burst-rt train -n 2 --data book.txt --seq-len 16384 --out runs/book
-  burst-rt train -n 2 --out runs/book --resume  continue it where its last checkpoint is
+  burst-rt train -n 2 --out runs/book --resume  continue from its last checkpoint
   burst-rt train -n 2 --model llama --data book.txt --seq-len 16384 --checkpoint-activations
-                                                fine-tune a model of transformers, a local folder
-  mpirun -n 4 burst-rt train --out runs/four    under an MPI launcher of your own; srun likewise
+                                                fine-tune a transformers model in a local folder
+  mpirun -n 4 burst-rt train --out runs/four    with your own MPI launcher, or with srun
 
-Ranks see the same files (their content is compared). Rank 0 writes DIR/metrics.jsonl (a line a
+All ranks must see the same files; they compare them. Rank 0 writes DIR/metrics.jsonl (a line per
 step), DIR/loss.png and DIR/checkpoints/step-N/ (safetensors and JSON); with --model also DIR/model/
-at the end, which transformers loads. Measure a checkpoint with `burst-rt eval --checkpoint DIR`."""
+at the end, for transformers. Measure a checkpoint with `burst-rt eval --checkpoint DIR`."""
 
 _EVAL_EPILOG = """\b
 Examples:
   burst-rt eval --checkpoint runs/book                  the run's newest checkpoint, on one rank
   burst-rt eval --checkpoint runs/book -n 4 --eval-sequences 0
-                                                        on all of its held-out text, on four ranks
+                                                        on all held-out text, on four ranks
   burst-rt eval --checkpoint runs/book/checkpoints/step-00000060 --seq-len 65536 -n 2
   burst-rt eval --model llama --data c4.txt -n 4 --eval-sequences 0
-                                                        a model of transformers, a local folder
-  mpirun -n 4 burst-rt eval --checkpoint runs/book      under an MPI launcher, srun likewise
+                                                        a transformers model in a local folder
+  mpirun -n 4 burst-rt eval --checkpoint runs/book      with your own MPI launcher, or with srun
 
---model measures a folder of transformers. Beside --checkpoint it says where the folder is now that
-the checkpoint was fine-tuned from."""
+--model alone measures that model. With --checkpoint, it is the checkpoint's base model, in case
+its folder has moved."""
 
 _EXPORT_EPILOG = """\b
 Examples:
   burst-rt export runs/book book-model                  the run's newest checkpoint
-  burst-rt eval --model book-model --data book.txt      then it is a model like others"""
+  burst-rt eval --model book-model --data book.txt      measures the exported model"""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -124,10 +124,10 @@ def train_command(
     as_json: bool,
     **values: object,
 ) -> None:
-    """Train a language model, its sequences split over MPI ranks.
+    """Train a language model with its sequences split over MPI ranks.
 
-    A small byte-level, Llama-style decoder, or with --model a model of transformers. Every rank
-    holds a part of each sequence, and the losses equal the losses of one process that holds whole
+    The model is a small byte-level, Llama-style decoder, or with --model a transformers model.
+    Every rank holds a part of each sequence. The losses are those of one process with whole
     sequences.
     """
     options = RunOptions(out=out, resume=resume, progress="none" if as_json else progress)
@@ -157,23 +157,22 @@ def train_command(
 @click.option(
     "--model",
     type=_PATH,
-    help="Folder of a model of transformers (config.json, safetensors, tokenizer).",
+    help="Folder of a transformers model (config.json, safetensors, tokenizer).",
 )
 @num_ranks_option
 @click.option(
     "--data",
     type=_PATH,
-    help="Text file or folder, split as for training. [default: the checkpoint's, or Python's "
+    help="Text file or folder, split as in training. [default: the checkpoint's, or Python's "
     "own library]",
 )
 @click.option(
-    "--seq-len", type=int, help="Bytes or tokens of a sequence. [default: as in training, or 2048]"
+    "--seq-len", type=int, help="Length of a sequence. [default: as in training, or 2048]"
 )
 @click.option(
     "--eval-sequences",
     type=int,
-    help="Held-out sequences to measure on; 0: all whole ones, without a shorter rest. [default: "
-    "as in training, or 8]",
+    help="Held-out sequences to measure on; 0: all whole ones. [default: as in training, or 8]",
 )
 @click.option(
     "--context-parallel",
@@ -193,10 +192,9 @@ def eval_command(
     as_json: bool,
     **values: object,
 ) -> None:
-    """Measure the perplexity of a checkpoint, or of a model of transformers, on held-out text.
+    """Measure the perplexity of a checkpoint or a transformers model on held-out text.
 
-    The number of ranks may differ from the number in training: the perplexity is the same up to
-    rounding.
+    Any number of ranks gives the same perplexity, up to rounding.
     """
     if checkpoint is None and values["model"] is None:
         raise click.UsageError("Missing option '--checkpoint' or '--model'", context)
@@ -226,7 +224,7 @@ def export_command(run: Path, folder: Path) -> None:
     """Write the model of RUN as FOLDER, which transformers loads.
 
     RUN is the folder of a run of `burst-rt train` (its newest checkpoint) or of one checkpoint. The
-    byte-level model becomes a Llama, its tokens bytes. FOLDER must not be there yet.
+    byte-level model becomes a Llama whose tokens are bytes. FOLDER must not exist yet.
     """
     with before_ranks():
         find_manifest(run)

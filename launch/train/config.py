@@ -139,11 +139,11 @@ class TrainConfig:
     seq_len: int = field(
         default=2048,
         metadata=_positive(
-            "Bytes (with --model: tokens) of a sequence, split over the ranks of a context group."
+            "Length of a sequence in bytes (with --model: tokens), over all ranks that share it."
         ),
     )
     steps: int = field(default=320, metadata=_positive("Optimizer steps of the whole run."))
-    batch: int = field(default=1, metadata=_positive("Sequences of a step, all ranks together."))
+    batch: int = field(default=1, metadata=_positive("Sequences per step, over all ranks."))
     layers: int = field(default=4, metadata=_option("Layers of the byte-level model."))
     dim: int = field(default=128, metadata=_option("Width of the byte-level model."))
     heads: int = field(default=4, metadata=_option("Attention heads; must divide --dim."))
@@ -151,17 +151,17 @@ class TrainConfig:
     lr: float = field(
         default=3e-3,
         metadata=_positive(
-            "Peak learning rate (AdamW); the last is a tenth of the peak. With --model: "
-            f"{_FINE_TUNING_LR:g}, unless given."
+            "Peak learning rate of AdamW; it decays to a tenth. With --model the default is "
+            f"{_FINE_TUNING_LR:g}."
         ),
     )
     warmup: int = field(
         default=20, metadata=_not_negative("Steps of linear warm-up before the cosine decay.")
     )
     weight_decay: float = field(default=0.1, metadata=_not_negative("Weight decay of matrices."))
-    clip: float = field(default=1.0, metadata=_positive("Largest global norm of the gradients."))
+    clip: float = field(default=1.0, metadata=_positive("Clip gradients to this global norm."))
     seed: int = field(
-        default=0, metadata=_not_negative("Seed of weights and of the choice of sequences.")
+        default=0, metadata=_not_negative("Seed for the weights and for drawing sequences.")
     )
     context_parallel: int | None = field(
         default=None,
@@ -180,14 +180,14 @@ class TrainConfig:
     dtype: str = field(
         default="float32",
         metadata=_option(
-            f"Type of products and attention: {', '.join(DTYPES)}. Weights are float32."
+            f"Type of matrix products and attention: {', '.join(DTYPES)}. Weights are float32."
         ),
     )
     checkpoint_activations: bool = field(
         default=False,
         metadata=_option(
-            "Save memory: keep attention's outputs, compute other activations again in the "
-            "backward. Changes no loss."
+            "Save memory: the backward recomputes all activations but attention's outputs. "
+            "Losses stay the same."
         ),
     )
     eval_every: int = field(
@@ -195,7 +195,7 @@ class TrainConfig:
         metadata=_not_negative("Steps between measurements on held-out text; 0: at the end only."),
     )
     eval_sequences: int = field(
-        default=8, metadata=_not_negative("Held-out sequences of a measurement; 0: all whole ones.")
+        default=8, metadata=_not_negative("Held-out sequences to measure on; 0: all whole ones.")
     )
     checkpoint_every: int = field(
         default=80, metadata=_not_negative("Steps between checkpoints; 0: at the end only.")
