@@ -9,7 +9,7 @@ import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("burst_rt", "scheduler", "transport", "launch", "docs")
-# Of each row of the table: the names of one thing that is shipped, and the files that name it.
+# By row of the table: the names of one thing that is shipped, and the files that name it.
 # Benchmarks name what they measure; they are no place that a new thing needs.
 _SHIPPED = {
     "mask": (

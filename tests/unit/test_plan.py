@@ -483,7 +483,7 @@ def test_tensor_parallelism_is_said_to_be_no_strategy_of_burst_attention() -> No
 
 
 def test_names_are_whole_in_a_narrow_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burst_rt.launch.plan.cli._WIDTH", 80)
+    monkeypatch.setattr("burst_rt.launch.plan.printed._WIDTH", 80)
     words = "plan --hardware h100-sxm --world 8 --seq 4K"
     printed = CliRunner().invoke(cli, words.split()).stdout
     assert "…" not in printed

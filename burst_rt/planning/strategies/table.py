@@ -1,4 +1,4 @@
-"""The table of strategies: what each name stands for.
+"""The table of strategies: the meaning of each name, and the programs that it makes.
 
 A strategy may have several programs, which differ in the side that travels or in its route;
 `planning/choose.py` takes one of them. A new strategy is a row here, and where it has operations of
