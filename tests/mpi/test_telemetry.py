@@ -87,7 +87,7 @@ def test_a_rank_that_sleeps_before_calls_is_named_with_what_it_costs(
     source = _LATE.replace("TOKENS", str(tokens)).replace("FIRST", first)
     program.write_text(source, encoding="utf-8")
     monkeypatch.setenv("BURST_RT_RECORD", str(path))
-    job = run_job(program, 3, cwd=tmp_path, timeout_s=_DEADLINE_S, warm="torch")
+    job = run_job(program, 3, cwd=tmp_path, timeout_s=_DEADLINE_S)
     assert job.exit_code == 0, job.text
     found = summarise(Record(path))
     assert found.latecomer is not None, found
