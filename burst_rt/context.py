@@ -3,7 +3,7 @@
 `init` joins the MPI job, or makes a world of one. Several contexts may live in one process (context
 parallel together with data, tensor and pipeline parallel); each context duplicates its
 communicator. A context makes one call at a time. A context joins the floors below it: the runtime,
-attention's setup, and telemetry.
+attention's state, and telemetry.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from types import TracebackType
 
 import torch
 
-from burst_rt.attention.setup import Setup
 from burst_rt.attention.sharding import ContextLayout, choose_layout
+from burst_rt.attention.state import AttentionState
 from burst_rt.errors import BurstError, InputError
 from burst_rt.job.ending import exit_code_of, in_words
 from burst_rt.kernels import KERNELS, PARTIALS
@@ -41,9 +41,9 @@ class Context:
     may move inside a call.
     """
 
-    def __init__(self, runtime: Runtime, setup: Setup) -> None:
+    def __init__(self, runtime: Runtime, attention: AttentionState) -> None:
         self.runtime = runtime
-        self.setup = setup
+        self.attention = attention
         self.rank = runtime.rank
         self.world_size = runtime.world_size
         self.device = runtime.device
@@ -98,10 +98,10 @@ class Context:
         they make next.
         """
         try:
-            chosen = choose_layout(self.setup, seq_len, kind, mask, heads, head_dim, dtype)
+            chosen = choose_layout(self.attention, seq_len, kind, mask, heads, head_dim, dtype)
         except InputError as error:
             refuse("layout", error, self.runtime)
-        return ContextLayout(self.setup, chosen)
+        return ContextLayout(self.attention, chosen)
 
     @property
     def closed(self) -> bool:
@@ -161,7 +161,7 @@ class Context:
         """
         self.runtime.close(code, error)
         if self.runtime.broken is None:
-            self.setup.close()
+            self.attention.close()
 
 
 def require_context(ctx: object, name: str) -> None:
@@ -236,7 +236,7 @@ def init(
     machine, within_s = joined.machine, joined.within_s
     machine.enter()
     runtime = Runtime(machine, joined.control, timeout_s=timeout_s, stall_s=stall_s)
-    setup = Setup(runtime, kernel=kernel, partials=partials, check_finite=check_finite)
+    attention = AttentionState(runtime, kernel=kernel, partials=partials, check_finite=check_finite)
     terms = {
         "call": "init",
         "timeout_s": str(timeout_s),
@@ -252,4 +252,4 @@ def init(
         runtime.close()
         raise
     follow(runtime, joined.presence, asked=telemetry, within_s=within_s)
-    return Context(runtime, setup)
+    return Context(runtime, attention)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from fake_device import FakeDevice, FakeWire, _Event
 
-from burst_rt.attention.setup import Setup
+from burst_rt.attention.state import AttentionState
 from burst_rt.context import Context
 from burst_rt.errors import DeviceError
 from burst_rt.runtime.machine import Machine
@@ -76,8 +76,8 @@ def context_of(control: ControlGroup, timeout_s: float) -> tuple[Context, HeldDe
     wire = HeldWire(device, control.rank, control.size)
     machine = Machine(torch.device("cpu"), ("nccl", "a double"), None, wire, streams=device)
     runtime = Runtime(machine, control, timeout_s=timeout_s, stall_s=20.0)
-    setup = Setup(runtime, kernel="auto", partials="exact", check_finite=False)
-    return Context(runtime, setup), device, wire
+    attention = AttentionState(runtime, kernel="auto", partials="exact", check_finite=False)
+    return Context(runtime, attention), device, wire
 
 
 def exchange_graph(rank: int, size: int) -> Graph:

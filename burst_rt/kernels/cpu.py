@@ -121,9 +121,11 @@ class CpuKernel(Kernel):
             _naive.forward(qkv, tile, state)
             return
         # Whether the first part of each row may be written where there is nothing yet.
-        fresh = tile.first and tile.terms.sinks is None and tile.terms.softcap is None
+        fresh = (
+            tile.first and tile.score_options.sinks is None and tile.score_options.softcap is None
+        )
         if tile.first and not (fresh and _in_every_row(tile.pieces, qkv.q.shape[1])):
-            state.start(tile.terms.sinks)
+            state.start(tile.score_options.sinks)
         part, dtype = self.part_of(tile, qkv, forward=True), self.work_dtype(qkv.q.dtype)
         together = qkv.q.shape[0] == 1 and part.edge > 0
         for heads, kv_heads in _some_heads(qkv, part):
@@ -135,7 +137,7 @@ class CpuKernel(Kernel):
             for _, cuts in _parts(tile, part, together):
                 for each in cuts:
                     cut = each._replace(first=each.first and fresh)
-                    if tile.terms.softcap is not None:
+                    if tile.score_options.softcap is not None:
                         alone = some_tile._replace(pieces=(cut.alone(),))
                         _untiled.forward(some, alone, some_state)
                     elif cut.band and not part.strips:
@@ -181,7 +183,7 @@ class CpuKernel(Kernel):
             for rows, cuts in _parts(tile, part, together):
                 queries: _Queries | None = None
                 for cut in cuts:
-                    if tile.terms.softcap is not None:
+                    if tile.score_options.softcap is not None:
                         alone = some_tile._replace(pieces=(cut.alone(),))
                         _untiled.backward(some, some_upstream, alone, sums)
                     elif cut.band and not part.strips:
@@ -199,9 +201,9 @@ class CpuKernel(Kernel):
         return part._replace(largest=_LARGEST_BACKWARD)
 
     def _size_of(self, tile: Tile, qkv: QKV) -> PartSize:
-        if tile.terms.softcap is not None:
+        if tile.score_options.softcap is not None:
             return _matrix_part(qkv.q.shape[0] * (qkv.q.shape[2] // qkv.k.shape[2]))
-        if tile.terms.alibi_slopes is not None:
+        if tile.score_options.alibi_slopes is not None:
             return _DISTANCES_PART
         if any(piece.masked for piece in tile.pieces):
             heads = min(qkv.k.shape[2], _SMALL_PART.kv_heads * torch.get_num_threads())
@@ -318,7 +320,7 @@ def _of_heads(qkv: QKV, heads: slice, kv_heads: slice) -> QKV:
 def _tile_of_heads(tile: Tile, heads: slice) -> Tile:
     """The tile for some of its query heads."""
     first_head = tile.first_head + heads.start
-    return tile._replace(first_head=first_head, terms=tile.terms.of_heads(heads))
+    return tile._replace(first_head=first_head, score_options=tile.score_options.of_heads(heads))
 
 
 # A part is a function of its own, so that a part's memory is free before the next part takes its

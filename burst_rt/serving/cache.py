@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from burst_rt.attention.setup import Setup
+from burst_rt.attention.state import AttentionState
 from burst_rt.errors import BurstError, DeviceError, InputError
 from burst_rt.kernels import DTYPES
 from burst_rt.planning.masks.positions import integer, is_count
@@ -40,7 +40,7 @@ class _Context(Protocol):
     """What a cache takes of a `burst_rt.Context`."""
 
     @property
-    def setup(self) -> Setup: ...
+    def attention(self) -> AttentionState: ...
 
 
 class KVCache:
@@ -76,12 +76,12 @@ class KVCache:
         v_head_dim: int | None = None,
         block: int = 128,
     ) -> None:
-        if not isinstance(getattr(ctx, "setup", None), Setup):
+        if not isinstance(getattr(ctx, "attention", None), AttentionState):
             raise InputError(
                 f"KVCache: ctx must be a context of burst_rt.init, got {type(ctx).__name__}"
             )
-        runtime = ctx.setup.runtime
-        self.setup = ctx.setup
+        runtime = ctx.attention.runtime
+        self.attention = ctx.attention
         self.num_layers, self.batch, self.num_kv_heads = num_layers, batch, num_kv_heads
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -138,7 +138,7 @@ class KVCache:
     def _take(self, words: dict[str, str], capacity: int) -> None:
         """Takes memory on every rank, or on none: then raises DeviceError on every rank."""
         layers = self._memory.allocate(capacity)
-        self.setup.runtime.agree(words, layers if isinstance(layers, DeviceError) else None)
+        self.attention.runtime.agree(words, layers if isinstance(layers, DeviceError) else None)
         assert not isinstance(layers, DeviceError)
         self._memory.adopt(layers, capacity)
 
@@ -176,7 +176,7 @@ class KVCache:
                 f"there is, got {capacity!r}"
             )
         words = {"call": "KVCache.reserve", "cache": self._name, "capacity": str(capacity)}
-        self.setup.runtime.agree(words, error or self._memory.lacks(capacity))
+        self.attention.runtime.agree(words, error or self._memory.lacks(capacity))
         self._take(words, capacity)
 
     def truncate(self, lengths: _Counts) -> None:
@@ -264,14 +264,14 @@ class KVCache:
             "layers of the last step": self._history.said,
             "rows since the last step": str(self._history.reordered),
         }
-        self.setup.runtime.agree(words, error)
+        self.attention.runtime.agree(words, error)
         self._history.reordered.clear()
         assert new is not None
         assert pads is not None
         if sharded is None:
             sharded = max(new) > DECODED_TOGETHER
         return Step(
-            self.setup,
+            self.attention,
             self._memory,
             self._history,
             BatchRows.of(self._history.lengths, new, pads, self.capacity),
@@ -352,4 +352,4 @@ class KVCache:
         return str(numbers[0]) if len(set(numbers)) == 1 else str(list(numbers))
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
-        self.setup.runtime.refuse(f"KVCache.{name}", InputError(f"KVCache.{name}: {reason}"))
+        self.attention.runtime.refuse(f"KVCache.{name}", InputError(f"KVCache.{name}: {reason}"))

@@ -14,16 +14,17 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from burst_rt.attention.call import CAUSAL, check_factors, check_scores, check_values
+from burst_rt.attention.options import CAUSAL, check_factors
 from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.run import plain_math, run_forward
-from burst_rt.attention.setup import Setup
+from burst_rt.attention.state import AttentionState
+from burst_rt.attention.tensor_check import check_scores, check_values
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
+from burst_rt.kernels import DTYPES, QKV, ScoreOptions, sum_dtype
 from burst_rt.kernels.decode import Seen
 from burst_rt.planning.masks import Mask, Positions
 from burst_rt.planning.masks.positions import is_count
-from burst_rt.planning.problem import ScoreOptions
+from burst_rt.planning.problem import ScoreFlags
 from burst_rt.planning.strategies import check_name
 from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.runtime.reductions import all_reduce
@@ -61,7 +62,7 @@ class _Call:
 
     words: str  # what all ranks must have said
     structure: Mask  # what queries see of the cache
-    terms: ScoreTerms  # but for sinks, which are each layer's own
+    score_options: ScoreOptions  # but for sinks, which are each layer's own
     decode: tuple[DecodePlan, Seen] | None  # None: the tokens are spread
 
 
@@ -69,7 +70,7 @@ class _Call:
 class _Chunk:
     """The attention of one layer to a chunk: the `Forward` that runs it."""
 
-    setup: Setup
+    attention: AttentionState
     forward_plan: Plan
     scale: float | None
     forward_contract: Contract = _CONTRACT
@@ -142,7 +143,7 @@ class Step:
 
     def __init__(
         self,
-        setup: Setup,
+        attention: AttentionState,
         memory: KVMemory,
         history: History,
         rows: BatchRows,
@@ -150,7 +151,7 @@ class Step:
         *,
         sharded: bool,
     ) -> None:
-        self._setup, self.sharded = setup, sharded
+        self._attention, self.sharded = attention, sharded
         self._memory, self._shape, self._history = memory, memory.shape, history
         self._rows, self._tokens = rows, tokens
         self._dealt, self._rank = memory.dealt, memory.rank
@@ -240,7 +241,7 @@ class Step:
                 f"last: x must be floating point [batch, this rank's tokens of the step, "
                 f"...] = {rows}, got {got}"
             )  # fmt: skip
-        runtime = self._setup.runtime
+        runtime = self._attention.runtime
         # Every number of these dtypes is one of the wider dtype, and a sum with zeros is exact.
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         found = torch.zeros(len(x), *x.shape[2:], dtype=wide, device=x.device)
@@ -285,14 +286,16 @@ class Step:
         ProtocolError. Where memory runs out on a rank, every rank raises DeviceError, and the
         context is broken. Raises ConfigError once the context is closed.
         """
-        runtime = self._setup.runtime
+        runtime = self._attention.runtime
         runtime.check_usable()
         try:
             self._check_turn(layer)
             call = self._checked(QKV(q, k, v), sinks, mask, scale, softcap, strategy)
-            terms = call.terms if sinks is None else call.terms._replace(sinks=sinks)
-            if self._setup.check_finite:
-                check_values(_ATTEND, QKV(q, k, v), terms)
+            score_options = (
+                call.score_options if sinks is None else call.score_options._replace(sinks=sinks)
+            )
+            if self._attention.check_finite:
+                check_values(_ATTEND, QKV(q, k, v), score_options)
         except InputError as error:
             runtime.refuse(_ATTEND, error)
         self._called.append((layer, call))
@@ -304,11 +307,17 @@ class Step:
                 keys.copy_(k if chosen is None else k[chosen])
                 values.copy_(v if chosen is None else v[chosen])
             if call.decode is None:
-                out = self._prefill(layer, q, call.structure, scale, terms, strategy)
+                out = self._prefill(layer, q, call.structure, scale, score_options, strategy)
             else:
                 plan, seen = call.decode
                 out = run_decode(
-                    self._setup, _CONTRACT, plan, QKV(q, *filled), seen, scale=scale, terms=terms
+                    self._attention,
+                    _CONTRACT,
+                    plan,
+                    QKV(q, *filled),
+                    seen,
+                    scale=scale,
+                    score_options=score_options,
                 )
         self._waiting.discard(layer)
         if not self._waiting:
@@ -320,8 +329,8 @@ class Step:
         check_name(strategy, "Step.explain")
         structure = CAUSAL if mask is None else self._structure(mask)
         if self.sharded:
-            return self._plan(num_heads, structure, ScoreTerms(), strategy).explain()
-        return self._plan_decode(num_heads, ScoreOptions()).explain()
+            return self._plan(num_heads, structure, ScoreOptions(), strategy).explain()
+        return self._plan_decode(num_heads, ScoreFlags()).explain()
 
     def commit(self) -> None:
         """Ends the step: the tokens are cached. Local. Calls after the first do nothing.
@@ -400,15 +409,15 @@ class Step:
             return call
         structure = CAUSAL if mask is None else self._structure(mask)
         num_heads = self._check(qkv, (scale, softcap), strategy)
-        check_scores(_ATTEND, qkv.q, structure, scale, softcap, None, sinks)
+        check_scores(_ATTEND, qkv.q, structure, scale, ScoreOptions(softcap, None, sinks))
         decode = None
         if not self.sharded:
-            scores = ScoreOptions(softcap=softcap is not None, sinks=sinks is not None)
+            scores = ScoreOptions(softcap, None, sinks).flags
             decode = self._plan_decode(num_heads, scores), self._what_is_seen(structure)
         call = self._known[said] = _Call(
             words=f"{num_heads} heads, mask {mask!r}, scale {scale}, softcap {softcap}, "
             f"strategy {strategy}, {'no ' * (sinks is None)}sinks",
-            structure=structure, terms=ScoreTerms(softcap), decode=decode,
+            structure=structure, score_options=ScoreOptions(softcap), decode=decode,
         )  # fmt: skip
         return call
 
@@ -425,7 +434,7 @@ class Step:
             (*rows, shape.num_kv_heads, shape.head_dim),  # type: ignore[arg-type]
             (*rows, shape.num_kv_heads, shape.v_head_dim),  # type: ignore[arg-type]
         )
-        device = self._setup.runtime.device
+        device = self._attention.runtime.device
         for name, x, wanted in zip("qkv", qkv, expected, strict=True):
             if (
                 _shape(x) != wanted
@@ -500,24 +509,26 @@ class Step:
         q: torch.Tensor,
         structure: Mask,
         scale: float | None,
-        terms: ScoreTerms,
+        score_options: ScoreOptions,
         strategy: str,
     ) -> torch.Tensor:
-        setup = self._setup
+        attention = self._attention
         try:
-            plan = self._plan(q.shape[2], structure, terms, strategy)
+            plan = self._plan(q.shape[2], structure, score_options, strategy)
         except (ConfigError, InputError) as error:
-            setup.runtime.refuse(_ATTEND, error)
+            attention.runtime.refuse(_ATTEND, error)
         columns = self._rows.columns(self._dealt, self._rank)
         self._memory.clear(layer, self._rows)
         k, v = (x.narrow(1, 0, columns) for x in self._memory.layers[layer])
-        out, _ = run_forward(_Chunk(setup, plan, scale), QKV(q, k, v), terms)
+        out, _ = run_forward(_Chunk(attention, plan, scale), QKV(q, k, v), score_options)
         return out
 
-    def _plan(self, num_heads: int, structure: Mask, terms: ScoreTerms, strategy: str) -> Plan:
+    def _plan(
+        self, num_heads: int, structure: Mask, score_options: ScoreOptions, strategy: str
+    ) -> Plan:
         """The plan of a prefill; layers with the same mask share it."""
         shape = self._shape
-        scores = ScoreOptions(softcap=terms.softcap is not None, sinks=terms.sinks is not None)
+        scores = score_options.flags
         key = (structure, num_heads, scores, strategy)
         plan = self._plans.get(key)
         if plan is None:
@@ -527,25 +538,25 @@ class Step:
                 input_bytes=shape.dtype.itemsize, sum_bytes=sum_dtype(shape.dtype).itemsize,
                 scores=scores,
             )  # fmt: skip
-            setup = self._setup
-            plan = self._plans[key] = setup.planner.plan(
+            attention = self._attention
+            plan = self._plans[key] = attention.planner.plan(
                 PlanKey(
                     forward=True,
                     problem=problem,
                     strategy=strategy,
-                    kernel=setup.kernel,
+                    kernel=attention.kernel,
                     dtype=shape.dtype,
-                    device=setup.runtime.device,
-                    partials=setup.partials,
+                    device=attention.runtime.device,
+                    partials=attention.partials,
                 )
             )
         return plan
 
-    def _plan_decode(self, num_heads: int, scores: ScoreOptions) -> DecodePlan:
+    def _plan_decode(self, num_heads: int, scores: ScoreFlags) -> DecodePlan:
         shape = self._shape
         q_shape = (shape.batch, self.num_tokens, num_heads, shape.head_dim)
         return plan_decode(
-            self._setup, q_shape, shape.num_kv_heads, shape.v_head_dim, shape.dtype,
+            self._attention, q_shape, shape.num_kv_heads, shape.v_head_dim, shape.dtype,
             keys=self._memory.capacity, scores=scores,
         )  # fmt: skip
 
@@ -560,10 +571,10 @@ class Step:
 
     def _refuse(self, reason: str) -> NoReturn:
         error = InputError(f"KVCache.step: {reason}")
-        self._setup.runtime.refuse("KVCache.step", error)
+        self._attention.runtime.refuse("KVCache.step", error)
 
     def _on_device(self, x: np.ndarray[Any, Any]) -> torch.Tensor:
-        found = torch.from_numpy(x).to(self._setup.runtime.device)
+        found = torch.from_numpy(x).to(self._attention.runtime.device)
         return found.expand(self._shape.batch, -1)
 
 

@@ -309,7 +309,7 @@ def launch_forward(qkv: QKV, state: State, arguments: TileArguments, config: Con
     q, k, v = qkv
     batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
-    sinks = arguments.terms.sinks
+    sinks = arguments.score_options.sinks
     forward_kernel[grid](
         *qkv, *state, state.m if sinks is None else sinks, *arguments.tables, *arguments.places,
         *strides(q), *strides(k), *strides(v), *strides(state.acc)[:2],

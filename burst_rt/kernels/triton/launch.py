@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.errors import InternalError
-from burst_rt.kernels.base import ScoreTerms
+from burst_rt.kernels.base import ScoreOptions
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
@@ -33,7 +33,7 @@ class TileArguments(NamedTuple):
     first: bool  # see `Tile.first`
     last: bool
     interpret: bool  # whether Triton's interpreter runs the kernels
-    terms: ScoreTerms
+    score_options: ScoreOptions
     # int32, positions of rows and columns; None if nothing needs them
     positions: tuple[torch.Tensor, torch.Tensor] | None
 
@@ -50,7 +50,7 @@ class TileArguments(NamedTuple):
     @property
     def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """p_slopes, p_rows and p_columns of a kernel. Without slopes, what is never read."""
-        slopes, unread = self.terms.alibi_slopes, self.spans.bounds
+        slopes, unread = self.score_options.alibi_slopes, self.spans.bounds
         if slopes is None or self.positions is None:
             return unread, unread, unread
         return slopes, *self.positions
@@ -58,7 +58,7 @@ class TileArguments(NamedTuple):
     @property
     def cap_scale(self) -> float:
         """The factor of scores before the softcap; 0 without one."""
-        cap = self.terms.softcap
+        cap = self.score_options.softcap
         return 0.0 if cap is None else self.scale / cap
 
     @property
@@ -68,7 +68,7 @@ class TileArguments(NamedTuple):
         It is never so small that float32 makes it 0, because 0 times the -inf of unseen cells is
         NaN.
         """
-        cap = self.terms.softcap
+        cap = self.score_options.softcap
         scale = self.scale if cap is None else cap
         return max(scale * LOG2_E, torch.finfo(torch.float32).tiny)
 
@@ -104,8 +104,8 @@ def constants_of(
         "WIDTH": arguments.spans.width if arguments.lists.masked else 1,
         "MASKED": arguments.lists.masked,
         "SINGLE": arguments.lists.single,
-        "SOFTCAP": arguments.terms.softcap is not None,
-        "ALIBI": arguments.terms.alibi_slopes is not None,
+        "SOFTCAP": arguments.score_options.softcap is not None,
+        "ALIBI": arguments.score_options.alibi_slopes is not None,
         "EVEN_M": arguments.q_len % config.block_m == 0,
         "EVEN_N": arguments.kv_len % config.block_n == 0,
         "INTERPRET": arguments.interpret,

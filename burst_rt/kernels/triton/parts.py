@@ -30,7 +30,7 @@ class Part(NamedTuple):
     heads: slice  # heads of q
     kv_heads: slice
     columns: slice
-    tile: Tile  # its columns, and the terms of its heads
+    tile: Tile  # its columns, and the score options of its heads
     cells: torch.Tensor  # bool `[batch, rows, columns]`: the heads see the same
 
     def of(self, qkv: QKV) -> QKV:
@@ -128,12 +128,12 @@ def parts_of(qkv: QKV, tile: Tile) -> Iterator[Part]:
                 kv_positions=tuple(some_of(tile.kv_positions, columns)),
                 first=tile.first and columns is sides[0],
                 last=tile.last and columns is sides[-1],
-                terms=tile.terms.of_heads(heads),
+                score_options=tile.score_options.of_heads(heads),
             )
             if cells.shape[1] == 1:
                 yield Part(heads, kv_heads, columns, here, cells[:, 0])
                 continue
             for number, head in enumerate(range(heads.start, heads.stop)):
                 own = slice(head, head + 1), slice(head // group, head // group + 1)
-                alone = here._replace(terms=tile.terms.of_heads(own[0]))
+                alone = here._replace(score_options=tile.score_options.of_heads(own[0]))
                 yield Part(*own, columns, alone, cells[:, number])
