@@ -204,7 +204,8 @@ class TritonKernel(Kernel):
         grads: Gradients,
         cells: torch.Tensor | None,
     ) -> None:
-        from burst_rt.kernels.triton.backward import launch_dkdv, launch_dq
+        from burst_rt.kernels.triton.dkdv import launch_dkdv
+        from burst_rt.kernels.triton.dq import launch_dq
 
         _check_dense(upstream.lse, upstream.delta)
         device, given = qkv.q.device, grads

@@ -14,12 +14,44 @@ from burst_rt.kernels.base import ScoreOptions
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
-__all__ = ["LOG2_E", "TileArguments", "constants_of", "loads_of", "strides"]
+__all__ = ["LOG2_E", "Meta", "TileArguments", "constants_of", "described", "strides"]
 
 LOG2_E = 1.4426950408889634
 # Maximum stride from token to token: elements within a block of at most 256 rows are addressed in
 # 32 bits.
 _MAX_TOKEN_STRIDE = 2**31 // 256 - 1
+
+
+class Meta(NamedTuple):
+    """The constants of the tile kernels, for which they are compiled: their one `tl.constexpr`.
+
+    As one record they go whole from kernel to function, and are one entry of the key by which
+    Triton finds the compiled kernel. A kernel ignores what it does not name.
+    """
+
+    HEAD_DIM: int  # of q and k
+    BLOCK_D: int  # columns of their blocks
+    V_HEAD_DIM: int
+    BLOCK_DV: int
+    BLOCK_M: int  # queries in a block
+    BLOCK_N: int  # keys in a block
+    WIDTH: int  # spans a row; see `work.py`
+    MASKED: bool  # whether there are cut runs
+    SINGLE: bool  # whether no line has more than one run of a kind
+    SOFTCAP: bool
+    ALIBI: bool
+    EVEN_M: bool  # whether blocks of queries divide the tile's
+    EVEN_N: bool  # whether blocks of keys do
+    DESCRIBED: bool  # whether loads go through tensor descriptors
+    INTERPRET: bool  # whether Triton's interpreter runs the kernel
+    # Of the forward: the state begins here; it ends here; it begins with sinks.
+    FIRST: bool = False
+    LAST: bool = False
+    SINKS: bool = False
+    # Of the backward: adds to sums instead of writing gradients; which of dk and dv are needed.
+    ADDS: bool = False
+    NEED_DK: bool = False
+    NEED_DV: bool = False
 
 
 class TileArguments(NamedTuple):
@@ -89,38 +121,41 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def constants_of(
-    arguments: TileArguments, config: Config, *inputs: torch.Tensor
-) -> dict[str, int | bool]:
-    """The constants of every kernel that does a tile and loads these BSHD tensors: q, k, v."""
+    arguments: TileArguments, config: Config, *inputs: torch.Tensor, **others: bool
+) -> dict[str, Meta | int]:
+    """The constants of every kernel that does a tile and loads these BSHD tensors: q, k, v.
+
+    others: fields of `Meta` that one kernel alone has.
+    """
     head_dim, v_head_dim = inputs[0].shape[3], inputs[2].shape[3]
-    return {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": padded(head_dim),
-        "V_HEAD_DIM": v_head_dim,
-        "BLOCK_DV": padded(v_head_dim),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
+    meta = Meta(
+        HEAD_DIM=head_dim,
+        BLOCK_D=padded(head_dim),
+        V_HEAD_DIM=v_head_dim,
+        BLOCK_DV=padded(v_head_dim),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
         # Where nothing is compared with the spans, their number makes no other kernel.
-        "WIDTH": arguments.spans.width if arguments.lists.masked else 1,
-        "MASKED": arguments.lists.masked,
-        "SINGLE": arguments.lists.single,
-        "SOFTCAP": arguments.score_options.softcap is not None,
-        "ALIBI": arguments.score_options.alibi_slopes is not None,
-        "EVEN_M": arguments.q_len % config.block_m == 0,
-        "EVEN_N": arguments.kv_len % config.block_n == 0,
-        "INTERPRET": arguments.interpret,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        **loads_of(config, *inputs),
-    }
+        WIDTH=arguments.spans.width if arguments.lists.masked else 1,
+        MASKED=arguments.lists.masked,
+        SINGLE=arguments.lists.single,
+        SOFTCAP=arguments.score_options.softcap is not None,
+        ALIBI=arguments.score_options.alibi_slopes is not None,
+        EVEN_M=arguments.q_len % config.block_m == 0,
+        EVEN_N=arguments.kv_len % config.block_n == 0,
+        DESCRIBED=described(config, *inputs),
+        INTERPRET=arguments.interpret,
+        **others,
+    )
+    return {"META": meta, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def loads_of(config: Config, *inputs: torch.Tensor) -> dict[str, bool]:
+def described(config: Config, *inputs: torch.Tensor) -> bool:
     """DESCRIBED of a kernel that loads these BSHD tensors.
 
     It is as configured if the copy engine can read all of the tensors, else False.
     """
-    return {"DESCRIBED": config.loads == "descriptors" and all(map(_fits_descriptor, inputs))}
+    return config.loads == "descriptors" and all(map(_fits_descriptor, inputs))
 
 
 def _fits_descriptor(x: torch.Tensor) -> bool:
