@@ -39,8 +39,8 @@ if TYPE_CHECKING:
         SlidingWindow,
         Spans,
     )
+    from burst_rt.runtime.connections import LocalRank
     from burst_rt.runtime.differentiable import differentiable
-    from burst_rt.runtime.ends import LocalRank
     from burst_rt.runtime.gradients import average_gradients
     from burst_rt.runtime.mean import mean_over_ranks
     from burst_rt.runtime.pipeline import Pipeline
@@ -62,7 +62,7 @@ _HOME = {
     "First": "planning.masks",
     "Full": "planning.masks",
     "KVCache": "serving.cache",
-    "LocalRank": "runtime.ends",
+    "LocalRank": "runtime.connections",
     "Mask": "planning.masks",
     "Pipeline": "runtime.pipeline",
     "Prefix": "planning.masks",

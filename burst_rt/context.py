@@ -19,7 +19,7 @@ from burst_rt.errors import BurstError, InputError
 from burst_rt.job.ending import exit_code_of, in_words
 from burst_rt.kernels import KERNELS, PARTIALS
 from burst_rt.planning.masks import Mask
-from burst_rt.runtime.ends import Comm, Group
+from burst_rt.runtime.connections import Comm, Group
 from burst_rt.runtime.joining import check_seconds, join
 from burst_rt.runtime.pipeline import Pipeline, make_pipeline
 from burst_rt.runtime.process import process
@@ -117,7 +117,7 @@ class Context:
     def why_transport(self) -> str:
         """The transport that this context uses, and why."""
         machine = self.runtime.machine
-        return f"{machine.transport_name}: {machine.reason}"
+        return f"{machine.choice.name}: {machine.choice.reason}"
 
     def stats(self) -> Stats:
         """Counts and times of this context's attention calls so far. Does not block.

@@ -71,7 +71,7 @@ def examine() -> list[Finding]:
         _shared_memory(),
         _single_copy(),
         _triton(),
-        *_gpu_findings(launcher, "mpi" if by_mpi else "group"),
+        *_gpu_findings(launcher, "mpi" if by_mpi else "store"),
     ]
 
 
@@ -447,7 +447,7 @@ def _lacking(name: str, error: str, has_gpu: bool) -> Finding:
     return Finding(name, "warning" if has_gpu else "absent", f"{what} is missing: {error}", advice)
 
 
-def _gpu_findings(launcher: MpiLauncher | None, kind: str = "mpi") -> list[Finding]:
+def _gpu_findings(launcher: MpiLauncher | None, meeting: str = "mpi") -> list[Finding]:
     cuda = _ask_python(_CUDA, deadline_s=_TORCH_DEADLINE_S)
     has_gpu = bool(cuda.text)
     driver = Path("/proc/driver/nvidia/version").exists()
@@ -475,7 +475,8 @@ def _gpu_findings(launcher: MpiLauncher | None, kind: str = "mpi") -> list[Findi
     if has_gpu and launcher is not None:
         rest.append(probe_device_mpi(launcher, "cuda:0", cuda.text.split("; ")[0]))
     choice = _ask_python(
-        f"from burst_rt.runtime.joining import describe_choice; print(describe_choice({kind!r}))",
+        "from burst_rt.runtime.choosing import describe_choice as describe; "
+        f"print(describe({meeting!r}))",
         deadline_s=_TORCH_DEADLINE_S,
     )
     # With one GPU, the choice described is that for two ranks that share the GPU.

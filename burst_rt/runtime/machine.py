@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -35,47 +35,54 @@ from burst_rt.drivers import (
 )
 from burst_rt.drivers.device import DeviceEvent, Stream, StreamDevice, TorchDevice
 from burst_rt.errors import ConfigError
+from burst_rt.runtime.choosing import Choice
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
 from burst_rt.scheduler.simulator import Hardware
 from burst_rt.transport import Memory, OrderedTransport, Transport
 from burst_rt.transport.staged import staged
 
-__all__ = ["Machine", "SlotPool", "Slots"]
+__all__ = ["Cluster", "Machine", "SlotPool", "Slots"]
 
 # Maximum size of a set of slots that is kept between calls on the host.
 _SMALL_BYTES = 1 << 20
 
 
+class Cluster(NamedTuple):
+    """What is around a rank: its neighbours, and the machine to plan with."""
+
+    ranks_per_node: int = 1  # how many ranks each host has, if all hosts have as many; else 1
+    ranks_here: int = 1  # how many ranks this rank's host has
+    hardware: Hardware | None = None  # if there is a file for it
+
+
+_UNKNOWN = Cluster()
+
+
 class Machine:
     """A rank's device and transport, and what follows from the two; see the module's table.
 
-    taken: the transport's name, and why it was taken.
-    transport: the host's transport; None with NCCL.
-    wire: the transport on streams (NCCL), or None.
-    ranks_per_node: how many ranks each host has, if all hosts have as many; else 1.
-    ranks_here: how many ranks this rank's host has.
-    hardware: the machine to plan with, if there is a file for it.
+    choice: the transport, and why it was chosen.
+    carrier: what carries the messages: an `OrderedTransport` where the choice's wire is NCCL, else
+    the host's `Transport`.
     streams: the device's streams; tests give a double.
     """
 
     def __init__(
         self,
         device: torch.device,
-        taken: tuple[str, str],
-        transport: Transport | None,
-        wire: OrderedTransport | None = None,
-        ranks_per_node: int = 1,
-        ranks_here: int = 1,
-        hardware: Hardware | None = None,
+        choice: Choice,
+        carrier: Transport | OrderedTransport,
+        cluster: Cluster = _UNKNOWN,
         streams: StreamDevice | None = None,
     ) -> None:
         self.device = device
-        self.transport_name, self.reason = taken
-        self.transport = transport
-        self.ranks_per_node = ranks_per_node
-        self.ranks_here = ranks_here
-        self.hardware = hardware
-        self.wire = wire
+        self.choice = choice
+        self.carrier = carrier
+        self.ranks_per_node, self.ranks_here, self.hardware = cluster
+        on_host = choice.wire == "host"
+        # One of the two is None.
+        self.transport = cast(Transport, carrier) if on_host else None
+        self.wire = None if on_host else cast(OrderedTransport, carrier)
         self._streams = (
             TorchDevice(device) if streams is None and device.type == "cuda" else streams
         )
@@ -88,19 +95,12 @@ class Machine:
             return HOST_LANES
         return NCCL_LANES if self.wire is not None else DEVICE_LANES
 
-    @property
-    def ends(self) -> Transport | OrderedTransport:
-        """The transport that counts the bytes."""
-        ends = self.wire if self.wire is not None else self.transport
-        assert ends is not None
-        return ends
-
     def lower(self, graph: Graph) -> Graph:
         """The graph that this machine runs, made from the graph that a strategy built.
 
         Raises ConfigError for more messages than the transport can tell apart.
         """
-        lowered = staged(graph) if self.transport_name == "staged" else graph
+        lowered = staged(graph) if self.choice.staged else graph
         self.check_tags(lowered)
         return lowered
 
@@ -137,7 +137,7 @@ class Machine:
         if (self.wire is None) in graph.network_kinds:
             raise ConfigError(
                 "the graph must have the lanes of this context "
-                f"({self.transport_name} on {self.device.type}), got others; pass ctx.lanes to "
+                f"({self.choice.name} on {self.device.type}), got others; pass ctx.lanes to "
                 "GraphBuilder"
             )
         if self._streams is None or not graph.has_ordered_lanes:

@@ -212,7 +212,7 @@ class Pipeline:
             )
         if not moves:
             return None
-        if tensor.device.type != "cpu" and self.runtime.machine.transport_name == "staged":
+        if tensor.device.type != "cpu" and self.runtime.machine.choice.staged:
             # The graphs of attention are lowered to copies and chunks; a custom graph is not.
             return ConfigError(
                 f"{where} is on {tensor.device}, and the staged transport does not support custom "

@@ -133,7 +133,7 @@ class Runtime:
         self.machine = machine
         self.timeout_s = timeout_s
         self.stall_s = stall_s
-        self.transport = machine.ends
+        self.transport = machine.carrier
         self.control = control
         self.observer: Observer | None = None
         self.watch = Watch(control) if machine.wire is None else SharedWatch(control)
@@ -151,7 +151,7 @@ class Runtime:
         self._kept: list[object] = []  # memory of messages that may be under way for ever
         self._closed = False
         self._process_id = os.getpid()
-        threads = isinstance(machine.ends, LocalTransport)
+        threads = isinstance(machine.carrier, LocalTransport)
         self.flight = None if threads else own_flight()
         self._exclusive = _Exclusive(self.rank)
         # The counts of `Stats`, and the drivers of the calls whose times they lack.

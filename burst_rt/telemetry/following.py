@@ -42,7 +42,7 @@ def follow(runtime: Runtime, presence: Presence, *, asked: bool | None, within_s
     said = gather(json.dumps(asdict(mine)).encode())
     wishes = [joining.Wish(**json.loads(wished)) for wished in said]
     machine, key = runtime.machine, presence.thread
-    log = joining.follow(key, runtime.rank, wishes, machine.transport_name, machine.reason, gather)
+    log = joining.follow(key, runtime.rank, wishes, *machine.choice[:2], gather)
     if log is not None:
         runtime.observer = Teller(log, runtime)
 

@@ -462,7 +462,7 @@ def _strategies(
     lengths = ["--tokens", *(str(n) for n in tokens)]
     from burst_rt.job.launched import DEVICE_VARIABLE
     from burst_rt.runtime.calibrated import HARDWARE_VARIABLE, calibrated_path, find_hardware
-    from burst_rt.runtime.joining import resolve_device
+    from burst_rt.runtime.facts import resolve_device
 
     device = resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type
     if find_hardware(device) is None:

@@ -376,7 +376,7 @@ def calibrate(
 
     from burst_rt.job.launched import DEVICE_VARIABLE
     from burst_rt.launch.run import launch
-    from burst_rt.runtime.joining import resolve_device
+    from burst_rt.runtime.facts import resolve_device
 
     path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
     try:  # now, and not when all has been measured

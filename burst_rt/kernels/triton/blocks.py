@@ -2,7 +2,7 @@
 
 Blocks are loaded by pointers, or by the chip's copy engine through tensor descriptors that are made
 on the device. Descriptors take memory on the device while the kernel runs (`kernel.py` gives it),
-and inputs that fit them (`described` of `launch.py`).
+and inputs that fit them (`uses_descriptors` of `launch.py`).
 """
 
 from __future__ import annotations

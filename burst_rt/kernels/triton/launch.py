@@ -14,7 +14,7 @@ from burst_rt.kernels.base import ScoreOptions
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
-__all__ = ["LOG2_E", "Meta", "TileArguments", "constants_of", "described", "strides"]
+__all__ = ["LOG2_E", "Meta", "TileArguments", "constants_of", "strides", "uses_descriptors"]
 
 LOG2_E = 1.4426950408889634
 # Maximum stride from token to token: elements within a block of at most 256 rows are addressed in
@@ -143,14 +143,14 @@ def constants_of(
         ALIBI=arguments.score_options.alibi_slopes is not None,
         EVEN_M=arguments.q_len % config.block_m == 0,
         EVEN_N=arguments.kv_len % config.block_n == 0,
-        DESCRIBED=described(config, *inputs),
+        DESCRIBED=uses_descriptors(config, *inputs),
         INTERPRET=arguments.interpret,
         **others,
     )
     return {"META": meta, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def described(config: Config, *inputs: torch.Tensor) -> bool:
+def uses_descriptors(config: Config, *inputs: torch.Tensor) -> bool:
     """DESCRIBED of a kernel that loads these BSHD tensors.
 
     It is as configured if the copy engine can read all of the tensors, else False.
