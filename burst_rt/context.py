@@ -25,7 +25,8 @@ from burst_rt.runtime.pipeline import Pipeline, make_pipeline
 from burst_rt.runtime.process import process
 from burst_rt.runtime.reductions import all_reduce, gather_last_run
 from burst_rt.runtime.refusing import refuse
-from burst_rt.runtime.runtime import Runtime, Stats
+from burst_rt.runtime.runtime import Runtime
+from burst_rt.runtime.stats import Stats
 from burst_rt.scheduler import Graph, Lane, Span
 from burst_rt.telemetry.following import follow
 from burst_rt.telemetry.joining import farewell

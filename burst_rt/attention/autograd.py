@@ -36,7 +36,6 @@ __all__ = ["BurstAttentionFunction", "arguments_of", "forward_op"]
 # whether q, k, v and sinks need gradients. Any: the options have several types.
 Arguments = tuple[Any, ...]
 
-_NO_TENSORS = (None, None, None, None)
 _NUM_ARGUMENTS = 3 + len(PLAIN) + 1
 
 _WHERE, _BACKWARD = "burst_attention", "backward of burst_attention"
@@ -127,7 +126,7 @@ def _check_scores_against(call: Call, score_options: ScoreOptions) -> None:
     Blocks only then, as `Runtime.refuse` does.
     """
     _, slopes, sinks = score_options
-    if (slopes, sinks, call.slopes_shape, call.sinks_dtype) == _NO_TENSORS:
+    if slopes is None and sinks is None and call.slopes_shape is None and call.sinks_dtype is None:
         return  # most calls have neither
     device, given = call.attention.runtime.device, [x for x in (slopes, sinks) if x is not None]
     shape = None if slopes is None else slopes.shape

@@ -38,7 +38,7 @@ from burst_rt.planning.problem import Problem, ScoreFlags
 from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.version import __version__
 
-__all__ = ["Call", "call_of", "make_call", "needs_of"]
+__all__ = ["Call", "call_of", "key_of", "make_call", "needs_of"]
 
 _WHERE = "burst_attention"
 
@@ -246,7 +246,7 @@ def call_of(qkv: QKV, options: Options, needs: NeedsGrad | None = None) -> Call:
         mask = id(mask)
     try:
         key: object = (
-            options.key(mask), needs,
+            key_of(options, mask), needs,
             q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
             v.shape, v.dtype, v.device, v.layout,
         )  # fmt: skip
@@ -262,6 +262,22 @@ def call_of(qkv: QKV, options: Options, needs: NeedsGrad | None = None) -> Call:
     elif len(calls) > calls.capacity // 2:
         calls.put(key, call)  # used again, so it goes last; with few calls none goes soon
     return call
+
+
+def key_of(options: Options, mask: object) -> tuple[object, ...]:
+    """Everything about the options that a checked call depends on.
+
+    mask: what the mask is compared by. Equal numbers of other types are other options, because
+    True is no number here; of tensors all but the values counts.
+    """
+    plain = options[3:-2]  # `Options.plain`, without another call
+    slopes, sinks = options[-2:]
+    return (*options[:2], mask, *plain, *map(type, plain), _look(slopes), _look(sinks))
+
+
+def _look(x: torch.Tensor | None) -> object:
+    """The properties of slopes or sinks on which a call depends, except their values."""
+    return x if x is None else (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
 
 
 def _checked(qkv: QKV, options: Options, needs: NeedsGrad) -> Call:

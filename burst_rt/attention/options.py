@@ -78,16 +78,6 @@ class Options(NamedTuple):
         """The values of the fields that `PLAIN` names."""
         return self[3:-2]
 
-    def key(self, mask: object) -> tuple[object, ...]:
-        """Everything about the options that a checked call depends on.
-
-        mask: what the mask is compared by. Equal numbers of other types are other options, because
-        True is no number here; of tensors all but the values counts.
-        """
-        plain = self[3:-2]
-        slopes, sinks = self[-2:]
-        return (*self[:2], mask, *plain, *map(type, plain), _look(slopes), _look(sinks))
-
     def resolved(self) -> Options:
         """The same, with the mask and the layout of keys that these options mean."""
         mask = self.mask if self.mask is not None else CAUSAL if self.causal else FULL
@@ -100,11 +90,6 @@ class Options(NamedTuple):
 
 # The names of the fields between the mask and the tensors.
 PLAIN = Options._fields[3:-2]
-
-
-def _look(x: torch.Tensor | None) -> object:
-    """The properties of slopes or sinks on which a call depends, except their values."""
-    return x if x is None else (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
 
 
 def check_types(options: Options) -> None:

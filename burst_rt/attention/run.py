@@ -18,6 +18,7 @@ from burst_rt.drivers import Progress, is_out_of_memory
 from burst_rt.errors import ConfigError, DeviceError, InputError
 from burst_rt.kernels import QKV, Gradients, Results, ScoreOptions
 from burst_rt.runtime.agreement import AgreedWhen, Contract
+from burst_rt.runtime.bound_schedule import BoundSchedule
 
 __all__ = [
     "Forward",
@@ -74,10 +75,7 @@ def run_forward(
             runtime.refuse(contract.call, error)
         make = run_types(type(plan.choice.program)).forward
         run = _bound(call, contract, plan, make, qkv, score_options)
-        _, free = runtime.perform(
-            contract, plan.schedule, run.operations, run.memory,
-            progress=run.progress, subject=plan, takes=partial(_takes, plan), agreed=call.agreed,
-        )  # fmt: skip
+        _, free = runtime.perform(contract, _schedule(plan, run), call.agreed)
         runtime.machine.give_back(plan, run.slots, free)
         run.forget()
         return run.out, run.lse
@@ -100,10 +98,7 @@ def run_backward(
             runtime.refuse(contract.call, error)
         make = run_types(type(plan.choice.program)).backward
         run = _bound(call, contract, plan, make, qkv, score_options, results)
-        _, free = runtime.perform(
-            contract, plan.schedule, run.operations, run.memory,
-            progress=run.progress, subject=plan, takes=partial(_takes, plan),
-        )  # fmt: skip
+        _, free = runtime.perform(contract, _schedule(plan, run))
         runtime.machine.give_back(plan, run.slots, free)
         run.forget()
         dsinks = run.dsinks
@@ -183,6 +178,13 @@ def _bound(
         if call.agreed is AgreedWhen.WITH_OTHERS:
             runtime.fail(refused)
         runtime.refuse(contract.call, refused)
+
+
+def _schedule(plan: Plan, run: ForwardRun | BackwardRun) -> BoundSchedule:
+    """A plan's schedule, bound to a run's tensors."""
+    return BoundSchedule(
+        plan.schedule, run.operations, run.memory, run.progress, plan, partial(_takes, plan)
+    )
 
 
 def _takes(plan: Plan) -> str:

@@ -18,6 +18,8 @@ because making them costs more than holding them.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,15 +38,19 @@ from burst_rt.drivers import (
 from burst_rt.drivers.device import DeviceEvent, Stream, StreamDevice, TorchDevice
 from burst_rt.errors import ConfigError
 from burst_rt.runtime.choosing import Choice
+from burst_rt.runtime.stats import Stats
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
 from burst_rt.scheduler.simulator import Hardware
 from burst_rt.transport import Memory, OrderedTransport, Transport
 from burst_rt.transport.staged import staged
 
-__all__ = ["Cluster", "Machine", "SlotPool", "Slots"]
+__all__ = ["CallCounts", "Cluster", "Machine", "Mark", "SlotPool", "Slots"]
 
 # Maximum size of a set of slots that is kept between calls on the host.
 _SMALL_BYTES = 1 << 20
+# Maximum number of calls that wait for their times to be read. Reading the times costs time, so it
+# is put off until somebody asks for statistics.
+_UNREAD_UP_TO = 64
 
 
 class Cluster(NamedTuple):
@@ -237,3 +243,50 @@ class SlotPool:
             for _, slots, free in self._idle:
                 self._device.wait(slots.home, free)
         self._idle.clear()
+
+
+class Mark(NamedTuple):
+    """The clock (`time.perf_counter`) and the transport's counts as a call begins."""
+
+    started_s: float
+    sent: int
+    received: int
+
+
+class CallCounts:
+    """Adds up what `Stats` says. No method blocks."""
+
+    def __init__(self, transport: Transport | OrderedTransport) -> None:
+        self._transport = transport
+        self._calls = self._sent = self._received = 0
+        self._compute_s = self._wait_s = self._total_s = 0.0
+        self._unread: deque[BaseDriver] = deque()  # of calls whose times are not added yet
+
+    def mark(self) -> Mark:
+        """What `count` is given once the call has been performed."""
+        transport = self._transport
+        return Mark(time.perf_counter(), transport.bytes_sent, transport.bytes_received)
+
+    def count(self, driver: BaseDriver, mark: Mark) -> None:
+        """Counts a call that has been performed."""
+        self._calls += 1
+        self._sent += self._transport.bytes_sent - mark.sent
+        self._received += self._transport.bytes_received - mark.received
+        self._total_s += time.perf_counter() - mark.started_s
+        self._unread.append(driver)
+        if len(self._unread) > _UNREAD_UP_TO:
+            self._read_times()
+
+    def stats(self) -> Stats:
+        """The counts so far. On a device, times cover only the calls that have ended."""
+        self._read_times()
+        return Stats(
+            self._calls, self._sent, self._received, self._compute_s, self._wait_s, self._total_s
+        )
+
+    def _read_times(self) -> None:
+        """Adds the times of the calls that have ended."""
+        while self._unread and self._unread[0].settled():
+            driver = self._unread.popleft()
+            self._compute_s += driver.compute_s
+            self._wait_s += driver.wait_s

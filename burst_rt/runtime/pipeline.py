@@ -11,6 +11,7 @@ import torch
 from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, ConfigError, InputError, InternalError
 from burst_rt.runtime.agreement import AgreedWhen, Contract
+from burst_rt.runtime.bound_schedule import BoundSchedule
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Buffer, Graph, Op, Part, Schedule, Trace, check_world
 from burst_rt.transport import Memory
@@ -127,10 +128,10 @@ class Pipeline:
         def perform(op: Op) -> None:
             functions[op.name](*map(tensors, op.args))
 
-        driver, _ = self.runtime.perform(
-            contract, self.schedule, {Op: perform}, memory,
-            progress=self.progress, agreed=AgreedWhen.BEFORE, counted=False,
-        )  # fmt: skip
+        bound = BoundSchedule(
+            self.schedule, {Op: perform}, memory, progress=self.progress, counted=False
+        )
+        driver, _ = self.runtime.perform(contract, bound, AgreedWhen.BEFORE)
         return driver.trace
 
     def _refuses_names(self, buffers: object, ops: object) -> BurstError | None:

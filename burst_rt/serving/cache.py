@@ -23,10 +23,13 @@ from burst_rt.errors import BurstError, DeviceError, InputError
 from burst_rt.kernels import DTYPES
 from burst_rt.planning.masks.positions import integer, is_count
 from burst_rt.serving.chunks import BatchRows, Dealt
+from burst_rt.serving.history import History
 from burst_rt.serving.memory import KVMemory, KVShape
-from burst_rt.serving.step import History, Step
+from burst_rt.serving.step import Step
 
 __all__ = ["DECODED_TOGETHER", "KVCache"]
+
+_STEP = "KVCache.step"
 
 # The most new tokens of a sequence that every rank has (decode); more are spread (prefill).
 DECODED_TOGETHER = 16
@@ -292,7 +295,7 @@ class KVCache:
 
         new, pads: of each row; None where `tokens`, or `padding`, are no such numbers.
         """
-        where = "KVCache.step"
+        where = _STEP
         if not (sharded is None or isinstance(sharded, bool)) or not isinstance(about, str):
             return InputError(
                 f"{where}: sharded must be True, False or None, and about a text, got {sharded!r} "
@@ -309,29 +312,39 @@ class KVCache:
                 f"{where}: tokens must be an integer of at least 1, or one of at least 0 for each "
                 f"of {self.batch} sequences, got {tokens!r}"
             )
+        return self._lacks_room(new, sharded) or self._refuses_padding(new, pads, padding)
+
+    def _lacks_room(self, new: list[int], sharded: bool | None) -> InputError | None:
+        """Why the cache, or a decode, cannot take so many new tokens, or None."""
         full = [row for row, n in enumerate(new) if self._history.lengths[row] + n > self.capacity]
         if full:
             row = full[0]
             return InputError(
-                f"{where}: the capacity is {self.capacity:,} tokens a sequence; sequence {row} has "
+                f"{_STEP}: the capacity is {self.capacity:,} tokens a sequence; sequence {row} has "
                 f"{self._history.lengths[row]:,} and gets {new[row]:,}: make room with "
                 "cache.reserve(capacity), or use truncate or reset"
             )
         if sharded is False and max(new) > DECODED_TOGETHER:
             return InputError(
-                f"{where}: sharded=False takes at most {DECODED_TOGETHER} new tokens a sequence, "
+                f"{_STEP}: sharded=False takes at most {DECODED_TOGETHER} new tokens a sequence, "
                 f"got {max(new)}; give more of them with sharded=True"
             )
+        return None
+
+    def _refuses_padding(
+        self, new: list[int], pads: list[int] | None, padding: object
+    ) -> InputError | None:
+        """Why the sequences cannot have this padding at their left, or None."""
         after = [at + n for at, n in zip(self._history.lengths, new, strict=True)]
         if pads is None or any(p > to for p, to in zip(pads, after, strict=True)):
             return InputError(
-                f"{where}: padding must be a number of at least 0 and at most the tokens of each "
+                f"{_STEP}: padding must be a number of at least 0 and at most the tokens of each "
                 f"of {self.batch} sequences, got {padding!r}"
             )
         rows = zip(pads, self._history.padding, self._history.lengths, strict=True)
         if any(p != old and old < at for p, old, at in rows):
             return InputError(
-                f"{where}: padding is for an empty cache, or for sequences of padding alone, "
+                f"{_STEP}: padding is for an empty cache, or for sequences of padding alone, "
                 f"and this cache has {self._few(self._history.lengths)} tokens a sequence, "
                 f"{self._few(self._history.padding)} of them padding; call reset first, or leave "
                 "it out"

@@ -18,6 +18,7 @@ from burst_rt.errors import DeviceError
 from burst_rt.kernels import QKV, ScoreOptions, sum_dtype
 from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.runtime.agreement import AgreedWhen, Contract
+from burst_rt.runtime.bound_schedule import BoundSchedule
 from burst_rt.runtime.machine import Machine
 from burst_rt.serving.decode_graph import Attend, Merge
 from burst_rt.serving.decode_plan import DecodePlan
@@ -65,10 +66,10 @@ def run_decode(
         failed = DeviceError(message, rank=runtime.rank)
         failed.__cause__ = error
         runtime.fail(failed)
-    _, free = runtime.perform(
-        contract, plan.schedule, run.operations, run.memory,
-        subject=plan, takes=plan.explain, agreed=AgreedWhen.WITH_OTHERS,
-    )  # fmt: skip
+    bound = BoundSchedule(
+        plan.schedule, run.operations, run.memory, subject=plan, takes=plan.explain
+    )
+    _, free = runtime.perform(contract, bound, AgreedWhen.WITH_OTHERS)
     runtime.machine.give_back(plan, run.slots, free)
     run.forget()
     return run.out
