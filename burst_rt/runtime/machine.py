@@ -260,7 +260,7 @@ class CallCounts:
         self._transport = transport
         self._calls = self._sent = self._received = 0
         self._compute_s = self._wait_s = self._total_s = 0.0
-        self._unread: deque[BaseDriver] = deque()  # of calls whose times are not added yet
+        self._unread: deque[BaseDriver] = deque()  # drivers whose times are not added yet
 
     def mark(self) -> Mark:
         """What `count` is given once the call has been performed."""

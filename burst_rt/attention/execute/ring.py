@@ -56,7 +56,7 @@ class Binding:
     poison: bool  # whether fresh memory is filled with NaN
     qkv: QKV
     results: Results | None = None  # results of the forward; a backward has them
-    score_options: ScoreOptions = field(default_factory=ScoreOptions)  # of all heads
+    score_options: ScoreOptions = field(default_factory=ScoreOptions)  # all heads
 
 
 class SlotRun:

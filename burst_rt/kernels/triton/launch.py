@@ -29,7 +29,7 @@ class Meta(NamedTuple):
     Triton finds the compiled kernel. A kernel ignores what it does not name.
     """
 
-    HEAD_DIM: int  # of q and k
+    HEAD_DIM: int  # head dimension of q and k
     BLOCK_D: int  # columns of their blocks
     V_HEAD_DIM: int
     BLOCK_DV: int
@@ -44,11 +44,11 @@ class Meta(NamedTuple):
     EVEN_N: bool  # whether blocks of keys do
     DESCRIBED: bool  # whether loads go through tensor descriptors
     INTERPRET: bool  # whether Triton's interpreter runs the kernel
-    # Of the forward: the state begins here; it ends here; it begins with sinks.
+    # The forward alone: the state begins here; it ends here; it begins with sinks.
     FIRST: bool = False
     LAST: bool = False
     SINKS: bool = False
-    # Of the backward: adds to sums instead of writing gradients; which of dk and dv are needed.
+    # The backward alone: adds to sums instead of writing gradients; which of dk and dv are needed.
     ADDS: bool = False
     NEED_DK: bool = False
     NEED_DV: bool = False
