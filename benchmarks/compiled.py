@@ -28,6 +28,7 @@ from burst_rt.kernels.triton.configs import (
     padded,
     takes_more,
 )
+from burst_rt.kernels.triton.launch import Meta
 
 if TYPE_CHECKING:
     import triton
@@ -180,6 +181,7 @@ def _compile(request: Request) -> Compiled:
     config = config._replace(loads=request.loads or config.loads)
     kernel = _kernel(request.kind)
     constants = _constants(request, config)
+    constants["META"] = Meta(**{name: constants[name] for name in Meta._fields})
     signature = {name: _type_of(name, request.dtype, constants) for name in kernel.arg_names}
     # The attributes on which Triton specialises in a call with usual lengths and strides.
     aligned = {
@@ -230,9 +232,10 @@ def _in_flight(ttgir: str) -> int | None:
 
 
 def _kernel(kind: str) -> triton.runtime.JITFunction:
-    from burst_rt.kernels.triton.backward import dkdv_kernel, dq_kernel
     from burst_rt.kernels.triton.decode import combine_kernel, decode_kernel
     from burst_rt.kernels.triton.delta import delta_kernel
+    from burst_rt.kernels.triton.dkdv import dkdv_kernel
+    from burst_rt.kernels.triton.dq import dq_kernel
     from burst_rt.kernels.triton.forward import forward_kernel
 
     return {

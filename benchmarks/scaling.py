@@ -17,7 +17,7 @@ from benchmarks.options import OUT, REPEATS, WORLDS, heads_option
 from benchmarks.plots import draw_lines
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, publish
-from burst_rt.launch.run import num_usable_cores
+from burst_rt.launch.mpirun import num_usable_cores
 from burst_rt.launch.where import machine_options
 
 __all__ = ["command"]

@@ -36,7 +36,7 @@ from burst_rt.launch.where import machine_options
 from burst_rt.planning.choose import CANDIDATES, choose, fastest_strategy, forecast
 from burst_rt.planning.problem import Problem
 from burst_rt.runtime.calibrated import HARDWARE_VARIABLE, calibrated_path, find_hardware
-from burst_rt.runtime.joining import resolve_device
+from burst_rt.runtime.facts import resolve_device
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["command", "measure", "predict"]

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
         SlidingWindow,
         Spans,
     )
+    from burst_rt.runtime.connections import LocalRank
     from burst_rt.runtime.differentiable import differentiable
-    from burst_rt.runtime.ends import LocalRank
     from burst_rt.runtime.gradients import average_gradients
     from burst_rt.runtime.mean import mean_over_ranks
     from burst_rt.runtime.pipeline import Pipeline
-    from burst_rt.runtime.runtime import Stats
+    from burst_rt.runtime.stats import Stats
     from burst_rt.serving.cache import KVCache
     from burst_rt.serving.step import Step
 
@@ -62,7 +62,7 @@ _HOME = {
     "First": "planning.masks",
     "Full": "planning.masks",
     "KVCache": "serving.cache",
-    "LocalRank": "runtime.ends",
+    "LocalRank": "runtime.connections",
     "Mask": "planning.masks",
     "Pipeline": "runtime.pipeline",
     "Prefix": "planning.masks",
@@ -70,7 +70,7 @@ _HOME = {
     "SlidingWindow": "planning.masks",
     "ShardedBatch": "batches",
     "Spans": "planning.masks",
-    "Stats": "runtime.runtime",
+    "Stats": "runtime.stats",
     "Step": "serving.step",
     "average_gradients": "runtime.gradients",
     "burst_attention": "attention.api",

@@ -3,7 +3,7 @@
 `init` joins the MPI job, or makes a world of one. Several contexts may live in one process (context
 parallel together with data, tensor and pipeline parallel); each context duplicates its
 communicator. A context makes one call at a time. A context joins the floors below it: the runtime,
-attention's setup, and telemetry.
+attention's state, and telemetry.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from burst_rt.attention.setup import Setup
 from burst_rt.attention.sharding import ContextLayout, choose_layout
+from burst_rt.attention.state import AttentionState
 from burst_rt.errors import BurstError, InputError
 from burst_rt.job.ending import exit_code_of, in_words
 from burst_rt.kernels import KERNELS, PARTIALS
 from burst_rt.planning.masks import Mask
-from burst_rt.runtime.ends import Comm, Group
+from burst_rt.runtime.connections import Comm, Group
 from burst_rt.runtime.joining import check_seconds, join
 from burst_rt.runtime.objects import all_gather, first, together
 from burst_rt.runtime.pipeline import Pipeline, make_pipeline
 from burst_rt.runtime.process import process
 from burst_rt.runtime.reductions import all_reduce, gather_last_run
 from burst_rt.runtime.refusing import refuse
-from burst_rt.runtime.runtime import Runtime, Stats
+from burst_rt.runtime.runtime import Runtime
+from burst_rt.runtime.stats import Stats
 from burst_rt.scheduler import Graph, Lane, Span
 from burst_rt.telemetry.rank.joining import farewell, follow
 
@@ -44,9 +45,9 @@ class Context:
     may move inside a call.
     """
 
-    def __init__(self, runtime: Runtime, setup: Setup) -> None:
+    def __init__(self, runtime: Runtime, attention: AttentionState) -> None:
         self.runtime = runtime
-        self.setup = setup
+        self.attention = attention
         self.rank = runtime.rank
         self.world_size = runtime.world_size
         self.device = runtime.device
@@ -101,10 +102,10 @@ class Context:
         they make next.
         """
         try:
-            chosen = choose_layout(self.setup, seq_len, kind, mask, heads, head_dim, dtype)
+            chosen = choose_layout(self.attention, seq_len, kind, mask, heads, head_dim, dtype)
         except InputError as error:
             refuse("layout", error, self.runtime)
-        return ContextLayout(self.setup, chosen)
+        return ContextLayout(self.attention, chosen)
 
     @property
     def closed(self) -> bool:
@@ -120,7 +121,7 @@ class Context:
     def why_transport(self) -> str:
         """The transport that this context uses, and why."""
         machine = self.runtime.machine
-        return f"{machine.transport_name}: {machine.reason}"
+        return f"{machine.choice.name}: {machine.choice.reason}"
 
     def stats(self) -> Stats:
         """Counts and times of this context's attention calls so far. Does not block.
@@ -198,7 +199,7 @@ class Context:
         """
         self.runtime.close(code, error)
         if self.runtime.broken is None:
-            self.setup.close()
+            self.attention.close()
 
 
 def require_context(ctx: object, name: str) -> None:
@@ -273,7 +274,7 @@ def init(
     machine, within_s = joined.machine, joined.within_s
     machine.enter()
     runtime = Runtime(machine, joined.control, timeout_s=timeout_s, stall_s=stall_s)
-    setup = Setup(runtime, kernel=kernel, partials=partials, check_finite=check_finite)
+    attention = AttentionState(runtime, kernel=kernel, partials=partials, check_finite=check_finite)
     terms = {
         "call": "init",
         "timeout_s": str(timeout_s),
@@ -289,4 +290,4 @@ def init(
         runtime.close()
         raise
     follow(runtime, joined.presence, asked=telemetry, within_s=within_s)
-    return Context(runtime, setup)
+    return Context(runtime, attention)

@@ -11,7 +11,7 @@ import torch
 from burst_rt.context import Context, init
 from burst_rt.errors import PeerLost
 from burst_rt.job.ending import exit_code_of, in_words
-from burst_rt.runtime.ends import LocalRank, this_thread
+from burst_rt.runtime.connections import LocalRank, this_thread
 from burst_rt.runtime.process import process
 from burst_rt.transport import LocalWorld
 

@@ -369,9 +369,10 @@ def probe_device_mpi(launcher: MpiLauncher, device: str, device_name: str) -> st
 
 def _transport(machine: Inspection) -> _Result:
     # With one GPU, the choice described is that for two ranks that share the GPU.
-    kind = "mpi" if machine.is_ok(JOBS["mpirun"]) else "group"
+    meeting = "mpi" if machine.is_ok(JOBS["mpirun"]) else "store"
     program = (
-        f"from burst_rt.runtime.joining import describe_choice; print(describe_choice({kind!r}))"
+        "from burst_rt.runtime.choosing import describe_choice as describe; "
+        f"print(describe({meeting!r}))"
     )
     answer = _ask_python(program, deadline_s=_TORCH_DEADLINE_S)
     return ("warning", answer.error) if answer.error else ("ok", answer.text)

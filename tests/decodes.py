@@ -9,10 +9,9 @@ import torch
 from spec import reference
 
 from burst_rt import Context
-from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
+from burst_rt.kernels import QKV, ScoreOptions, sum_dtype
 from burst_rt.kernels.decode import Seen
 from burst_rt.planning.masks.spans import END, Spans
-from burst_rt.planning.problem import ScoreOptions
 from burst_rt.runtime.agreement import Contract
 from burst_rt.serving.decode_plan import plan_decode
 from burst_rt.serving.decode_run import run_decode
@@ -54,11 +53,11 @@ class Case:
         )
         return q, k, v
 
-    def terms(self) -> ScoreTerms:
+    def score_options(self) -> ScoreOptions:
         generator = torch.Generator().manual_seed(8)
         sinks = torch.randn(self.heads, generator=generator, dtype=torch.float64)
         wide = sum_dtype(self.dtype)
-        return ScoreTerms(softcap=self.softcap, sinks=sinks.to(wide) if self.sinks else None)
+        return ScoreOptions(softcap=self.softcap, sinks=sinks.to(wide) if self.sinks else None)
 
     def cells(self) -> torch.Tensor:
         """Bool `[batch, queries, positions]`: what is seen."""
@@ -76,10 +75,10 @@ class Case:
     def truth(self) -> torch.Tensor:
         q, k, v = self.tensors()
         dout = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
-        terms = self.terms()
+        score_options = self.score_options()
         return reference(
             q, k, v, dout, mask=self.cells(), scale=self.scale, softcap=self.softcap,
-            sinks=terms.sinks,
+            sinks=score_options.sinks,
         ).out  # fmt: skip
 
 
@@ -116,22 +115,26 @@ def decode(ctx: Context, case: Case) -> torch.Tensor:
         cache[:, : len(own)] = x[:, own].masked_fill(~hull[..., None, None], torch.nan)
         caches.append(cache[:, : len(own)])
     what_is_seen = Seen(spans_of(cells[:, :, own]), len(own))
-    return run_one(ctx, QKV(q, *caches), what_is_seen, k.shape[1], case.terms(), case.scale)
+    return run_one(ctx, QKV(q, *caches), what_is_seen, k.shape[1], case.score_options(), case.scale)
 
 
 def run_one(
-    ctx: Context, qkv: QKV, seen: Seen, keys: int, terms: ScoreTerms, scale: float | None = None
+    ctx: Context,
+    qkv: QKV,
+    seen: Seen,
+    keys: int,
+    score_options: ScoreOptions,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Plans a decode, and runs it."""
     plan = plan_decode(
-        ctx.setup, qkv.q.shape, qkv.k.shape[2], qkv.v.shape[3], qkv.q.dtype, keys=keys,
-        scores=ScoreOptions(
-            softcap=terms.softcap is not None, alibi_slopes=terms.alibi_slopes is not None,
-            sinks=terms.sinks is not None,
-        ),
+        ctx.attention, qkv.q.shape, qkv.k.shape[2], qkv.v.shape[3], qkv.q.dtype, keys=keys,
+        scores=score_options.flags,
     )  # fmt: skip
     contract = Contract({"call": "a decode"})
-    return run_decode(ctx.setup, contract, plan, qkv, seen, scale=scale, terms=terms)
+    return run_decode(
+        ctx.attention, contract, plan, qkv, seen, scale=scale, score_options=score_options
+    )
 
 
 CASES = {

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from fake_device import FakeDevice, FakeWire, _Event
 
-from burst_rt.attention.setup import Setup
+from burst_rt.attention.state import AttentionState
 from burst_rt.context import Context
 from burst_rt.errors import DeviceError
+from burst_rt.runtime.choosing import Choice
 from burst_rt.runtime.machine import Machine
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import CONTROL, NCCL_LANES, Graph, GraphBuilder, Op
@@ -74,10 +75,12 @@ def context_of(control: ControlGroup, timeout_s: float) -> tuple[Context, HeldDe
     """A context over a control group, and the doubles of its device and of NCCL."""
     device = HeldDevice()
     wire = HeldWire(device, control.rank, control.size)
-    machine = Machine(torch.device("cpu"), ("nccl", "a double"), None, wire, streams=device)
+    machine = Machine(
+        torch.device("cpu"), Choice("nccl", "a double", wire="nccl"), wire, streams=device
+    )
     runtime = Runtime(machine, control, timeout_s=timeout_s, stall_s=20.0)
-    setup = Setup(runtime, kernel="auto", partials="exact", check_finite=False)
-    return Context(runtime, setup), device, wire
+    attention = AttentionState(runtime, kernel="auto", partials="exact", check_finite=False)
+    return Context(runtime, attention), device, wire
 
 
 def exchange_graph(rank: int, size: int) -> Graph:

@@ -23,7 +23,7 @@ from burst_rt import Context
 from burst_rt.launch.train.config import ModelConfig
 from burst_rt.launch.train.model import Attend, Decoder
 from burst_rt.rotary import rotations
-from burst_rt.runtime.ends import Group
+from burst_rt.runtime.connections import Group
 
 __all__ = [
     "STEPS", "TOKENS", "MakeOptimizer", "Stage", "adamw", "alone", "make_decoder", "sequences",

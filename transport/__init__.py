@@ -5,9 +5,11 @@ library and is imported only when asked for.
 """
 
 from burst_rt.transport.base import (
+    KINDS,
     TRANSPORTS,
     Completed,
     ControlGroup,
+    Meeting,
     Memory,
     Notice,
     NoticeKind,
@@ -16,11 +18,13 @@ from burst_rt.transport.base import (
     PendingBytes,
     PendingInts,
     Transport,
+    TransportKind,
+    Wire,
 )
 from burst_rt.transport.local import LocalControl, LocalTransport, LocalWorld
 
 __all__ = [
-    "TRANSPORTS", "Completed", "ControlGroup", "LocalControl", "LocalTransport", "LocalWorld",
-    "Memory", "Notice", "NoticeKind",
-    "OrderedTransport", "Pending", "PendingBytes", "PendingInts", "Transport",
+    "KINDS", "TRANSPORTS", "Completed", "ControlGroup", "LocalControl", "LocalTransport",
+    "LocalWorld", "Meeting", "Memory", "Notice", "NoticeKind", "OrderedTransport", "Pending",
+    "PendingBytes", "PendingInts", "Transport", "TransportKind", "Wire",
 ]  # fmt: skip

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy.typing as npt
 
 __all__ = [
+    "KINDS",
     "TRANSPORTS",
     "UNKNOWN_CODE",
     "Completed",
     "ControlGroup",
+    "Meeting",
     "Memory",
     "Notice",
     "NoticeKind",
@@ -26,6 +28,8 @@ __all__ = [
     "PendingBytes",
     "PendingInts",
     "Transport",
+    "TransportKind",
+    "Wire",
 ]
 
 
@@ -33,8 +37,31 @@ __all__ = [
 # tensor on a device. The type is Any because this package needs no torch.
 Memory: TypeAlias = Any
 
-# The transports that a user may ask for by name.
-TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged", "torch")
+# How the ranks of a group meet: as threads of one process, as processes of an MPI job, or through
+# the store of a torch.distributed group. Where they meet they also have a transport of host memory.
+Meeting: TypeAlias = Literal["threads", "mpi", "store"]
+# What carries messages: the transport of host memory, which some MPIs let take device memory; NCCL
+# of CuPy; or NCCL of torch.
+Wire: TypeAlias = Literal["host", "nccl", "torch-nccl"]
+
+
+class TransportKind(NamedTuple):
+    """A transport that a user may ask for by name, on three axes."""
+
+    meeting: Meeting | None = None  # how its ranks have met; None: in any way
+    wire: Wire = "host"  # what carries messages between GPUs; between CPUs the host does
+    staged: bool = False  # whether graphs are lowered: copies, and messages of host chunks
+
+
+KINDS: dict[str, TransportKind] = {
+    "local": TransportKind(meeting="threads"),
+    "mpi": TransportKind(meeting="mpi"),
+    "nccl": TransportKind(wire="nccl"),
+    "staged": TransportKind(staged=True),
+    "torch": TransportKind(meeting="store", wire="torch-nccl"),
+}
+# The names that a user may ask for.
+TRANSPORTS = ("auto", *KINDS)
 
 
 class Completed(NamedTuple):

@@ -8,18 +8,13 @@ from typing import Literal, NoReturn, Unpack, overload
 import torch
 from torch.autograd import forward_ad
 
-from burst_rt.attention.autograd import BurstAttentionFunction, forward_op, terms_of
-from burst_rt.attention.call import (
-    CAUSAL,
-    FULL,
-    Options,
-    check_kinds,
-    make_call,
-    needs_of,
-)
+from burst_rt.attention.autograd import BurstAttentionFunction, arguments_of, forward_op
+from burst_rt.attention.call import call_of, needs_of
+from burst_rt.attention.options import OptionArguments, Options, check_types
 from burst_rt.attention.planner import Plan
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.errors import BurstError, ConfigError, InputError
+from burst_rt.kernels import QKV
 from burst_rt.planning.evenness import evenness_in_words
 from burst_rt.planning.masks import Mask
 from burst_rt.runtime.refusing import refuse
@@ -33,8 +28,9 @@ def burst_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    layout: ContextLayout,
     return_lse: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[OptionArguments],
 ) -> torch.Tensor: ...
 @overload
 def burst_attention(
@@ -42,8 +38,9 @@ def burst_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    layout: ContextLayout,
     return_lse: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[OptionArguments],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def burst_attention(
@@ -51,8 +48,9 @@ def burst_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    layout: ContextLayout,
     return_lse: bool,
-    **options: Unpack[Options],
+    **options: Unpack[OptionArguments],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def burst_attention(
     q: torch.Tensor,
@@ -119,17 +117,17 @@ def burst_attention(
     Raises InputError or ContractMismatch on every rank alike, before anything is sent; PeerLost
     when a rank is gone, and Stalled when nothing moves.
     """
+    options = Options(
+        layout, kv_layout, mask, causal, scale, softcap, dropout_p, strategy, return_lse,
+        alibi_slopes, sinks,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         if forward_ad._current_level >= 0:  # the op would drop tangents, which nobody sees here
             raise InputError(f"burst_attention: {_NO_TANGENTS}")
         # The call becomes one opaque op, and the op checks the arguments when it runs.
-        check_kinds(layout, kv_layout, mask, causal, return_lse, dropout_p, alibi_slopes)
-        chosen = mask if mask is not None else CAUSAL if causal else FULL
-        terms = terms_of(
-            layout, kv_layout or layout, chosen, scale, softcap, strategy, return_lse,
-            needs_of(q, k, v, sinks),
-        )  # fmt: skip
-        out, lse, _ = forward_op(q, k, v, *terms, alibi_slopes, sinks)
+        check_types(options)
+        arguments = arguments_of(options.resolved(), needs_of(q, k, v, sinks))
+        out, lse, _ = forward_op(q, k, v, *arguments, alibi_slopes, sinks)
         return (out, lse) if return_lse else out
     try:
         if torch._C._are_functorch_transforms_active():
@@ -137,14 +135,10 @@ def burst_attention(
                 "burst_attention: torch.func's transforms (grad, vmap, jvp) are not supported; use "
                 "loss.backward()"
             )
-        call = make_call(
-            q, k, v, layout=layout, kv_layout=kv_layout, mask=mask, causal=causal, scale=scale,
-            softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,
-            strategy=strategy, return_lse=return_lse,
-        )  # fmt: skip
+        call = call_of(QKV(q, k, v), options)
         if forward_ad._current_level >= 0:
             _check_no_tangents(q, k, v, sinks, alibi_slopes)
-        call.setup.runtime.check_open()
+        call.attention.runtime.check_open()
     except (InputError, ConfigError) as error:
         _refuse(error, layout, kv_layout)
     out, lse = BurstAttentionFunction.apply(  # type: ignore[no-untyped-call]
@@ -171,8 +165,8 @@ def _check_no_tangents(*tensors: torch.Tensor | None) -> None:
 
 def _refuse(error: BurstError, *layouts: object) -> NoReturn:
     """Raises the error on every rank that waits for this rank's call; blocks as `refuse` does."""
-    meant = next((each.runtime for each in layouts if isinstance(each, ContextLayout)), None)
-    refuse("burst_attention", error, meant)
+    runtimes = (layout.runtime for layout in layouts if isinstance(layout, ContextLayout))
+    refuse("burst_attention", error, next(runtimes, None))
 
 
 @dataclass(frozen=True)
@@ -196,15 +190,16 @@ def explain(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    layout: ContextLayout,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[OptionArguments],
 ) -> Explanation:
     """The plans that `burst_attention` would run with these arguments.
 
     A plan tells strategy, bytes, kernel and memory. Local: nothing is sent, and no other rank is
     waited for; blocks while several kernels are timed, once for each chip. Raises InputError.
     """
-    call = make_call(q, k, v, return_lse=return_lse, **options)
+    call = call_of(QKV(q, k, v), Options(layout=layout, return_lse=return_lse, **options))
     return Explanation(
         forward=call.forward_plan, backward=call.backward_plan if any(call.needs) else None
     )

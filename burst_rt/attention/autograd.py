@@ -15,28 +15,30 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch._library.effects import EffectType
 from torch.library import _register_effectful_op
 
-from burst_rt.attention.call import Call, NeedsGrad, make_call
+from burst_rt.attention.call import Call, call_of
+from burst_rt.attention.options import PLAIN, NeedsGrad, Options
 from burst_rt.attention.run import run_backward, run_forward
-from burst_rt.attention.sharding import LAYOUTS, ContextLayout
+from burst_rt.attention.sharding import LAYOUTS
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.kernels import QKV, Results, ScoreTerms, sum_dtype
+from burst_rt.kernels import QKV, Results, ScoreOptions, sum_dtype
 from burst_rt.planning.masks import MASKS, Mask
 from burst_rt.planning.numbers import set_tracing_check
 
-__all__ = ["BurstAttentionFunction", "forward_op", "terms_of", "terms_of_call"]
+__all__ = ["BurstAttentionFunction", "arguments_of", "forward_op"]
 
-# A call as the ops' arguments: the numbers of layout, kv_layout and mask; scale, softcap, strategy
-# and return_lse; whether q, k, v and sinks need gradients.
-Terms = tuple[int, int, int, float | None, float | None, str, bool, list[bool]]
+# A call as the ops' arguments: the numbers of layout, kv_layout and mask; the plain options;
+# whether q, k, v and sinks need gradients. Any: the options have several types.
+Arguments = tuple[Any, ...]
 
+_NUM_ARGUMENTS = 3 + len(PLAIN) + 1
 
-_NUM_TERMS = 8
+_WHERE, _BACKWARD = "burst_attention", "backward of burst_attention"
 
 # Masks that were made inside compiled programs. The programs keep only the masks' numbers.
 _constants: deque[Mask] = deque(maxlen=4096)
@@ -68,16 +70,16 @@ class BurstAttentionFunction(torch.autograd.Function):
         """Runs the call, and saves what the backward needs. Blocks as `run_forward` does."""
         if _somebody_looks(q, k, v):
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse, ctx.number = forward_op(
-                    q, k, v, *terms_of_call(call), alibi_slopes, sinks
-                )
+                arguments = arguments_of(call.options, call.needs)
+                out, lse, ctx.number = forward_op(q, k, v, *arguments, alibi_slopes, sinks)
         else:
-            terms = ScoreTerms(call.softcap, alibi_slopes, sinks)
-            _check_against(call, QKV(q, k, v), terms)
+            score_options = call.score_options(alibi_slopes, sinks)
+            _check_scores_against(call, score_options)
+            _check_against(call, QKV(q, k, v))
             # The program's own modes (a default device, say) must not apply to the code inside.
             with torch._C.DisableTorchFunction():
-                out, lse = run_forward(call, QKV(q, k, v), terms)
-            ctx.number = call.setup.runtime.number
+                out, lse = run_forward(call, QKV(q, k, v), score_options)
+            ctx.number = call.attention.runtime.number
         # The number is not a saved tensor: if a checkpoint runs the forward again, the backward
         # still belongs to the first forward.
         ctx.call = call
@@ -97,18 +99,18 @@ class BurstAttentionFunction(torch.autograd.Function):
             dout = torch.zeros_like(out)
         if torch.is_grad_enabled() or _somebody_looks(dout, *saved):
             # The dispatcher's autograd refuses second derivatives.
-            terms = terms_of_call(call)
             number = torch.as_tensor(ctx.number, device="cpu")
-            *found, dsinks = _needed(
-                call.needs, _backward_op(dout, dlse, *saved, number, *terms, alibi_slopes, sinks)
+            arguments = (*arguments_of(call.options, call.needs), alibi_slopes, sinks)
+            *grads, dsinks = _needed(
+                call.needs, _backward_op(dout, dlse, *saved, number, *arguments)
             )
-            return (*found, None, None, dsinks)
-        with torch._C.DisableTorchFunction():
-            grads, dsinks = run_backward(
-                call, QKV(q, k, v), Results(out, lse, dout, dlse), int(ctx.number),
-                ScoreTerms(call.softcap, alibi_slopes, sinks),
-            )  # fmt: skip
             return (*grads, None, None, dsinks)
+        with torch._C.DisableTorchFunction():
+            dq_dk_dv, dsinks = run_backward(
+                call, QKV(q, k, v), Results(out, lse, dout, dlse), int(ctx.number),
+                call.score_options(alibi_slopes, sinks),
+            )  # fmt: skip
+            return (*dq_dk_dv, None, None, dsinks)
 
 
 def _somebody_looks(*tensors: torch.Tensor) -> bool:
@@ -118,35 +120,44 @@ def _somebody_looks(*tensors: torch.Tensor) -> bool:
     return not all(type(x) is torch.Tensor or type(x) is torch.nn.Parameter for x in tensors)
 
 
-def _check_against(call: Call, qkv: QKV, terms: ScoreTerms) -> None:
-    """Raises InputError, on every rank, where the tensors are not those that the call was made for.
-    Only then it blocks, as `Runtime.refuse` does.
+def _check_scores_against(call: Call, score_options: ScoreOptions) -> None:
+    """Raises InputError, on every rank, for slopes or sinks that the call was not made for.
+
+    Blocks only then, as `Runtime.refuse` does.
     """
-    device, name = call.setup.runtime.device, "burst_attention"
-    slopes = None if terms.alibi_slopes is None else terms.alibi_slopes.shape
-    sinks = None if terms.sinks is None else terms.sinks.dtype
-    given = [x for x in (terms.alibi_slopes, terms.sinks) if x is not None]
-    lengths = {x.shape[-1:] for x in given}
+    _, slopes, sinks = score_options
+    if slopes is None and sinks is None and call.slopes_shape is None and call.sinks_dtype is None:
+        return  # most calls have neither
+    device, given = call.attention.runtime.device, [x for x in (slopes, sinks) if x is not None]
+    shape = None if slopes is None else slopes.shape
+    dtype = None if sinks is None else sinks.dtype
     if (
-        slopes != call.alibi_slopes
-        or sinks != call.sinks
-        or lengths - {(call.num_heads,)}
-        or any(x.device != device for x in given)
+        shape != call.slopes_shape
+        or dtype != call.sinks_dtype
+        or any(x.shape[-1:] != (call.num_heads,) or x.device != device for x in given)
     ):
         error = InputError(
-            f"{name}: the call was made for alibi_slopes of shape {call.alibi_slopes} and "
-            f"{call.num_heads} sinks of {call.sinks} on {device}, got {slopes} and {sinks}, of "
-            f"shapes {[tuple(x.shape) for x in given]}; apply it to the tensors it was made for"
+            f"{_WHERE}: the call was made for alibi_slopes of shape {call.slopes_shape} and "
+            f"{call.num_heads} sinks of {call.sinks_dtype} on {device}, got {shape} and {dtype}, "
+            f"of shapes {[tuple(x.shape) for x in given]}; apply it to the tensors it was made for"
         )
-        call.setup.runtime.refuse(name, error)
+        call.attention.runtime.refuse(_WHERE, error)
+
+
+def _check_against(call: Call, qkv: QKV) -> None:
+    """Raises InputError, on every rank, for q, k or v that the call was not made for.
+
+    Blocks only then, as `Runtime.refuse` does.
+    """
+    device = call.attention.runtime.device
     for x, shape in zip(qkv, (call.q_shape, call.kv_shape, call.v_shape), strict=True):
         if x.shape != shape or x.dtype != call.dtype or x.device != device:
             error = InputError(
-                f"{name}: the call was made for a tensor {shape} of {call.dtype} on {device}, got "
-                f"{tuple(x.shape)} of {x.dtype} on {x.device}; make a call for these tensors with "
-                "burst_rt.make_call"
+                f"{_WHERE}: the call was made for a tensor {shape} of {call.dtype} on {device}, "
+                f"got {tuple(x.shape)} of {x.dtype} on {x.device}; make a call for these tensors "
+                "with burst_rt.make_call"
             )
-            call.setup.runtime.refuse(name, error)
+            call.attention.runtime.refuse(_WHERE, error)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:  # tensors; None for slopes or sinks
@@ -156,8 +167,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:  # tensors; None for slopes or sinks
     except RuntimeError as error:
         # A saved tensor was changed in place, or freed by an earlier backward. This rank cannot
         # take part, and the other ranks must hear so, because they wait for this rank.
-        name = "backward of burst_attention"
-        call.setup.runtime.refuse(name, InputError(f"{name}: {error}"))
+        call.attention.runtime.refuse(_BACKWARD, InputError(f"{_BACKWARD}: {error}"))
     return tuple(saved)
 
 
@@ -168,20 +178,16 @@ def _needed(
     return tuple(grad if needed else None for grad, needed in zip(grads, needs, strict=True))
 
 
-def terms_of(
-    layout: ContextLayout,
-    kv_layout: ContextLayout,
-    mask: Mask,
-    scale: float | None,
-    softcap: float | None,
-    strategy: str,
-    return_lse: bool,
-    needs: NeedsGrad,
-) -> Terms:
-    """A call as the ops' arguments. The compiler traces this function, so it only reads numbers."""
+def arguments_of(options: Options, needs: NeedsGrad) -> Arguments:
+    """A call's resolved options, apart from tensors, as the ops' arguments.
+
+    The compiler traces this function, so it only reads numbers.
+    """
+    layout, kv_layout, mask, *_ = options
+    assert kv_layout is not None
+    assert mask is not None
     mask_number = mask._burst_rt_number or _number_of_constant(mask)
-    known = (layout.number, kv_layout.number, mask_number)
-    return (*known, scale, softcap, strategy, return_lse, list(needs))
+    return (layout.number, kv_layout.number, mask_number, *options.plain, list(needs))
 
 
 def _number_of_constant(mask: Mask) -> int:
@@ -198,56 +204,43 @@ def _number_of_constant(mask: Mask) -> int:
 _number_of_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def terms_of_call(call: Call) -> Terms:
-    """A checked call as the ops' arguments."""
-    return terms_of(
-        call.layout, call.kv_layout, call.mask, call.scale, call.softcap, call.strategy,
-        call.return_lse, call.needs,
-    )  # fmt: skip
-
-
-def _call_of(
-    qkv: QKV,
-    terms: Terms,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    name: str,
-) -> tuple[Call, ScoreTerms]:
-    """The call that an op runs, and its terms; blocks only to refuse a call that fails the checks.
+def _call_of(qkv: QKV, arguments: Arguments, name: str) -> tuple[Call, ScoreOptions]:
+    """The call that an op runs, and its score options; blocks only to refuse what fails the checks.
 
     The checks are made here, because the compiler saw numbers and shapes only. Raises ConfigError
     for a layout or a mask that has been collected, InputError on every rank for other faults.
     """
-    number, kv_number, mask_number, scale, softcap, strategy, return_lse, needs = terms
-    layout, kv_layout = LAYOUTS.find(number), LAYOUTS.find(kv_number)
+    (*numbers, mask_number), plain, needs, tensors = _sorted(arguments)
+    layout, kv_layout = map(LAYOUTS.find, numbers)
     mask = MASKS.find(mask_number)
     if layout is None or kv_layout is None or mask is None:
         raise ConfigError(
             f"{name}: the layout or the mask of this call has been deleted; keep both alive until "
             "the backward has run"
         )
-    setup = layout.setup
-    setup.runtime.check_open()
-    for each, thing in ((number, layout), (kv_number, kv_layout), (mask_number, mask)):
-        setup.held.put(each, thing)
-    needs_q, needs_k, needs_v, needs_sinks = needs
+    attention = layout.attention
+    attention.runtime.check_open()
+    for number, thing in zip((*numbers, mask_number), (layout, kv_layout, mask), strict=True):
+        attention.held.put(number, thing)
+    options = Options(layout, kv_layout, mask, *plain, *tensors)
     try:
-        call = make_call(
-            *qkv, layout=layout, kv_layout=kv_layout, mask=mask, scale=scale, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, strategy=strategy, return_lse=return_lse,
-            needs_grad=(needs_q, needs_k, needs_v, needs_sinks),
-        )  # fmt: skip
+        call = call_of(qkv, options, needs)
     except InputError as error:
-        setup.runtime.refuse(name, error)
-    return call, ScoreTerms(softcap, alibi_slopes, sinks)
+        attention.runtime.refuse(name, error)
+    return call, call.score_options(*tensors)
 
 
-# The tensors of the ops that may be None come last, after the terms; the dispatcher leaves them out
-# where they are None.
-def _last_two(rest: tuple[Any, ...]) -> tuple[Terms, Any, Any]:
-    """The terms, alibi_slopes and sinks of an op's arguments."""
-    terms, (slopes, sinks, *_) = rest[:_NUM_TERMS], (*rest[_NUM_TERMS:], None, None)
-    return terms, slopes, sinks
+# The tensors of the ops that may be None come last, after `Arguments`; the dispatcher leaves them
+# out where they are None.
+def _sorted(arguments: Arguments) -> tuple[list[int], Arguments, NeedsGrad, Arguments]:
+    """An op's arguments after its tensors: numbers, plain options, who needs gradients, tensors."""
+    slopes, sinks, *_ = (*arguments[_NUM_ARGUMENTS:], None, None)
+    *plain, needs = arguments[3:_NUM_ARGUMENTS]
+    needs_q, needs_k, needs_v, needs_sinks = needs
+    return (
+        list(arguments[:3]), tuple(plain), (needs_q, needs_k, needs_v, needs_sinks),
+        (slopes, sinks),
+    )  # fmt: skip
 
 
 def _run_forward_op(
@@ -255,9 +248,9 @@ def _run_forward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out, lse, and the number of the call: a compiled program keeps it for the backward."""
     qkv = QKV(q, k, v)
-    call, terms = _call_of(qkv, *_last_two(rest), "burst_attention")
-    out, lse = run_forward(call, qkv, terms)
-    return out, lse, torch.tensor(call.setup.runtime.number, device="cpu")
+    call, score_options = _call_of(qkv, rest, _WHERE)
+    out, lse = run_forward(call, qkv, score_options)
+    return out, lse, torch.tensor(call.attention.runtime.number, device="cpu")
 
 
 def _fake_forward(
@@ -270,50 +263,36 @@ def _fake_forward(
 
 
 def _run_backward_op(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    number: torch.Tensor,
-    *rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any
+) -> tuple[torch.Tensor, ...]:
     """The gradients as an op returns them: an empty tensor where a gradient is not needed."""
+    q, k, v, out, lse, number, *arguments = rest
     qkv = QKV(q, k, v)
-    call, terms = _call_of(qkv, *_last_two(rest), "backward of burst_attention")
-    grads, dsinks = run_backward(call, qkv, Results(out, lse, dout, dlse), int(number), terms)
-    dq, dk, dv, dsinks = (q.new_empty(0) if grad is None else grad for grad in (*grads, dsinks))
-    return dq, dk, dv, dsinks
+    call, score_options = _call_of(qkv, tuple(arguments), _BACKWARD)
+    results = Results(out, lse, dout, dlse)
+    grads, dsinks = run_backward(call, qkv, results, int(number), score_options)
+    return tuple(q.new_empty(0) if grad is None else grad for grad in (*grads, dsinks))
 
 
 def _fake_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    number: torch.Tensor,
-    *rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    terms, _, sinks = _last_two(rest)
-    dq, dk, dv, dsinks = (
+    dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    q, k, v, _, _, _, *arguments = rest
+    *_, needs, (_, sinks) = _sorted(tuple(arguments))
+    return tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format) if needed else q.new_empty(0)
-        for x, needed in zip((q, k, v, sinks), terms[-1], strict=True)
+        for x, needed in zip((q, k, v, sinks), needs, strict=True)
     )
-    return dq, dk, dv, dsinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """Saves what the op's backward needs. Compiled programs use it: there autograd sees the op."""
-    q, k, v, *rest = inputs
-    ctx.terms, slopes, sinks = _last_two(tuple(rest))
+    q, k, v, *arguments = inputs
+    ctx.arguments = tuple(arguments[:_NUM_ARGUMENTS])
+    *_, ctx.needs, tensors = _sorted(tuple(arguments))
     ctx.set_materialize_grads(False)
     out, lse, ctx.number = output
-    ctx.save_for_backward(q, k, v, out, lse, slopes, sinks)
+    ctx.save_for_backward(q, k, v, out, lse, *tensors)
 
 
 def _backward(
@@ -322,9 +301,9 @@ def _backward(
     *saved, slopes, sinks = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(saved[3])
-    grads = _backward_op(dout, dlse, *saved, ctx.number, *ctx.terms, slopes, sinks)
-    *grads, dsinks = _needed(ctx.terms[-1], grads)
-    return (*grads, *(None for _ in ctx.terms), None, dsinks)
+    grads = _backward_op(dout, dlse, *saved, ctx.number, *ctx.arguments, slopes, sinks)
+    *grads, dsinks = _needed(ctx.needs, grads)
+    return (*grads, *(None for _ in ctx.arguments), None, dsinks)
 
 
 def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
@@ -339,17 +318,20 @@ def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
 _library = torch.library.Library("burst_rt", "DEF")
 # See `_keep_out_of_cuda_graphs`.
 _tags = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-_TERMS = (
-    "SymInt layout, SymInt kv_layout, SymInt mask, float? scale, float? softcap, str strategy, "
-    "bool return_lse, bool[] needs_grad, Tensor? alibi_slopes=None, Tensor? sinks=None"
+_SCHEMA_TYPES = {bool: "bool", float: "float", float | None: "float?", str: "str"}
+_types = get_type_hints(Options)
+_PLAIN = ", ".join(f"{_SCHEMA_TYPES[_types[name]]} {name}" for name in PLAIN)
+_ARGUMENTS = (
+    f"SymInt layout, SymInt kv_layout, SymInt mask, {_PLAIN}, bool[] needs_grad, "
+    "Tensor? alibi_slopes=None, Tensor? sinks=None"
 )
 _library.define(
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_TERMS}) -> (Tensor, Tensor, Tensor)",
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     tags=_tags,
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, Tensor number, {_TERMS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor lse, Tensor number, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=_tags,
 )
 _library.impl("attention_forward", _run_forward_op, "CompositeExplicitAutograd")

@@ -279,7 +279,7 @@ class Planner:
         schedule = Schedule.of(self.lowered(choice.program, own))
         return Plan(
             rank=self._rank, picked=picked, program_graph=own, schedule=schedule,
-            key=key, choice=choice, work=work, hardware=self._hardware,
+            key=key, choice=choice, work=work, hardware=self._chooser.hardware,
         )  # fmt: skip
 
     def lowered(self, program: Graphs, own: Graph) -> Graph:

@@ -9,14 +9,16 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from burst_rt.attention.call import Call, check_values
+from burst_rt.attention.call import Call
 from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun, run_types
 from burst_rt.attention.planner import Plan
-from burst_rt.attention.setup import Setup
+from burst_rt.attention.state import AttentionState
+from burst_rt.attention.tensor_check import check_values
 from burst_rt.drivers import Progress, is_out_of_memory
 from burst_rt.errors import ConfigError, DeviceError, InputError
-from burst_rt.kernels import QKV, Gradients, Results, ScoreTerms
+from burst_rt.kernels import QKV, Gradients, Results, ScoreOptions
 from burst_rt.runtime.agreement import AgreedWhen, Contract
+from burst_rt.runtime.bound_schedule import BoundSchedule
 
 __all__ = [
     "Forward",
@@ -27,7 +29,7 @@ __all__ = [
     "run_forward",
 ]
 
-_NONE = ScoreTerms()
+_NONE = ScoreOptions()
 _R = TypeVar("_R", ForwardRun, BackwardRun)
 _NOTHING = nullcontext()
 
@@ -36,7 +38,7 @@ class Forward(Protocol):
     """The arguments of `run_forward` for one call."""
 
     @property
-    def setup(self) -> Setup: ...
+    def attention(self) -> AttentionState: ...
 
     @property
     def forward_contract(self) -> Contract: ...
@@ -54,43 +56,40 @@ class Forward(Protocol):
 
 
 def run_forward(
-    call: Forward, qkv: QKV, terms: ScoreTerms = _NONE
+    call: Forward, qkv: QKV, score_options: ScoreOptions = _NONE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of this rank's queries. terms: of all heads, as the user gave them.
+    """out and lse of this rank's queries. score_options: of all heads, as the user gave them.
 
     Collective; blocks and raises as `burst_attention` does.
     """
-    setup, contract = call.setup, call.forward_contract
-    runtime = setup.runtime
+    attention, contract = call.attention, call.forward_contract
+    runtime = attention.runtime
     with autocast_off(qkv.q.device.type):
         try:
             check_not_captured(runtime.device)
             # A layer of a step has checked its values before they were cached.
-            if setup.check_finite and call.agreed is AgreedWhen.OPENING:
-                check_values(contract.call, qkv, terms)
+            if attention.check_finite and call.agreed is AgreedWhen.OPENING:
+                check_values(contract.call, qkv, score_options)
             plan = call.forward_plan
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
         make = run_types(type(plan.choice.program)).forward
-        run = _bound(call, contract, plan, make, qkv, terms)
-        _, free = runtime.perform(
-            contract, plan.schedule, run.operations, run.memory,
-            progress=run.progress, subject=plan, takes=partial(_takes, plan), agreed=call.agreed,
-        )  # fmt: skip
+        run = _bound(call, contract, plan, make, qkv, score_options)
+        _, free = runtime.perform(contract, _schedule(plan, run), call.agreed)
         runtime.machine.give_back(plan, run.slots, free)
         run.forget()
         return run.out, run.lse
 
 
 def run_backward(
-    call: Call, qkv: QKV, results: Results, forward: int, terms: ScoreTerms = _NONE
+    call: Call, qkv: QKV, results: Results, forward: int, score_options: ScoreOptions = _NONE
 ) -> tuple[Gradients, torch.Tensor | None]:
     """The gradients of this rank's tokens, and its share of the sinks'; None for one not needed.
 
     forward: the number of the call that is differentiated, which the ranks compare. Collective;
     blocks and raises as `burst_attention` does.
     """
-    contract, runtime = call.backward_contract, call.setup.runtime
+    contract, runtime = call.backward_contract, call.attention.runtime
     with runtime.backward_of(forward), autocast_off(qkv.q.device.type):
         try:
             check_not_captured(runtime.device)
@@ -98,16 +97,13 @@ def run_backward(
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
         make = run_types(type(plan.choice.program)).backward
-        run = _bound(call, contract, plan, make, qkv, terms, results)
-        _, free = runtime.perform(
-            contract, plan.schedule, run.operations, run.memory,
-            progress=run.progress, subject=plan, takes=partial(_takes, plan),
-        )  # fmt: skip
+        run = _bound(call, contract, plan, make, qkv, score_options, results)
+        _, free = runtime.perform(contract, _schedule(plan, run))
         runtime.machine.give_back(plan, run.slots, free)
         run.forget()
         dsinks = run.dsinks
-        if dsinks is not None and terms.sinks is not None:
-            dsinks = dsinks.to(terms.sinks.dtype)
+        if dsinks is not None and score_options.sinks is not None:
+            dsinks = dsinks.to(score_options.sinks.dtype)
         return run.grads(), dsinks
 
 
@@ -150,7 +146,7 @@ def _bound(
     plan: Plan,
     make: Callable[[Binding], _R],
     qkv: QKV,
-    terms: ScoreTerms,
+    score_options: ScoreOptions,
     results: Results | None = None,
 ) -> _R:
     """Binds a call's tensors: the run that is to be performed.
@@ -159,17 +155,17 @@ def _bound(
     runs out, every rank raises DeviceError: the call is refused, which blocks at most `timeout_s`.
     One of several calls that the ranks agreed on at once cannot be refused: there this rank fails.
     """
-    runtime = call.setup.runtime
+    runtime = call.attention.runtime
     try:
         binding = Binding(
             plan=plan,
             machine=runtime.machine,
             scale=call.scale,
             progress=Progress(),
-            poison=call.setup.poison,
+            poison=call.attention.poison,
             qkv=qkv.detach(),
             results=None if results is None else results.detach(),
-            terms=terms.bound(plan.key.dtype, plan.key.problem.batch),
+            score_options=score_options.bound(plan.key.dtype, plan.key.problem.batch),
         )
         return make(binding)
     except (MemoryError, RuntimeError) as error:
@@ -182,6 +178,13 @@ def _bound(
         if call.agreed is AgreedWhen.WITH_OTHERS:
             runtime.fail(refused)
         runtime.refuse(contract.call, refused)
+
+
+def _schedule(plan: Plan, run: ForwardRun | BackwardRun) -> BoundSchedule:
+    """A plan's schedule, bound to a run's tensors."""
+    return BoundSchedule(
+        plan.schedule, run.operations, run.memory, run.progress, plan, partial(_takes, plan)
+    )
 
 
 def _takes(plan: Plan) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from burst_rt.attention.mask_check import check_mask
-from burst_rt.attention.setup import Setup
+from burst_rt.attention.state import AttentionState
 from burst_rt.drivers import raw_bytes
 from burst_rt.errors import InputError
 from burst_rt.kernels import DTYPES, sum_dtype
@@ -31,7 +31,7 @@ AUTO = "auto"
 class ContextLayout:
     """The tokens that each rank of a context holds. Made by `Context.layout`."""
 
-    setup: Setup = field(repr=False)  # the context's setup
+    attention: AttentionState = field(repr=False)  # what the context's calls share
     map: Layout  # the positions of every rank
     # Compiled programs know the layout by this number; no other object has the same number.
     number: int = field(init=False, compare=False, repr=False)
@@ -41,7 +41,7 @@ class ContextLayout:
 
     @property
     def runtime(self) -> Runtime:
-        return self.setup.runtime
+        return self.attention.runtime
 
     @property
     def kind(self) -> str:
@@ -145,7 +145,7 @@ class ContextLayout:
 
 
 def choose_layout(
-    setup: Setup,
+    attention: AttentionState,
     seq_len: int,
     kind: str,
     mask: Mask | None,
@@ -154,7 +154,7 @@ def choose_layout(
     dtype: torch.dtype | None,
 ) -> Layout:
     """The layout that `Context.layout` makes from its arguments. Local. Raises InputError."""
-    world_size = setup.runtime.world_size
+    world_size = attention.runtime.world_size
     if kind != AUTO and (heads, head_dim, dtype) != (None, None, None):
         raise InputError(
             f"layout: heads, head_dim and dtype are for kind 'auto' only, got kind {kind!r}"
@@ -186,7 +186,7 @@ def choose_layout(
         sum_bytes=sum_dtype(dtype).itemsize,
         needs_grad=(True, True, True),
     )
-    return setup.planner.layout(problem)
+    return attention.planner.layout(problem)
 
 
 def _shape(heads: tuple[int, int], head_dim: int) -> tuple[int, int, int]:

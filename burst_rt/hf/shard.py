@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from burst_rt.attention.call import FULL
+from burst_rt.attention.options import FULL
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.batches import BATCH_NAMES, ShardedBatch, shard_batch
 from burst_rt.context import Context, require_context

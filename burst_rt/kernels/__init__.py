@@ -21,7 +21,7 @@ from burst_rt.kernels.base import (
     Gradients,
     Kernel,
     Results,
-    ScoreTerms,
+    ScoreOptions,
     State,
     Tile,
     Upstream,
@@ -38,7 +38,7 @@ from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
 __all__ = [
     "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "Picked", "Results",
-    "ScoreTerms", "State", "Tile", "Upstream", "Work", "deterministic", "pick", "pick_decode",
+    "ScoreOptions", "State", "Tile", "Upstream", "Work", "deterministic", "pick", "pick_decode",
     "sum_dtype",
 ]  # fmt: skip
 

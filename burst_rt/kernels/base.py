@@ -21,11 +21,11 @@ import torch
 from burst_rt.kernels.cells import Asked, positions_at
 from burst_rt.kernels.decode import Partial, Seen, decode_plainly
 from burst_rt.planning.masks import Mask, Piece, Relation, Shape
-from burst_rt.planning.problem import ScoreOptions, TileShape
+from burst_rt.planning.problem import ScoreFlags, TileShape
 
 __all__ = [
-    "DTYPES", "PARTIALS", "QKV", "Gradients", "Kernel", "Places", "Results", "ScoreTerms", "State",
-    "Tile", "Upstream", "Work", "deterministic", "fold", "some_of", "sum_dtype", "too_old",
+    "DTYPES", "PARTIALS", "QKV", "Gradients", "Kernel", "Places", "Results", "ScoreOptions",
+    "State", "Tile", "Upstream", "Work", "deterministic", "fold", "some_of", "sum_dtype", "too_old",
     "write_from_sums",
 ]  # fmt: skip
 
@@ -77,7 +77,7 @@ class Upstream(NamedTuple):
     delta: torch.Tensor  # rowsum(dout * out) - dlse
 
 
-class ScoreTerms(NamedTuple):
+class ScoreOptions(NamedTuple):
     """The values of a call's score options, apart from scaling; None: the option is off.
 
     A scaled score s of query i and key j becomes softcap * tanh(s / softcap), then slope * |i - j|
@@ -90,7 +90,12 @@ class ScoreTerms(NamedTuple):
     # Kernels meet sinks in the state only, and so in lse.
     sinks: torch.Tensor | None = None
 
-    def bound(self, dtype: torch.dtype, batch: int) -> ScoreTerms:
+    @property
+    def flags(self) -> ScoreFlags:
+        """Which options are on."""
+        return ScoreFlags(*(value is not None for value in self))
+
+    def bound(self, dtype: torch.dtype, batch: int) -> ScoreOptions:
         """The user's options as kernels take them, for inputs of a type; detached from autograd."""
         cap, slopes, sinks = self
         wide = sum_dtype(dtype)
@@ -98,12 +103,12 @@ class ScoreTerms(NamedTuple):
             slopes = slopes.detach().to(wide).expand(batch, -1).contiguous()
         if sinks is not None:
             sinks = sinks.detach().to(wide).contiguous()
-        return ScoreTerms(cap, slopes, sinks)
+        return ScoreOptions(cap, slopes, sinks)
 
-    def of_heads(self, heads: slice) -> ScoreTerms:
+    def of_heads(self, heads: slice) -> ScoreOptions:
         """The same for some of the query heads."""
         cap, slopes, sinks = self
-        return ScoreTerms(
+        return ScoreOptions(
             cap,
             None if slopes is None else slopes[:, heads].contiguous(),
             None if sinks is None else sinks[heads],
@@ -186,7 +191,7 @@ class Tile(NamedTuple):
     last: bool = False
     # The number in the whole call of the tile's first query head.
     first_head: int = 0
-    terms: ScoreTerms = ScoreTerms()
+    score_options: ScoreOptions = ScoreOptions()
 
     @property
     def only(self) -> bool:
@@ -228,7 +233,7 @@ class Tile(NamedTuple):
 
     def bias(self, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor | None:
         """The terms added to scores of these rows and columns: `[batch, heads, q, kv]` or None."""
-        slopes = self.terms.alibi_slopes
+        slopes = self.score_options.alibi_slopes
         if slopes is None:
             return None
         q = positions_at(some_of(self.q_positions, rows), slopes.device)
@@ -248,7 +253,7 @@ class Work(NamedTuple):
     ring_size: int = 1  # `Program.ring_size`
     tiles: tuple[tuple[Piece, ...], ...] = ()  # the pieces of each tile
     partials: str = "exact"  # one of `PARTIALS`
-    scores: ScoreOptions = ScoreOptions()
+    scores: ScoreFlags = ScoreFlags()
     v_head_dim: int = 0  # 0: head_dim
 
     @property

@@ -111,7 +111,7 @@ class CpuKernel(Kernel):
             for _, calls in _parts(tile, part, batched):
                 for call in calls:
                     call = call._replace(first=call.first and fresh)
-                    if tile.terms.softcap is not None:
+                    if tile.score_options.softcap is not None:
                         alone = head_tile._replace(pieces=(call.first_block(),))
                         _untiled.forward(of_heads, alone, sums)
                     elif call.shape is Shape.BAND and not part.strips:
@@ -157,7 +157,7 @@ class CpuKernel(Kernel):
             for rows, calls in _parts(tile, part, batched):
                 queries: _Queries | None = None
                 for call in calls:
-                    if tile.terms.softcap is not None:
+                    if tile.score_options.softcap is not None:
                         alone = head_tile._replace(pieces=(call.first_block(),))
                         _untiled.backward(of_heads, rows_in, alone, sums)
                     elif call.shape is Shape.BAND and not part.strips:
@@ -175,9 +175,9 @@ class CpuKernel(Kernel):
         return part._replace(largest=_LARGEST_BACKWARD)
 
     def _size_of(self, tile: Tile, qkv: QKV) -> PartSize:
-        if tile.terms.softcap is not None:
+        if tile.score_options.softcap is not None:
             return matrix_part(qkv.q.shape[0] * (qkv.q.shape[2] // qkv.k.shape[2]))
-        if tile.terms.alibi_slopes is not None:
+        if tile.score_options.alibi_slopes is not None:
             return DISTANCES_PART
         if any(piece.shape is Shape.MASKED for piece in tile.pieces):
             heads = min(qkv.k.shape[2], SMALL_PART.kv_heads * torch.get_num_threads())
@@ -220,9 +220,9 @@ def _begin(state: State, tile: Tile, num_rows: int) -> bool:
 
     Returns whether the first call for each row may be written where there is nothing yet.
     """
-    fresh = tile.first and tile.terms.sinks is None and tile.terms.softcap is None
+    fresh = tile.first and tile.score_options.sinks is None and tile.score_options.softcap is None
     if tile.first and not (fresh and _in_every_row(tile.pieces, num_rows)):
-        state.start(tile.terms.sinks)
+        state.start(tile.score_options.sinks)
     return fresh
 
 
@@ -261,7 +261,7 @@ def _of_heads(qkv: QKV, heads: slice, kv_heads: slice) -> QKV:
 def _tile_of_heads(tile: Tile, heads: slice) -> Tile:
     """The tile for some of its query heads."""
     first_head = tile.first_head + heads.start
-    return tile._replace(first_head=first_head, terms=tile.terms.of_heads(heads))
+    return tile._replace(first_head=first_head, score_options=tile.score_options.of_heads(heads))
 
 
 # A part is a function of its own, so that a part's memory is free before the next part takes its

@@ -54,7 +54,7 @@ class NaiveKernel(Kernel):
         q, k, v = qkv
         work = self.work_dtype(q.dtype)
         if tile.first:
-            state.start(tile.terms.sinks)
+            state.start(tile.score_options.sinks)
         for piece in tile.pieces:
             s, _ = dense_scores(q, k, tile, piece, work, state.m.dtype)
             acc, m, l = state.at(piece.rows)  # noqa: E741
@@ -127,7 +127,7 @@ def dense_scores(
     heads = q.shape[2]
     s: torch.Tensor = per_head(some_q, heads, work) @ per_head(some_k, heads, work).mT
     s.mul_(tile.scale)
-    t, cap = None, tile.terms.softcap
+    t, cap = None, tile.score_options.softcap
     if cap is not None:
         t = s.div_(cap).tanh_()
         s = t * cap

@@ -150,7 +150,7 @@ class _VendorKernel(Kernel):
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
         calls = list(_calls(tile.pieces))
-        alone = tile.first and tile.last and tile.terms.sinks is None
+        alone = tile.first and tile.last and tile.score_options.sinks is None
         if alone and [call.rows for call in calls] == [slice(0, qkv.q.shape[1])]:
             # Nothing is added up: the call's result is the tile's result.
             out, lse = self._part(qkv, calls[0], tile.scale)
@@ -158,7 +158,7 @@ class _VendorKernel(Kernel):
             state.lse.copy_(lse)
         else:
             if tile.first:
-                state.start(tile.terms.sinks)
+                state.start(tile.score_options.sinks)
             for call in calls:
                 fold(*self._part(qkv, call, tile.scale), state, call.rows)
             if tile.last:

@@ -58,7 +58,7 @@ class Chooser:
     """
 
     def __init__(self, hardware: Hardware | None, ranks_per_node: int, capacity: int) -> None:
-        self._hardware = hardware
+        self.hardware = hardware
         self._ranks_per_node = ranks_per_node
         self._ranking = lru_cache(capacity)(self._rank)
         self._layout = lru_cache(capacity)(self._suit)
@@ -68,7 +68,7 @@ class Chooser:
 
         Raises InputError for a strategy that this problem does not allow.
         """
-        hardware, per_node = self._hardware, self._ranks_per_node
+        hardware, per_node = self.hardware, self._ranks_per_node
         if strategy != "auto" or hardware is None or not 1 < problem.world_size <= FORECAST_UP_TO:
             return choose(problem, strategy, forward=forward, ranks_per_node=per_node)
         return fastest_strategy(
@@ -86,13 +86,13 @@ class Chooser:
         self._layout.cache_clear()
 
     def _rank(self, problem: Problem, forward: bool) -> Ranking:
-        assert self._hardware is not None
+        assert self.hardware is not None
         return rank_strategies(
-            problem, self._hardware, forward=forward, ranks_per_node=self._ranks_per_node
+            problem, self.hardware, forward=forward, ranks_per_node=self._ranks_per_node
         )
 
     def _suit(self, problem: Problem) -> Layout:
-        suited, _ = fastest_layout(problem, self._hardware, ranks_per_node=self._ranks_per_node)
+        suited, _ = fastest_layout(problem, self.hardware, ranks_per_node=self._ranks_per_node)
         return suited.q_layout
 
 

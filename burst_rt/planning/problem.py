@@ -13,10 +13,10 @@ from burst_rt.planning.layouts import Layout, blocks_of
 from burst_rt.planning.masks import Mask, Piece
 from burst_rt.planning.needs import Needs, find_needs
 
-__all__ = ["Problem", "ScoreOptions", "TileShape"]
+__all__ = ["Problem", "ScoreFlags", "TileShape"]
 
 
-class ScoreOptions(NamedTuple):
+class ScoreFlags(NamedTuple):
     """The options of a call that change its scores, apart from scaling."""
 
     softcap: bool = False
@@ -28,7 +28,7 @@ class ScoreOptions(NamedTuple):
         return ", ".join(name for name, asked in self._asdict().items() if asked)
 
 
-_NO_OPTIONS = ScoreOptions()
+_NO_OPTIONS = ScoreFlags()
 
 
 class TileShape(NamedTuple):
@@ -43,7 +43,7 @@ class TileShape(NamedTuple):
     # `Mask.num_apart`; 0 where no piece is under the mask itself.
     masked: int = 0
     banded: bool = False  # whether a tile may have bands (`Shape.BAND`)
-    scores: ScoreOptions = _NO_OPTIONS
+    scores: ScoreFlags = _NO_OPTIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Problem:
     sum_bytes: int  # bytes of one element of the sums (gradients, lse and delta)
     needs_grad: tuple[bool, bool, bool]  # whether q, k, v need gradients
     v_head_dim: int = 0  # head dimension of v and out; 0 takes head_dim
-    scores: ScoreOptions = _NO_OPTIONS
+    scores: ScoreFlags = _NO_OPTIONS
 
     def __post_init__(self) -> None:
         if not self.v_head_dim:

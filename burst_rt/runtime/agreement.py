@@ -162,27 +162,30 @@ def _common_error(said: list[dict[str, object]], rank: int) -> BurstError:
     calls = [dict(call) if isinstance(call := word["call"], dict) else {} for word in said]
     for call, word in zip(calls, said, strict=True):
         call["number of the call"] = str(word["number"])
-    differences = []
-    advice = "pass the same arguments"
     odd: set[int] = set()
+    differences, advice = [], "pass the same arguments"
     for field in sorted({name for call in calls for name in call}):
         values = [call.get(field, "nothing") for call in calls]
         if len(set(values)) > 1:
             if field == _FORWARD:
                 advice = "run the backwards in the same order"
-            common, count = Counter(values).most_common(1)[0]
-            others = [r for r, value in enumerate(values) if value != common]
-            odd.update(others)
-            # Without a majority, the message tells the value of every rank.
-            has_majority = 2 * count > len(values)
-            told = ", ".join(
-                f"{values[r]} on rank {r}" for r in (others if has_majority else range(len(values)))
-            )
-            differences.append(
-                f"{field}: {common} on most ranks, {told}" if has_majority else f"{field}: {told}"
-            )
+            words, ranks = _difference(field, values)
+            differences.append(words)
+            odd.update(ranks)
     message = (
         f"the ranks entered one call with different arguments ({'; '.join(differences)}). "
         f"Every rank must {advice}"
     )
     return ContractMismatch(message, rank=rank, peer=min(odd, default=None))
+
+
+def _difference(field: str, values: list[str]) -> tuple[str, list[int]]:
+    """How a field differs, in words, and the ranks that differ from the most common value."""
+    common, count = Counter(values).most_common(1)[0]
+    odd = [rank for rank, value in enumerate(values) if value != common]
+    # Without a majority, the message tells the value of every rank.
+    has_majority = 2 * count > len(values)
+    told = ", ".join(
+        f"{values[rank]} on rank {rank}" for rank in (odd if has_majority else range(len(values)))
+    )
+    return f"{field}: {common} on most ranks, {told}" if has_majority else f"{field}: {told}", odd

@@ -1,7 +1,7 @@
 """Joining a group of ranks: the device and the transport that `init` decides on.
 
-Every rank brings its facts (host, GPU, NCCL, MPI).
-Every rank decides by the facts of all ranks, so all ranks decide the same.
+Every rank brings its facts (`facts.py`), and decides by the facts of all ranks (`choosing.py`), so
+all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -9,12 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
-import sys
-import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -27,9 +22,11 @@ from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceErr
 from burst_rt.job import launched
 from burst_rt.planning.machines import parse_hardware, to_toml
 from burst_rt.runtime.calibrated import find_hardware, fitted
-from burst_rt.runtime.ends import Comm, Ends, Group, RankKind, find_ends
-from burst_rt.runtime.machine import Machine
-from burst_rt.transport import TRANSPORTS, ControlGroup, OrderedTransport
+from burst_rt.runtime.choosing import choose_transport
+from burst_rt.runtime.connections import Comm, Connections, Group, connect
+from burst_rt.runtime.facts import Facts, cupy_nccl, facts_of, resolve_device
+from burst_rt.runtime.machine import Cluster, Machine
+from burst_rt.transport import TRANSPORTS, ControlGroup, OrderedTransport, Transport, Wire
 from burst_rt.transport.nccl import (
     Communicator,
     CupyCommunicator,
@@ -37,48 +34,14 @@ from burst_rt.transport.nccl import (
     first_pairs,
     unique_id_bytes,
 )
-from burst_rt.transport.probe import last_answer
 
-__all__ = [
-    "Facts", "Joined", "Presence", "Taken", "check_seconds", "choose_transport", "describe_choice",
-    "join", "ranks_per_node", "resolve_device",
-]  # fmt: skip
+__all__ = ["Joined", "Presence", "check_seconds", "join", "ranks_per_node"]
 
 _JOIN_S = 60.0
-# Name of the transport of host memory for ranks of each kind, and words for such ranks.
-_HOST_TRANSPORT: dict[RankKind, str] = {"threads": "local", "mpi": "mpi", "group": "torch"}
-_IN_WORDS: dict[RankKind, str] = {
-    "threads": "threads of one process",
-    "mpi": "processes of an MPI job",
-    "group": "processes of a torch.distributed group",
-}
 # The errors that a rank brings to the others.
 _TOLD: dict[str, type[BurstError]] = {
     kind.__name__: kind for kind in (ConfigError, DeviceError, InputError)
 }
-# Number of the first NCCL version that takes several ranks on one GPU, in an experimental mode.
-_NCCL_MULTI_RANK = 23000
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The facts that one rank brings to the choice of a transport."""
-
-    host: str
-    gpu: str  # the GPU's UUID; "" on a CPU
-    nccl: int  # NCCL's version (22907 for 2.29.7); 0 without CuPy's NCCL
-    multi_rank: bool  # whether NCCL is told to take several ranks on one GPU
-    ranks: RankKind  # the kind of the ranks
-    torch_nccl: int = 0  # the version of torch's own NCCL
-    # Whether a probe has shown that this MPI takes device memory; None: nobody has probed.
-    device_mpi: bool | None = None
-
-
-class Taken(NamedTuple):
-    """The name of the transport that was taken, and why."""
-
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +88,12 @@ def join(
         transport = os.environ.get(launched.TRANSPORT_VARIABLE, "auto")
     if device == "auto":
         device = os.environ.get(launched.DEVICE_VARIABLE, "auto")
-    ends = find_ends(comm, group, within_s)
+    connections = connect(comm, group, within_s)
     try:
-        return _decide(ends, device, transport, within_s, wrong)
+        return _decide(connections, device, transport, within_s, wrong)
     except BurstError:
-        ends.transport.close()
-        ends.control.close()
+        connections.transport.close()
+        connections.control.close()
         raise
 
 
@@ -154,68 +117,78 @@ def _join_seconds(asked: float | None) -> float:
 
 
 def _decide(
-    ends: Ends, device: str, transport: str, within_s: float, wrong: BurstError | None
+    connections: Connections,
+    device: str,
+    transport: str,
+    within_s: float,
+    wrong: BurstError | None,
 ) -> Joined:
     """Does the part of `join` after the ranks can talk to each other; blocks and raises as `join`
     does.
     """
-    control = ends.control
-    where, mine = _own_word(ends, device, transport, wrong)
-    pending = control.allgather(json.dumps(mine).encode())
+    control = connections.control
+    computes_on, word = _word(connections, device, transport, wrong)
+    pending = control.allgather(json.dumps(word).encode())
     Watch(control).wait_for(pending, within_s, "burst_rt.init")
-    said = [json.loads(raw) for raw in pending.result()]
-    _raise_told(said, control.rank)
-    asked = [word.pop("asked") for word in said]
-    text, *_ = [word.pop("hardware") for word in said]
-    hardware = parse_hardware(text, "of rank 0") if text else None
-    if len(set(asked)) > 1:
+    words = [json.loads(raw) for raw in pending.result()]
+    _raise_told(words, control.rank)
+    names = [word.pop("asked") for word in words]
+    text, *_ = [word.pop("hardware") for word in words]
+    if len(set(names)) > 1:
         raise ContractMismatch(
-            f"init: transport must be the same on every rank, got {asked} in the order of ranks; "
+            f"init: transport must be the same on every rank, got {names} in the order of ranks; "
             "give every rank the same transport"
         )
-    ranks = [Facts(**word) for word in said]
-    hosts = [rank.host for rank in ranks]
-    taken, per_node = choose_transport(transport, ranks), ranks_per_node(hosts)
-    # No machine file says what staging costs. If messages are staged, the planner decides by bytes.
+    facts = [Facts(**word) for word in words]
+    hosts = [rank.host for rank in facts]
+    choice, per_node = choose_transport(transport, facts), ranks_per_node(hosts)
+    hardware = parse_hardware(text, "of rank 0") if text else None
     if hardware is not None:
-        staged = taken.name == "staged"
-        hardware = None if staged else fitted(hardware, per_node, control.size)
-    own = ranks[control.rank]
+        # No machine file says what staging costs. If messages are staged, the planner decides by
+        # bytes.
+        hardware = None if choice.staged else fitted(hardware, per_node, control.size)
+    this_rank = facts[control.rank]
     presence = Presence(
-        thread=ends.thread,
-        job_rank=ends.job_rank,
-        job_size=ends.job_size,
-        host=own.host,
-        device=str(where),
-        gpu=own.gpu,
-        pci=_pci_address(where),
+        thread=connections.thread,
+        job_rank=connections.job_rank,
+        job_size=connections.job_size,
+        host=this_rank.host,
+        device=str(computes_on),
+        gpu=this_rank.gpu,
+        pci=_pci_address(computes_on),
     )
-    wire = None
-    if taken.name in ("nccl", "torch") and where.type != "cpu":
-        wire = NcclTransport(
-            _communicator(taken.name, ends, where, within_s),
-            control.rank,
-            control.size,
-            within_s,
-            partial(torch.cuda.set_device, where),
-            partial(_connect, where),
-        )
-        ends.transport.close()
-    machine = Machine(
-        where, taken, ends.transport if wire is None else None, wire,
-        ranks_per_node=per_node, ranks_here=hosts.count(own.host), hardware=hardware,
-    )  # fmt: skip
-    return Joined(machine, control, presence, within_s)
+    cluster = Cluster(per_node, hosts.count(this_rank.host), hardware)
+    carrier = _carrier(choice.wire, connections, computes_on, within_s)
+    return Joined(Machine(computes_on, choice, carrier, cluster), control, presence, within_s)
 
 
-def _own_word(
-    ends: Ends, device: str, transport: str, wrong: BurstError | None
+def _carrier(
+    wire: Wire, connections: Connections, device: torch.device, within_s: float
+) -> Transport | OrderedTransport:
+    """What carries messages. With NCCL the transport of host memory is closed. Collective."""
+    if wire == "host":
+        return connections.transport
+    control = connections.control
+    carrier = NcclTransport(
+        _communicator(wire, connections, device, within_s),
+        control.rank,
+        control.size,
+        within_s,
+        partial(torch.cuda.set_device, device),
+        partial(_connect, device),
+    )
+    connections.transport.close()
+    return carrier
+
+
+def _word(
+    connections: Connections, device: str, transport: str, wrong: BurstError | None
 ) -> tuple[torch.device, dict[str, Any]]:
     """This rank's device, and what it tells the others: its facts, or an error.
 
     The error is raised later: the other ranks are waiting, and must raise the same error.
     """
-    where = torch.device("cpu")
+    computes_on = torch.device("cpu")
     try:
         if wrong is not None:
             raise wrong
@@ -223,18 +196,18 @@ def _own_word(
             raise ConfigError(
                 f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}"
             )
-        where = resolve_device(device)
-        facts = asdict(_facts(where, ends.kind))
+        computes_on = resolve_device(device)
+        facts = asdict(facts_of(computes_on, connections.meeting))
         # All ranks plan with the same machine file, or they would plan differently.
-        first = ends.control.rank == 0 and ends.control.size > 1
-        planned = find_hardware(where.type) if first else None
+        first = connections.control.rank == 0 and connections.control.size > 1
+        planned = find_hardware(computes_on.type) if first else None
         hardware = to_toml(planned) if planned else ""
-        return where, {**facts, "asked": transport, "hardware": hardware}
+        return computes_on, {**facts, "asked": transport, "hardware": hardware}
     except (ConfigError, InputError) as error:
-        return where, {"error": error.message, "class": type(error).__name__}
+        return computes_on, {"error": error.message, "class": type(error).__name__}
     except RuntimeError as error:  # torch's: the facts are the first to touch the device
-        why = f"init: {where} failed: {error}; look at the device (nvidia-smi)"
-        return where, {"error": why, "class": DeviceError.__name__}
+        why = f"init: {computes_on} failed: {error}; look at the device (nvidia-smi)"
+        return computes_on, {"error": why, "class": DeviceError.__name__}
 
 
 def _raise_told(said: list[dict[str, Any]], rank: int) -> None:
@@ -250,11 +223,11 @@ def _raise_told(said: list[dict[str, Any]], rank: int) -> None:
 
 
 def _communicator(
-    name: str, ends: Ends, device: torch.device, within_s: float
+    wire: Wire, connections: Connections, device: torch.device, within_s: float
 ) -> Callable[[], Communicator]:
     """The function that makes the communicator; the ranks agree here on its name. Collective."""
-    control = ends.control
-    nccl: Any = _cupy_nccl() if name == "nccl" else None
+    control = connections.control
+    nccl: Any = cupy_nccl() if wire == "nccl" else None
 
     def known_to_all(mine: Callable[[], bytes]) -> bytes:
         """The object that the first rank has made."""
@@ -262,14 +235,14 @@ def _communicator(
         Watch(control).wait_for(pending, within_s, "burst_rt.init")
         return pending.result()[0]
 
-    if name == "nccl":
+    if wire == "nccl":
         unique_id = known_to_all(lambda: unique_id_bytes(nccl))
         return lambda: CupyCommunicator(nccl, unique_id, control.rank, control.size)
     from burst_rt.transport.torch_nccl import TorchCommunicator, make_group
 
     key = known_to_all(lambda: secrets.token_hex(8).encode()).decode()
     return lambda: TorchCommunicator(
-        make_group(ends.store, key, control.rank, control.size, device), device
+        make_group(connections.store, key, control.rank, control.size, device), device
     )
 
 
@@ -293,161 +266,7 @@ def _pci_address(device: torch.device) -> str:
     return "" if min(domain, bus, slot) < 0 else f"{domain:08x}:{bus:02x}:{slot:02x}.0"
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device that a name denotes on this rank. Raises ConfigError for a missing device."""
-    kind, _, index = name.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        raise ConfigError(f"init: device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cpu" or (kind == "auto" and not count):
-        return torch.device("cpu")
-    if not count:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise ConfigError(
-            f"init: device {name!r} was asked for, but torch {torch.__version__} sees no CUDA "
-            f"device (torch.version.cuda is {torch.version.cuda}; CUDA_VISIBLE_DEVICES is "
-            f"{'not set' if visible is None else f'{visible!r}'}). "
-            "Use device='cpu', or see `burst-rt doctor`"
-        )
-    if index and int(index) >= count:
-        raise ConfigError(
-            f"init: device {name!r} was asked for, but torch sees only the CUDA devices cuda:0 to "
-            f"cuda:{count - 1}; choose one of them"
-        )
-    return torch.device("cuda", int(index) if index else (launched.local_rank() or 0) % count)
-
-
-def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
-    """The transport for these ranks. Pure: the same on every rank.
-
-    asked: one of `TRANSPORTS`. Raises ConfigError for a transport that these ranks cannot use.
-    """
-    gpus = [rank.gpu for rank in ranks]
-    if any(gpus) != all(gpus):
-        without = [i for i, gpu in enumerate(gpus) if not gpu]
-        raise ConfigError(
-            f"init: ranks {without} compute on the CPU, the other ranks on GPUs; give every rank "
-            "device='cuda', or every rank device='cpu'"
-        )
-    threads = ranks[0].ranks == "threads" or len(ranks) == 1
-    host = "local" if threads else _HOST_TRANSPORT[ranks[0].ranks]
-    why = "asked for"
-    if asked == "auto":
-        if not all(gpus) or threads:
-            kind = "one rank" if len(ranks) == 1 else "ranks are threads of this process"
-            return Taken(host, kind if threads else "host memory")
-        mine = "torch" if host == "torch" else "nccl"  # where torch has met, so has its NCCL
-        refusal = _no_nccl(ranks, mine)
-        if refusal is None:
-            return Taken(mine, "a GPU each")
-        if all(rank.device_mpi for rank in ranks):
-            return Taken("mpi", f"this MPI takes device memory, and {refusal}")
-        known = (
-            "this MPI does not take device memory"
-            if any(rank.device_mpi is False for rank in ranks)
-            else "whether this MPI takes device memory is not known"
-        )
-        return Taken(
-            "staged",
-            f"through pinned host memory: {refusal}; {known} (`burst-rt doctor` finds out)",
-        )
-    if asked == "nccl" or (asked == host == "torch" and all(gpus)):
-        refusal = _no_nccl(ranks, asked)
-        if refusal:
-            raise ConfigError(
-                f"init: transport {asked!r} was asked for, but {refusal}; use transport='staged' "
-                "or 'auto'"
-            )
-    elif asked in _HOST_TRANSPORT.values() and asked != host and len(ranks) > 1:
-        raise ConfigError(
-            f"init: transport {asked!r} was asked for, but these ranks are "
-            f"{_IN_WORDS[ranks[0].ranks]}; use {host!r} or 'auto'"
-        )
-    return Taken(asked, why)
-
-
 def ranks_per_node(hosts: Sequence[str]) -> int:
     """Number of ranks on each host; 1 if counts differ or a host's ranks are not consecutive."""
     sizes = {len(list(ranks)) for _, ranks in groupby(hosts)}
     return sizes.pop() if len(sizes) == 1 and len(list(groupby(hosts))) == len(set(hosts)) else 1
-
-
-def describe_choice(kind: RankKind = "mpi") -> str:
-    """The choice of "auto" on this host with a rank for each GPU, or two ranks on CPUs, in words.
-
-    kind: "mpi" or "group", as in `Facts.ranks`.
-    """
-    with suppress(ImportError, RuntimeError):
-        import mpi4py.MPI  # noqa: F401  (its library's name is a fact)
-    device = resolve_device("auto")
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    here = [torch.device("cuda", i) for i in range(count)] or [device]
-    ranks = [_facts(here[i % len(here)], kind) for i in range(max(2, count))]
-    taken = choose_transport("auto", ranks)
-    return f"{len(ranks)} ranks would use {device.type} and {taken.name} ({taken.reason})"
-
-
-def _no_nccl(ranks: Sequence[Facts], whose: str) -> str | None:
-    """Why these ranks cannot use NCCL, or None. whose: "nccl" for CuPy's, "torch" for torch's."""
-    versions = [rank.nccl if whose == "nccl" else rank.torch_nccl for rank in ranks]
-    if not ranks[0].gpu:
-        return "NCCL needs GPUs, and these ranks are on CPUs"
-    if ranks[0].ranks == "threads" and len(ranks) > 1:
-        return "NCCL needs a process for each rank, and these ranks are threads"
-    without = [i for i, version in enumerate(versions) if not version]
-    if without and whose == "torch":
-        return f"ranks {without} have a torch without NCCL"
-    if without:
-        return f"ranks {without} have no CuPy with NCCL (in the clone: pip install '.[cuda13]')"
-    gpu, most = Counter((rank.host, rank.gpu) for rank in ranks).most_common(1)[0]
-    new = min(versions) >= _NCCL_MULTI_RANK and all(rank.multi_rank for rank in ranks)
-    if most > 1 and not new:
-        return (
-            f"{most} ranks share GPU {gpu[1]} of {gpu[0]} (NCCL takes one rank a GPU; NCCL 2.30 "
-            "or newer takes more with NCCL_MULTI_RANK_GPU_ENABLE=1)"
-        )
-    return None
-
-
-def _facts(device: torch.device, ranks: RankKind) -> Facts:
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    nccl = _cupy_nccl() if gpu else None
-    version = int(nccl.get_version()) if nccl else 0
-    multi_rank = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return Facts(
-        socket.gethostname(),
-        gpu,
-        version,
-        multi_rank,
-        ranks,
-        torch_nccl=_torch_nccl() if gpu else 0,
-        device_mpi=_device_mpi(device) if gpu else None,
-    )
-
-
-def _device_mpi(device: torch.device) -> bool | None:
-    mpi = sys.modules.get("mpi4py.MPI")
-    return (
-        None
-        if mpi is None
-        else last_answer(mpi.Get_library_version().strip(), torch.cuda.get_device_name(device))
-    )
-
-
-def _torch_nccl() -> int:
-    from burst_rt.transport.torch_nccl import version
-
-    return version()
-
-
-def _cupy_nccl() -> Any:  # CuPy has no types
-    try:
-        with warnings.catch_warnings():
-            # CuPy warns of libraries that it does not find, and of versions of other packages. Here
-            # it matters only whether NCCL is there.
-            warnings.simplefilter("ignore")
-            from cupy.cuda import nccl
-    except ImportError:
-        return None
-    # CuPy puts a stub in NCCL's place where the library is missing.
-    return nccl if getattr(nccl, "available", False) else None

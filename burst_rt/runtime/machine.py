@@ -18,10 +18,12 @@ because making them costs more than holding them.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -35,47 +37,58 @@ from burst_rt.drivers import (
 )
 from burst_rt.drivers.device import DeviceEvent, Stream, StreamDevice, TorchDevice
 from burst_rt.errors import ConfigError
+from burst_rt.runtime.choosing import Choice
+from burst_rt.runtime.stats import Stats
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
 from burst_rt.scheduler.simulator import Hardware
 from burst_rt.transport import Memory, OrderedTransport, Transport
 from burst_rt.transport.staged import staged
 
-__all__ = ["Machine", "SlotPool", "Slots"]
+__all__ = ["CallCounts", "Cluster", "Machine", "Mark", "SlotPool", "Slots"]
 
 # Maximum size of a set of slots that is kept between calls on the host.
 _SMALL_BYTES = 1 << 20
+# Maximum number of calls that wait for their times to be read. Reading the times costs time, so it
+# is put off until somebody asks for statistics.
+_UNREAD_UP_TO = 64
+
+
+class Cluster(NamedTuple):
+    """What is around a rank: its neighbours, and the machine to plan with."""
+
+    ranks_per_node: int = 1  # how many ranks each host has, if all hosts have as many; else 1
+    ranks_here: int = 1  # how many ranks this rank's host has
+    hardware: Hardware | None = None  # if there is a file for it
+
+
+_UNKNOWN = Cluster()
 
 
 class Machine:
     """A rank's device and transport, and what follows from the two; see the module's table.
 
-    taken: the transport's name, and why it was taken.
-    transport: the host's transport; None with NCCL.
-    wire: the transport on streams (NCCL), or None.
-    ranks_per_node: how many ranks each host has, if all hosts have as many; else 1.
-    ranks_here: how many ranks this rank's host has.
-    hardware: the machine to plan with, if there is a file for it.
+    choice: the transport, and why it was chosen.
+    carrier: what carries the messages: an `OrderedTransport` where the choice's wire is NCCL, else
+    the host's `Transport`.
     streams: the device's streams; tests give a double.
     """
 
     def __init__(
         self,
         device: torch.device,
-        taken: tuple[str, str],
-        transport: Transport | None,
-        wire: OrderedTransport | None = None,
-        ranks_per_node: int = 1,
-        ranks_here: int = 1,
-        hardware: Hardware | None = None,
+        choice: Choice,
+        carrier: Transport | OrderedTransport,
+        cluster: Cluster = _UNKNOWN,
         streams: StreamDevice | None = None,
     ) -> None:
         self.device = device
-        self.transport_name, self.reason = taken
-        self.transport = transport
-        self.ranks_per_node = ranks_per_node
-        self.ranks_here = ranks_here
-        self.hardware = hardware
-        self.wire = wire
+        self.choice = choice
+        self.carrier = carrier
+        self.ranks_per_node, self.ranks_here, self.hardware = cluster
+        on_host = choice.wire == "host"
+        # One of the two is None.
+        self.transport = cast(Transport, carrier) if on_host else None
+        self.wire = None if on_host else cast(OrderedTransport, carrier)
         self._streams = (
             TorchDevice(device) if streams is None and device.type == "cuda" else streams
         )
@@ -88,19 +101,12 @@ class Machine:
             return HOST_LANES
         return NCCL_LANES if self.wire is not None else DEVICE_LANES
 
-    @property
-    def ends(self) -> Transport | OrderedTransport:
-        """The transport that counts the bytes."""
-        ends = self.wire if self.wire is not None else self.transport
-        assert ends is not None
-        return ends
-
     def lower(self, graph: Graph) -> Graph:
         """The graph that this machine runs, made from the graph that a strategy built.
 
         Raises ConfigError for more messages than the transport can tell apart.
         """
-        lowered = staged(graph) if self.transport_name == "staged" else graph
+        lowered = staged(graph) if self.choice.staged else graph
         self.check_tags(lowered)
         return lowered
 
@@ -137,7 +143,7 @@ class Machine:
         if (self.wire is None) in graph.network_kinds:
             raise ConfigError(
                 "the graph must have the lanes of this context "
-                f"({self.transport_name} on {self.device.type}), got others; pass ctx.lanes to "
+                f"({self.choice.name} on {self.device.type}), got others; pass ctx.lanes to "
                 "GraphBuilder"
             )
         if self._streams is None or not graph.has_ordered_lanes:
@@ -237,3 +243,50 @@ class SlotPool:
             for _, slots, free in self._idle:
                 self._device.wait(slots.home, free)
         self._idle.clear()
+
+
+class Mark(NamedTuple):
+    """The clock (`time.perf_counter`) and the transport's counts as a call begins."""
+
+    started_s: float
+    sent: int
+    received: int
+
+
+class CallCounts:
+    """Adds up what `Stats` says. No method blocks."""
+
+    def __init__(self, transport: Transport | OrderedTransport) -> None:
+        self._transport = transport
+        self._calls = self._sent = self._received = 0
+        self._compute_s = self._wait_s = self._total_s = 0.0
+        self._unread: deque[BaseDriver] = deque()  # drivers whose times are not added yet
+
+    def mark(self) -> Mark:
+        """What `count` is given once the call has been performed."""
+        transport = self._transport
+        return Mark(time.perf_counter(), transport.bytes_sent, transport.bytes_received)
+
+    def count(self, driver: BaseDriver, mark: Mark) -> None:
+        """Counts a call that has been performed."""
+        self._calls += 1
+        self._sent += self._transport.bytes_sent - mark.sent
+        self._received += self._transport.bytes_received - mark.received
+        self._total_s += time.perf_counter() - mark.started_s
+        self._unread.append(driver)
+        if len(self._unread) > _UNREAD_UP_TO:
+            self._read_times()
+
+    def stats(self) -> Stats:
+        """The counts so far. On a device, times cover only the calls that have ended."""
+        self._read_times()
+        return Stats(
+            self._calls, self._sent, self._received, self._compute_s, self._wait_s, self._total_s
+        )
+
+    def _read_times(self) -> None:
+        """Adds the times of the calls that have ended."""
+        while self._unread and self._unread[0].settled():
+            driver = self._unread.popleft()
+            self._compute_s += driver.compute_s
+            self._wait_s += driver.wait_s

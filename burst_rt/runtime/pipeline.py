@@ -11,6 +11,7 @@ import torch
 from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, ConfigError, InputError, InternalError
 from burst_rt.runtime.agreement import AgreedWhen, Contract
+from burst_rt.runtime.bound_schedule import BoundSchedule
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Buffer, Graph, Op, Part, Schedule, Trace, check_world
 from burst_rt.transport import Memory
@@ -127,10 +128,10 @@ class Pipeline:
         def perform(op: Op) -> None:
             functions[op.name](*map(tensors, op.args))
 
-        driver, _ = self.runtime.perform(
-            contract, self.schedule, {Op: perform}, memory,
-            progress=self.progress, agreed=AgreedWhen.BEFORE, counted=False,
-        )  # fmt: skip
+        bound = BoundSchedule(
+            self.schedule, {Op: perform}, memory, progress=self.progress, counted=False
+        )
+        driver, _ = self.runtime.perform(contract, bound, AgreedWhen.BEFORE)
         return driver.trace
 
     def _refuses_names(self, buffers: object, ops: object) -> BurstError | None:
@@ -212,7 +213,7 @@ class Pipeline:
             )
         if not moves:
             return None
-        if tensor.device.type != "cpu" and self.runtime.machine.transport_name == "staged":
+        if tensor.device.type != "cpu" and self.runtime.machine.choice.staged:
             # The graphs of attention are lowered to copies and chunks; a custom graph is not.
             return ConfigError(
                 f"{where} is on {tensor.device}, and the staged transport does not support custom "

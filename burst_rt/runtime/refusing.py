@@ -26,18 +26,15 @@ def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoRe
     runtime: where this rank was about to make the call; None where the runtime is not known, which
     means the runtime of several ranks that this thread made last.
     """
-    # Runtimes that other threads made are left out, because they are in calls of those threads.
-    made = [member for member in process.made_here() if isinstance(member, Runtime)]
-    known = dict.fromkeys([*made, *([runtime] if runtime is not None else [])])
-    shared = [each for each in known if each.usable and each.world_size > 1]
+    shared = _shared_runtimes(runtime)
     if not shared:
         raise error
     meant = runtime if runtime is not None and runtime in shared else shared[-1]
     if len(shared) == 1:
         meant.refuse(call, error)
     try:
-        for each in shared:
-            each.watch.say_refuses(here=each is meant)
+        for member in shared:
+            member.watch.say_refuses(here=member is meant)
         backoff = Backoff()
         while backoff.elapsed_s() < meant.timeout_s:
             _look(shared)
@@ -51,9 +48,17 @@ def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoRe
                 break
             backoff.pause()
     finally:
-        for each in shared:
-            each.watch.stop_refusing()
+        for member in shared:
+            member.watch.stop_refusing()
     raise error
+
+
+def _shared_runtimes(runtime: Runtime | None) -> list[Runtime]:
+    """The usable runtimes of several ranks that this thread made, and the given one."""
+    # Runtimes that other threads made are left out, because they are in calls of those threads.
+    made = [member for member in process.made_here() if isinstance(member, Runtime)]
+    known = dict.fromkeys([*made, *([runtime] if runtime is not None else [])])
+    return [member for member in known if member.usable and member.world_size > 1]
 
 
 def _look(shared: Sequence[Runtime]) -> None:
@@ -61,8 +66,8 @@ def _look(shared: Sequence[Runtime]) -> None:
 
     Answers the ranks that ask whether this rank cannot make its call either.
     """
-    for each in shared:
-        each.watch.look()
+    for member in shared:
+        member.watch.look()
 
 
 def _nobody_waits(meant: Runtime) -> bool:
@@ -78,7 +83,9 @@ def _where_awaited(meant: Runtime, shared: Sequence[Runtime]) -> Runtime | None:
     wait there. If only some wait there, they may have gone on to a later call.
     """
     # A rank that could not make its call either, and waits now, waits in a later call.
-    waiting = {each: each.waiting_here().difference(each.watch.refusing or ()) for each in shared}
+    waiting = {
+        member: member.waiting_here().difference(member.watch.refusing or ()) for member in shared
+    }
     refusing, left = meant.watch.refusing or {}, set(meant.watch.left)
     refuse_here = {peer for peer, here in refusing.items() if here}
     if waiting[meant] or len(left | refuse_here) == meant.world_size - 1:
@@ -86,7 +93,7 @@ def _where_awaited(meant: Runtime, shared: Sequence[Runtime]) -> Runtime | None:
     others = {
         place for rank, place in enumerate(meant.places) if rank != meant.rank and rank not in left
     }
-    for each in shared:
-        if each is not meant and others <= {each.places[rank] for rank in waiting[each]}:
-            return each
+    for member in shared:
+        if member is not meant and others <= {member.places[rank] for rank in waiting[member]}:
+            return member
     return None

@@ -14,16 +14,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from burst_rt.drivers import (
     BaseDriver,
     CudaDriver,
     DriverOptions,
-    Progress,
     SharedWatch,
     Watch,
     Watchdog,
@@ -32,40 +30,25 @@ from burst_rt.drivers import (
 from burst_rt.drivers.device import DeviceEvent
 from burst_rt.errors import (
     BurstError,
-    ConfigError,
     ContractMismatch,
     PeerLost,
     Stalled,
 )
 from burst_rt.job.ending import end_job, exit_code_of, in_words, mpi_takes_threads
 from burst_rt.job.flight import own_flight
+from burst_rt.runtime import unusable
 from burst_rt.runtime.agreement import Agreed, AgreedWhen, Agreement, Contract
-from burst_rt.runtime.machine import Machine
-from burst_rt.runtime.observer import Observer, Subject
+from burst_rt.runtime.bound_schedule import BoundSchedule
+from burst_rt.runtime.machine import CallCounts, Machine
+from burst_rt.runtime.observer import Observer
 from burst_rt.runtime.process import process
-from burst_rt.scheduler import Graph, Schedule, run
-from burst_rt.transport import ControlGroup, LocalTransport, Memory, Pending
+from burst_rt.runtime.stats import Stats
+from burst_rt.scheduler import Graph, run
+from burst_rt.transport import ControlGroup, LocalTransport, Pending
 
-__all__ = ["Runtime", "Stats"]
-
-# Maximum number of calls that wait for their times to be read. Reading the times costs time, so it
-# is put off until somebody asks for statistics.
-_UNREAD_UP_TO = 64
+__all__ = ["Runtime"]
 
 _P = TypeVar("_P", bound=Pending)
-
-
-class Stats(NamedTuple):
-    """Cumulative counts of a context's attention calls, forward and backward."""
-
-    calls: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    compute_s: float = 0.0  # seconds in compute tasks
-    # Seconds that the compute lane idled while a transfer was under way: exposed communication and
-    # late peers together.
-    wait_s: float = 0.0
-    total_s: float = 0.0  # seconds inside calls
 
 
 class _Exclusive:
@@ -77,11 +60,7 @@ class _Exclusive:
 
     def __enter__(self) -> None:
         if not self._busy.acquire(blocking=False):
-            raise ConfigError(
-                "a context takes one call at a time, and another thread is in a call of this "
-                "context; give each thread a context of its own",
-                rank=self._rank,
-            )
+            raise unusable.busy(self._rank)
 
     def __exit__(self, *_: object) -> None:
         self._busy.release()
@@ -133,7 +112,7 @@ class Runtime:
         self.machine = machine
         self.timeout_s = timeout_s
         self.stall_s = stall_s
-        self.transport = machine.ends
+        self.transport = machine.carrier
         self.control = control
         self.observer: Observer | None = None
         self.watch = Watch(control) if machine.wire is None else SharedWatch(control)
@@ -151,13 +130,10 @@ class Runtime:
         self._kept: list[object] = []  # memory of messages that may be under way for ever
         self._closed = False
         self._process_id = os.getpid()
-        threads = isinstance(machine.ends, LocalTransport)
+        threads = isinstance(machine.carrier, LocalTransport)
         self.flight = None if threads else own_flight()
         self._exclusive = _Exclusive(self.rank)
-        # The counts of `Stats`, and the drivers of the calls whose times they lack.
-        self._calls = self._sent = self._received = 0
-        self._compute_s = self._wait_s = self._total_s = 0.0
-        self._unread: deque[BaseDriver] = deque()
+        self._counts = CallCounts(self.transport)
         # Ranks that are threads need no farewell at exit: no other process waits for them.
         if not threads:
             process.open.add(self)
@@ -176,15 +152,9 @@ class Runtime:
     def check_open(self) -> None:
         """Raises ConfigError where `closed` is true, and says why. Does not block."""
         if os.getpid() != self._process_id:
-            raise ConfigError(
-                "this process was forked from a rank, and the context belongs to that rank; make "
-                "the call in the rank's own process (a child may compute, load data and exit)",
-                rank=self.rank,
-            )
+            raise unusable.forked(self.rank)
         if self._closed:
-            raise ConfigError(
-                "this context is closed; make another with burst_rt.init", rank=self.rank
-            )
+            raise unusable.closed(self.rank)
 
     def check_usable(self) -> None:
         """Raises ConfigError where the runtime is closed, PeerLost where an earlier call broke it.
@@ -193,24 +163,10 @@ class Runtime:
         """
         self.check_open()
         if self.broken is not None:
-            raise PeerLost(
-                f"rank {self.rank}: this context broke in an earlier call ({self.broken}); start "
-                "the job again",
-                rank=self.rank,
-            ) from self.broken
+            raise unusable.broken(self.rank, self.broken) from self.broken
 
     def perform(
-        self,
-        contract: Contract,
-        schedule: Schedule,
-        operations: Mapping[type, Callable[..., None]],
-        memory: Mapping[int, Memory],
-        *,
-        progress: Progress | None = None,
-        subject: Subject | None = None,
-        takes: Callable[[], str] | None = None,
-        agreed: AgreedWhen = AgreedWhen.OPENING,
-        counted: bool = True,
+        self, contract: Contract, bound: BoundSchedule, agreed: AgreedWhen = AgreedWhen.OPENING
     ) -> tuple[BaseDriver, DeviceEvent | None]:
         """Runs a schedule on all ranks, once the ranks agree on it. Collective.
 
@@ -219,14 +175,8 @@ class Runtime:
         every `stall_s`.
 
         contract: the call in words, which the ranks compare.
-        operations: the function for each type of operation, called with the operation.
-        memory: the bytes of each part that a message names.
-        progress: the function that long operations call, where there are any.
-        subject: what the schedule was made from, for the observer.
-        takes: says how much memory the call takes, for the error when memory runs out.
         agreed: when the ranks agree on the call. Unless they do so at its opening, the schedule
             need not open with an agreement, and one that it opens with is done at once.
-        counted: whether `stats` counts the call.
 
         Returns the driver, which has the trace, and the device event after which the call's memory
         is free, or None where the memory is free already. Raises ContractMismatch, or the error
@@ -239,56 +189,70 @@ class Runtime:
             else:
                 self.check_usable()
             several = agreed is AgreedWhen.WITH_OTHERS
-            started_s = time.perf_counter()
-            sent, received = self.transport.bytes_sent, self.transport.bytes_received
+            mark = self._counts.mark()
             opening: Agreement | Agreed = (
                 Agreement(self.control, self._number, contract, forward=self.forward)
                 if agreed is AgreedWhen.OPENING
                 else Agreed(self._number)
             )
             options = DriverOptions(
-                operations=operations, memory=memory, watch=self.watch,
+                operations=bound.operations, memory=bound.memory, watch=self.watch,
                 opening=opening, timeout_s=self.timeout_s,
-                stall_s=self.timeout_s if several else self.stall_s, takes=takes,
+                stall_s=self.timeout_s if several else self.stall_s, takes=bound.takes,
                 flight=self.flight, one_of_several=several,
             )  # fmt: skip
+            schedule, observer = bound.schedule, self.observer
             with _InCall(self, contract.call):
                 driver = self.machine.driver(schedule, options)
-                if progress is not None:
-                    progress.driver = driver
-                observer, watched = self.observer, None
+                if bound.progress is not None:
+                    bound.progress.driver = driver
                 if observer is not None:
                     observer.began(self._number, driver)
+                issued = None
                 if self._watchdog is not None and isinstance(driver, CudaDriver):
-                    watched = self._watchdog.begin(self._number, contract.call, driver)
+                    issued = self._watchdog.begin(self._number, contract.call, driver)
                 try:
                     run(schedule, driver)
                     free = self.machine.join(driver)
                 except BaseException as raised:
-                    error = as_device_error(raised, self.rank)
-                    if driver.refused and isinstance(error, ContractMismatch):
-                        assert isinstance(opening, Agreement)  # nothing else refuses a call
-                        self._not_agreed(opening, driver)
-                    # Messages may be under way, so their memory must outlive this call.
-                    self._kept.append((memory, operations))
-                    self._break(error)
-                    if self._watchdog is not None:
-                        # The driver has ended all messages. This error is to be reported, and not
-                        # what the watchdog would see next.
-                        self._watchdog.stop()
+                    error = self._failure(bound, driver, opening, raised)
                     if error is not raised:
                         raise error from raised
                     raise
                 finally:
-                    if watched is not None:
-                        watched.issuing = False
+                    if issued is not None:
+                        issued.issuing = False
             driver.forget()
             if observer is not None:
-                observer.ended(schedule, driver, subject)
+                observer.ended(schedule, driver, bound.subject)
             self.last_run = (schedule.graph, driver)
-            if counted:
-                self._count(driver, started_s, sent, received)
+            if bound.counted:
+                self._counts.count(driver, mark)
             return driver, free
+
+    def _failure(
+        self,
+        bound: BoundSchedule,
+        driver: BaseDriver,
+        opening: Agreement | Agreed,
+        raised: BaseException,
+    ) -> BaseException:
+        """The error of a call that failed, which breaks the runtime.
+
+        Where the ranks do not agree on the call, nothing is broken, and the common error is raised.
+        """
+        error = as_device_error(raised, self.rank)
+        if driver.refused and isinstance(error, ContractMismatch):
+            assert isinstance(opening, Agreement)  # nothing else refuses a call
+            self._not_agreed(opening, driver)
+        # Messages may be under way, so their memory must outlive this call.
+        self._kept.append((bound.memory, bound.operations))
+        self._break(error)
+        if self._watchdog is not None:
+            # The driver has ended all messages. This error is to be reported, and not what the
+            # watchdog would see next.
+            self._watchdog.stop()
+        return error
 
     def agree(
         self,
@@ -357,31 +321,7 @@ class Runtime:
 
         On a device, compute_s and wait_s cover only the calls that have ended.
         """
-        self._read_times()
-        return Stats(
-            self._calls, self._sent, self._received, self._compute_s, self._wait_s, self._total_s
-        )
-
-    def _count(self, driver: BaseDriver, started_s: float, sent: int, received: int) -> None:
-        """Counts a call that has been performed. Does not block.
-
-        started_s: when the call began, by `time.perf_counter`. sent, received: the transport's
-        counts of bytes at that time.
-        """
-        self._calls += 1
-        self._sent += self.transport.bytes_sent - sent
-        self._received += self.transport.bytes_received - received
-        self._total_s += time.perf_counter() - started_s
-        self._unread.append(driver)
-        if len(self._unread) > _UNREAD_UP_TO:
-            self._read_times()
-
-    def _read_times(self) -> None:
-        """Adds the times of the calls that have ended. Does not block."""
-        while self._unread and self._unread[0].settled():
-            driver = self._unread.popleft()
-            self._compute_s += driver.compute_s
-            self._wait_s += driver.wait_s
+        return self._counts.stats()
 
     def close(self, code: int = 0, error: str = "") -> None:
         """Leaves the group, and tells the other ranks. Does not wait for them.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.runtime.ends import Group, process_group
+from burst_rt.runtime.connections import Group, process_group
 from burst_rt.runtime.reductions import all_reduce
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.runtime import Runtime

@@ -18,15 +18,18 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from burst_rt.attention.setup import Setup
+from burst_rt.attention.state import AttentionState
 from burst_rt.errors import BurstError, DeviceError, InputError
 from burst_rt.kernels import DTYPES
 from burst_rt.planning.masks.positions import integer, is_count
 from burst_rt.serving.chunks import BatchRows, Dealt
+from burst_rt.serving.history import History
 from burst_rt.serving.memory import KVMemory, KVShape
-from burst_rt.serving.step import History, Step
+from burst_rt.serving.step import Step
 
 __all__ = ["DECODED_TOGETHER", "KVCache"]
+
+_STEP = "KVCache.step"
 
 # The most new tokens of a sequence that every rank has (decode); more are spread (prefill).
 DECODED_TOGETHER = 16
@@ -40,7 +43,7 @@ class _Context(Protocol):
     """What a cache takes of a `burst_rt.Context`."""
 
     @property
-    def setup(self) -> Setup: ...
+    def attention(self) -> AttentionState: ...
 
 
 class KVCache:
@@ -76,12 +79,12 @@ class KVCache:
         v_head_dim: int | None = None,
         block: int = 128,
     ) -> None:
-        if not isinstance(getattr(ctx, "setup", None), Setup):
+        if not isinstance(getattr(ctx, "attention", None), AttentionState):
             raise InputError(
                 f"KVCache: ctx must be a context of burst_rt.init, got {type(ctx).__name__}"
             )
-        runtime = ctx.setup.runtime
-        self.setup = ctx.setup
+        runtime = ctx.attention.runtime
+        self.attention = ctx.attention
         self.num_layers, self.batch, self.num_kv_heads = num_layers, batch, num_kv_heads
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -138,7 +141,7 @@ class KVCache:
     def _take(self, words: dict[str, str], capacity: int) -> None:
         """Takes memory on every rank, or on none: then raises DeviceError on every rank."""
         layers = self._memory.allocate(capacity)
-        self.setup.runtime.agree(words, layers if isinstance(layers, DeviceError) else None)
+        self.attention.runtime.agree(words, layers if isinstance(layers, DeviceError) else None)
         assert not isinstance(layers, DeviceError)
         self._memory.adopt(layers, capacity)
 
@@ -176,7 +179,7 @@ class KVCache:
                 f"there is, got {capacity!r}"
             )
         words = {"call": "KVCache.reserve", "cache": self._name, "capacity": str(capacity)}
-        self.setup.runtime.agree(words, error or self._memory.lacks(capacity))
+        self.attention.runtime.agree(words, error or self._memory.lacks(capacity))
         self._take(words, capacity)
 
     def truncate(self, lengths: _Counts) -> None:
@@ -264,14 +267,14 @@ class KVCache:
             "layers of the last step": self._history.said,
             "rows since the last step": str(self._history.reordered),
         }
-        self.setup.runtime.agree(words, error)
+        self.attention.runtime.agree(words, error)
         self._history.reordered.clear()
         assert new is not None
         assert pads is not None
         if sharded is None:
             sharded = max(new) > DECODED_TOGETHER
         return Step(
-            self.setup,
+            self.attention,
             self._memory,
             self._history,
             BatchRows.of(self._history.lengths, new, pads, self.capacity),
@@ -292,7 +295,7 @@ class KVCache:
 
         new, pads: of each row; None where `tokens`, or `padding`, are no such numbers.
         """
-        where = "KVCache.step"
+        where = _STEP
         if not (sharded is None or isinstance(sharded, bool)) or not isinstance(about, str):
             return InputError(
                 f"{where}: sharded must be True, False or None, and about a text, got {sharded!r} "
@@ -309,29 +312,39 @@ class KVCache:
                 f"{where}: tokens must be an integer of at least 1, or one of at least 0 for each "
                 f"of {self.batch} sequences, got {tokens!r}"
             )
+        return self._lacks_room(new, sharded) or self._refuses_padding(new, pads, padding)
+
+    def _lacks_room(self, new: list[int], sharded: bool | None) -> InputError | None:
+        """Why the cache, or a decode, cannot take so many new tokens, or None."""
         full = [row for row, n in enumerate(new) if self._history.lengths[row] + n > self.capacity]
         if full:
             row = full[0]
             return InputError(
-                f"{where}: the capacity is {self.capacity:,} tokens a sequence; sequence {row} has "
+                f"{_STEP}: the capacity is {self.capacity:,} tokens a sequence; sequence {row} has "
                 f"{self._history.lengths[row]:,} and gets {new[row]:,}: make room with "
                 "cache.reserve(capacity), or use truncate or reset"
             )
         if sharded is False and max(new) > DECODED_TOGETHER:
             return InputError(
-                f"{where}: sharded=False takes at most {DECODED_TOGETHER} new tokens a sequence, "
+                f"{_STEP}: sharded=False takes at most {DECODED_TOGETHER} new tokens a sequence, "
                 f"got {max(new)}; give more of them with sharded=True"
             )
+        return None
+
+    def _refuses_padding(
+        self, new: list[int], pads: list[int] | None, padding: object
+    ) -> InputError | None:
+        """Why the sequences cannot have this padding at their left, or None."""
         after = [at + n for at, n in zip(self._history.lengths, new, strict=True)]
         if pads is None or any(p > to for p, to in zip(pads, after, strict=True)):
             return InputError(
-                f"{where}: padding must be a number of at least 0 and at most the tokens of each "
+                f"{_STEP}: padding must be a number of at least 0 and at most the tokens of each "
                 f"of {self.batch} sequences, got {padding!r}"
             )
         rows = zip(pads, self._history.padding, self._history.lengths, strict=True)
         if any(p != old and old < at for p, old, at in rows):
             return InputError(
-                f"{where}: padding is for an empty cache, or for sequences of padding alone, "
+                f"{_STEP}: padding is for an empty cache, or for sequences of padding alone, "
                 f"and this cache has {self._few(self._history.lengths)} tokens a sequence, "
                 f"{self._few(self._history.padding)} of them padding; call reset first, or leave "
                 "it out"
@@ -352,4 +365,4 @@ class KVCache:
         return str(numbers[0]) if len(set(numbers)) == 1 else str(list(numbers))
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
-        self.setup.runtime.refuse(f"KVCache.{name}", InputError(f"KVCache.{name}: {reason}"))
+        self.attention.runtime.refuse(f"KVCache.{name}", InputError(f"KVCache.{name}: {reason}"))

@@ -34,13 +34,13 @@ from burst_rt.planning.masks import (
 from burst_rt.planning.masks.pieces import MOST_SPANS, split
 from burst_rt.planning.masks.spans import END, beside, intersect, one_span
 from burst_rt.planning.needs import ROWS_TOGETHER
-from burst_rt.planning.problem import Problem, ScoreOptions
+from burst_rt.planning.problem import Problem, ScoreFlags
 
 __all__ = ["BatchRows", "Cached", "Dealt", "in_columns"]
 
 # The least that lengths are rounded to, in tokens of all ranks.
 _LEAST_ROOM = 1024
-_NO_OPTIONS = ScoreOptions()
+_NO_OPTIONS = ScoreFlags()
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Cached(Mask):
         input_bytes: int,
         sum_bytes: int,
         v_head_dim: int = 0,
-        scores: ScoreOptions = _NO_OPTIONS,
+        scores: ScoreFlags = _NO_OPTIONS,
     ) -> Problem:
         """The attention of one layer to the chunk. Arguments: as for `Problem`."""
         return Problem(

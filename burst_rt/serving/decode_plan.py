@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from burst_rt.attention.planner import RankPlan
-from burst_rt.attention.setup import Setup
+from burst_rt.attention.state import AttentionState
 from burst_rt.errors import InputError
 from burst_rt.kernels import Work, pick_decode, sum_dtype
 from burst_rt.planning.masks import Full
-from burst_rt.planning.problem import ScoreOptions
+from burst_rt.planning.problem import ScoreFlags
 from burst_rt.runtime.observer import Description
 from burst_rt.scheduler import Schedule
 from burst_rt.serving.decode_graph import Decode
@@ -54,14 +54,14 @@ def bucket_of(keys: int) -> int:
 
 
 def plan_decode(
-    setup: Setup,
+    attention: AttentionState,
     q_shape: tuple[int, ...],
     num_kv_heads: int,
     v_head_dim: int,
     dtype: torch.dtype,
     *,
     keys: int,
-    scores: ScoreOptions,
+    scores: ScoreFlags,
 ) -> DecodePlan:
     """The plan of a decode: kept, or made and verified. Local.
 
@@ -72,9 +72,9 @@ def plan_decode(
         raise InputError(
             "a decode has no ALiBi, got alibi_slopes; use a model with other positions"
         )
-    runtime, bucket = setup.runtime, bucket_of(keys)
+    runtime, bucket = attention.runtime, bucket_of(keys)
     key = (q_shape, num_kv_heads, v_head_dim, dtype, bucket, scores)
-    plans = setup.kept[DecodePlan]
+    plans = attention.kept[DecodePlan]
     plan = plans.get(key)
     if plan is None:
         batch, q_len, heads, head_dim = q_shape
@@ -84,9 +84,9 @@ def plan_decode(
             input_bytes=dtype.itemsize, sum_bytes=sum_dtype(dtype).itemsize, keys=bucket,
         )  # fmt: skip
         work = Work(runtime.device, dtype, head_dim, Full(), scores=scores, v_head_dim=v_head_dim)
-        picked = pick_decode(work, setup.kernel)
+        picked = pick_decode(work, attention.kernel)
         own = program.graph(runtime.rank, runtime.machine.lanes)
-        schedule = Schedule.of(setup.planner.lowered(program, own))
+        schedule = Schedule.of(attention.planner.lowered(program, own))
         plan = DecodePlan(
             rank=runtime.rank, picked=picked, program_graph=own, schedule=schedule, program=program
         )

@@ -12,12 +12,13 @@ import torch
 
 from burst_rt.attention.execute.ring import SlotRun, dense
 from burst_rt.attention.run import check_not_captured
-from burst_rt.attention.setup import Setup
+from burst_rt.attention.state import AttentionState
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import DeviceError
-from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
+from burst_rt.kernels import QKV, ScoreOptions, sum_dtype
 from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.runtime.agreement import AgreedWhen, Contract
+from burst_rt.runtime.bound_schedule import BoundSchedule
 from burst_rt.runtime.machine import Machine
 from burst_rt.serving.decode_graph import Attend, Merge
 from burst_rt.serving.decode_plan import DecodePlan
@@ -26,37 +27,37 @@ __all__ = ["DecodeRun", "run_decode"]
 
 
 def run_decode(
-    setup: Setup,
+    attention: AttentionState,
     contract: Contract,
     plan: DecodePlan,
     qkv: QKV,
     seen: Seen,
     *,
     scale: float | None,
-    terms: ScoreTerms,
+    score_options: ScoreOptions,
 ) -> torch.Tensor:
     """Attention of a few queries to the keys of all ranks, under `plain_math`. Collective.
 
     The ranks must have agreed on the call before: nothing is compared here. Blocks until this
     rank's part is done, or issued; no rank may stay away for longer than the runtime's timeout_s.
 
-    contract: has the call's name. plan: made by `plan_decode` for these shapes, type and terms.
+    contract: has the call's name. plan: made by `plan_decode` for these shapes, type and options.
     q: `[batch, q_len, heads, d]`, the same on every rank. k and v: this rank's shard, `[batch,
     columns, kv heads, d and v's d]`; columns may be 0, and differ from rank to rank. seen: which
-    columns of the shard each query sees. terms: softcap and sinks.
+    columns of the shard each query sees. score_options: softcap and sinks.
 
     Returns out `[batch, q_len, heads, v's d]` in q's type, the same bits on every rank; 0 in a row
     that sees no key on any rank. Raises InputError under a CUDA graph, DeviceError where memory
     runs out, PeerLost and Stalled.
     """
-    runtime = setup.runtime
+    runtime = attention.runtime
     check_not_captured(runtime.device)
     try:
         run = DecodeRun(
             plan, runtime.machine, qkv, seen,
             scale=1.0 / math.sqrt(plan.program.head_dim) if scale is None else scale,
-            terms=terms if terms.sinks is None else terms.bound(qkv.q.dtype, 1),
-            poison=setup.poison,
+            score_options=_bound(score_options, qkv.q.dtype),
+            poison=attention.poison,
         )  # fmt: skip
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -65,10 +66,10 @@ def run_decode(
         failed = DeviceError(message, rank=runtime.rank)
         failed.__cause__ = error
         runtime.fail(failed)
-    _, free = runtime.perform(
-        contract, plan.schedule, run.operations, run.memory,
-        subject=plan, takes=plan.explain, agreed=AgreedWhen.WITH_OTHERS,
-    )  # fmt: skip
+    bound = BoundSchedule(
+        plan.schedule, run.operations, run.memory, subject=plan, takes=plan.explain
+    )
+    _, free = runtime.perform(contract, bound, AgreedWhen.WITH_OTHERS)
     runtime.machine.give_back(plan, run.slots, free)
     run.forget()
     return run.out
@@ -85,6 +86,11 @@ class _Blocks(NamedTuple):
     lse: torch.Tensor  # `[world, batch, heads, q_len, 1]`
 
 
+def _bound(options: ScoreOptions, dtype: torch.dtype) -> ScoreOptions:
+    """The options as kernels take them; without sinks there is no tensor to prepare."""
+    return options if options.sinks is None else options.bound(dtype, 1)
+
+
 class DecodeRun(SlotRun):
     """One decode. After the run `out` `[batch, q_len, heads, v's head_dim]` holds the result."""
 
@@ -96,12 +102,12 @@ class DecodeRun(SlotRun):
         seen: Seen,
         *,
         scale: float,
-        terms: ScoreTerms,
+        score_options: ScoreOptions,
         poison: bool,
     ) -> None:
         super().__init__(plan, machine, poison=poison)
         self._kernel, self._program, self._rank = plan.kernel, plan.program, plan.rank
-        self._qkv, self._seen, self._scale, self._terms = qkv, seen, scale, terms
+        self._qkv, self._seen, self._scale, self._score_options = qkv, seen, scale, score_options
         batch, heads, q_len, channels = self._shape = (
             self._program.batch,
             self._program.num_heads,
@@ -151,14 +157,14 @@ class DecodeRun(SlotRun):
 
     def _attend(self, _: Attend) -> None:
         into = Partial(self._blocks.own_out, self._blocks.own_lse)
-        self._kernel.decode(self._qkv, self._seen, self._scale, self._terms.softcap, into)
+        self._kernel.decode(self._qkv, self._seen, self._scale, self._score_options.softcap, into)
 
     def _merge(self, _: Merge) -> None:
         """out = sum over ranks of softmax(lse) * the rank's out; a sink is one more rank, of out 0.
 
         Every rank does the same on the same numbers in one order, so all get the same bits.
         """
-        blocks, world, sinks = self._blocks, self._program.world_size, self._terms.sinks
+        blocks, world, sinks = self._blocks, self._program.world_size, self._score_options.sinks
         out = self.out.transpose(1, 2)
         if world == 1 and sinks is None:
             out.copy_(blocks.own_out)

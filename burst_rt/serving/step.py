@@ -5,37 +5,38 @@ The ranks have agreed on the step (`KVCache.step`); its layers attend without an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 
-from burst_rt.attention.call import CAUSAL, check_factors, check_scores, check_values
+from burst_rt.attention.options import check_factors
 from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.run import plain_math, run_forward
-from burst_rt.attention.setup import Setup
+from burst_rt.attention.state import AttentionState
+from burst_rt.attention.tensor_check import check_scores, check_values
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
+from burst_rt.kernels import DTYPES, QKV, ScoreOptions, sum_dtype
 from burst_rt.kernels.decode import Seen
 from burst_rt.planning.masks import Mask, Positions
 from burst_rt.planning.masks.positions import is_count
-from burst_rt.planning.problem import ScoreOptions
+from burst_rt.planning.problem import ScoreFlags
 from burst_rt.planning.strategies import check_name
 from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.runtime.reductions import all_reduce
 from burst_rt.serving.chunks import BatchRows, Cached, in_columns
 from burst_rt.serving.decode_plan import DecodePlan, plan_decode
 from burst_rt.serving.decode_run import run_decode
+from burst_rt.serving.history import History
+from burst_rt.serving.layer_call import LayerCall, in_words
 from burst_rt.serving.memory import KVMemory, Layer
+from burst_rt.serving.step_check import ATTEND, check_qkv, look_of, structure_of
 
-__all__ = ["History", "Step"]
+__all__ = ["Step"]
 
-_ATTEND = "Step.attend"
-_CONTRACT = Contract({"call": _ATTEND})
+_CONTRACT = Contract({"call": ATTEND})
 _STALE = "another step has been begun since, or the cache's rows were changed"
 
 
@@ -51,86 +52,15 @@ class _Views(NamedTuple):
     filled: Layer  # the columns that are filled after the step
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """A call of `Step.attend` that was checked.
-
-    It serves all layers of the step that are called in the same way: to check each of them would
-    take longer than a small task.
-    """
-
-    words: str  # what all ranks must have said
-    structure: Mask  # what queries see of the cache
-    terms: ScoreTerms  # but for sinks, which are each layer's own
-    decode: tuple[DecodePlan, Seen] | None  # None: the tokens are spread
-
-
 @dataclass(frozen=True)
 class _Chunk:
     """The attention of one layer to a chunk: the `Forward` that runs it."""
 
-    setup: Setup
+    attention: AttentionState
     forward_plan: Plan
     scale: float | None
     forward_contract: Contract = _CONTRACT
     agreed: ClassVar[AgreedWhen] = AgreedWhen.WITH_OTHERS
-
-
-class History:
-    """What was done to a cache, which every rank does alike.
-
-    lengths, padding: tokens of each sequence, and how many of them are padding at its left.
-    said: what the layers of the last step were called with. reordered: what rows became since then.
-    """
-
-    def __init__(self, batch: int) -> None:
-        self.lengths, self.padding = [0] * batch, [0] * batch
-        self.said = ""
-        self.reordered: list[list[int]] = []
-        # Last number of the begun steps and of the changes of rows, which are numbered together.
-        self._last = 0
-        self._uncommitted: int | None = None  # a step that lacks its commit alone
-
-    def begin(self) -> int:
-        """A step begins: its number. A step begun before can go on no more."""
-        self._last += 1
-        return self._last
-
-    def goes_on(self, step: int) -> bool:
-        """Whether nothing was begun or changed since a step."""
-        return step == self._last
-
-    def attended(self, step: int) -> None:
-        """All layers of a step have attended, so that it lacks its commit alone."""
-        self._uncommitted = step
-
-    @property
-    def lacks_commit(self) -> bool:
-        """Whether the last step lacks its commit alone."""
-        return self._uncommitted == self._last
-
-    def commit(self, new: Sequence[int], padding: Sequence[int], said: str) -> None:
-        """A step ends: the sequences have so many new tokens."""
-        self.lengths = [at + more for at, more in zip(self.lengths, new, strict=True)]
-        self.padding = list(padding)
-        self.said = said
-        self._uncommitted = None
-
-    def truncate(self, lengths: list[int]) -> None:
-        """The sequences keep so many tokens."""
-        self._last += 1
-        self.lengths = lengths
-        self.padding = [min(p, n) for p, n in zip(self.padding, lengths, strict=True)]
-
-    def reorder(self, rows: list[int]) -> None:
-        """Row i becomes what row `rows[i]` was. A step that lacks its commit lacks it still."""
-        lost = self.lacks_commit
-        self._last += 1
-        if lost:
-            self._uncommitted = self._last
-        self.reordered.append(rows)
-        self.lengths = [self.lengths[row] for row in rows]
-        self.padding = [self.padding[row] for row in rows]
 
 
 class Step:
@@ -142,7 +72,7 @@ class Step:
 
     def __init__(
         self,
-        setup: Setup,
+        attention: AttentionState,
         memory: KVMemory,
         history: History,
         rows: BatchRows,
@@ -150,7 +80,7 @@ class Step:
         *,
         sharded: bool,
     ) -> None:
-        self._setup, self.sharded = setup, sharded
+        self._attention, self.sharded = attention, sharded
         self._memory, self._shape, self._history = memory, memory.shape, history
         self._rows, self._tokens = rows, tokens
         self._dealt, self._rank = memory.dealt, memory.rank
@@ -159,8 +89,8 @@ class Step:
         self._seen: dict[Mask, Seen] = {}
         self._views: list[_Views] = []
         self._views_of: object = None  # the list of layers that these are views of
-        self._known: dict[object, _Call] = {}  # by all that a check looks at, but for the layer
-        self._called: list[tuple[int, _Call]] = []  # by layer, for the next step
+        self._known: dict[object, LayerCall] = {}  # by all that a check looks at, but for the layer
+        self._called: list[tuple[int, LayerCall]] = []  # by layer, for the next step
         self._done = False
         self._waiting = set(range(self._shape.num_layers))  # layers that have not attended
         self._number = history.begin()
@@ -169,7 +99,7 @@ class Step:
     @cached_property
     def _places(self) -> Positions:
         """Where this rank's tokens stand in their rows; -1 for none. `[rows, num_tokens]`."""
-        found = []
+        places = []
         for before, after in zip(self._rows.before, self._rows.after, strict=True):
             at = np.arange(self.num_tokens, dtype=np.int64)
             if self.sharded:
@@ -177,8 +107,8 @@ class Step:
                 at = self._dealt.position(first + at, self._rank)
             else:
                 at += before
-            found.append(np.where(at < after, at, -1))
-        return np.stack(found)
+            places.append(np.where(at < after, at, -1))
+        return np.stack(places)
 
     @cached_property
     def valid(self) -> torch.Tensor:
@@ -240,16 +170,15 @@ class Step:
                 f"last: x must be floating point [batch, this rank's tokens of the step, "
                 f"...] = {rows}, got {got}"
             )  # fmt: skip
-        runtime = self._setup.runtime
+        runtime = self._attention.runtime
         # Every number of these dtypes is one of the wider dtype, and a sum with zeros is exact.
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        found = torch.zeros(len(x), *x.shape[2:], dtype=wide, device=x.device)
+        values = torch.zeros(len(x), *x.shape[2:], dtype=wide, device=x.device)
         for row, (owner, new) in enumerate(zip(self.last_owner, self._tokens, strict=True)):
-            own = new and (owner == self._rank or not self.sharded)
-            if own:
+            if new and (owner == self._rank or not self.sharded):
                 at = int((self._places[row if len(self._places) > 1 else 0] >= 0).sum())
-                found[row] = x[row, at - 1].detach()
-        return (all_reduce(runtime, found) if self.sharded else found).to(x.dtype)
+                values[row] = x[row, at - 1].detach()
+        return (all_reduce(runtime, values) if self.sharded else values).to(x.dtype)
 
     def attend(
         self,
@@ -285,16 +214,18 @@ class Step:
         ProtocolError. Where memory runs out on a rank, every rank raises DeviceError, and the
         context is broken. Raises ConfigError once the context is closed.
         """
-        runtime = self._setup.runtime
+        runtime = self._attention.runtime
         runtime.check_usable()
         try:
             self._check_turn(layer)
             call = self._checked(QKV(q, k, v), sinks, mask, scale, softcap, strategy)
-            terms = call.terms if sinks is None else call.terms._replace(sinks=sinks)
-            if self._setup.check_finite:
-                check_values(_ATTEND, QKV(q, k, v), terms)
+            score_options = (
+                call.score_options if sinks is None else call.score_options._replace(sinks=sinks)
+            )
+            if self._attention.check_finite:
+                check_values(ATTEND, QKV(q, k, v), score_options)
         except InputError as error:
-            runtime.refuse(_ATTEND, error)
+            runtime.refuse(ATTEND, error)
         self._called.append((layer, call))
         with plain_math(q.device.type):
             if self._views_of is not self._memory.layers:
@@ -304,11 +235,17 @@ class Step:
                 keys.copy_(k if chosen is None else k[chosen])
                 values.copy_(v if chosen is None else v[chosen])
             if call.decode is None:
-                out = self._prefill(layer, q, call.structure, scale, terms, strategy)
+                out = self._prefill(layer, q, call.structure, scale, score_options, strategy)
             else:
                 plan, seen = call.decode
                 out = run_decode(
-                    self._setup, _CONTRACT, plan, QKV(q, *filled), seen, scale=scale, terms=terms
+                    self._attention,
+                    _CONTRACT,
+                    plan,
+                    QKV(q, *filled),
+                    seen,
+                    scale=scale,
+                    score_options=score_options,
                 )
         self._waiting.discard(layer)
         if not self._waiting:
@@ -318,10 +255,10 @@ class Step:
     def explain(self, num_heads: int, mask: Mask | None = None, strategy: str = "auto") -> str:
         """How a layer of this step would attend, in words: what travels, bytes, memory. Local."""
         check_name(strategy, "Step.explain")
-        structure = CAUSAL if mask is None else self._structure(mask)
+        structure = structure_of(mask, self._memory.capacity)
         if self.sharded:
-            return self._plan(num_heads, structure, ScoreTerms(), strategy).explain()
-        return self._plan_decode(num_heads, ScoreOptions()).explain()
+            return self._plan(num_heads, structure, ScoreOptions(), strategy).explain()
+        return self._plan_decode(num_heads, ScoreFlags()).explain()
 
     def commit(self) -> None:
         """Ends the step: the tokens are cached. Local. Calls after the first do nothing.
@@ -337,33 +274,13 @@ class Step:
             self._done = True
             rows = len(self._rows)
             padding = self._rows.padding * (self._shape.batch if rows == 1 else 1)
-            self._history.commit(self._tokens, padding, _in_words(self._called))
+            self._history.commit(self._tokens, padding, in_words(self._called))
             if self.sharded:  # all layers have been cleared behind the step's tokens
                 self._memory.cleared(self._rows)
 
-    def _structure(self, mask: Mask) -> Mask:
-        if not isinstance(mask, Mask):
-            raise InputError(
-                f"{_ATTEND}: mask must be a burst_rt.Mask such as SlidingWindow(1023), got "
-                f"{type(mask).__name__}"
-            )
-        if not mask.has_spans or mask.batch > 1 or mask.mover is not None:
-            raise InputError(
-                f"{_ATTEND}: mask must have spans and be one for all sequences, got {mask!r}; "
-                "give left padding to KVCache.step, and use a cache for each document"
-            )
-        capacity = self._memory.capacity
-        misfit = mask.refuses(capacity, capacity, 1)
-        if misfit is not None:
-            raise InputError(
-                f"{_ATTEND}: mask must be for as many tokens as the cache has room for (capacity), "
-                f"or for any number, got one of another number: {misfit}"
-            )
-        return CAUSAL & mask
-
     def _check_turn(self, layer: int) -> None:
         """Raises InputError where the layer may not attend now."""
-        num_layers, where = self._shape.num_layers, _ATTEND
+        num_layers, where = self._shape.num_layers, ATTEND
         if self._done:
             raise InputError(f"{where}: this step has been committed; begin another: cache.step(n)")
         if not self._history.goes_on(self._number):
@@ -386,11 +303,11 @@ class Step:
         scale: float | None,
         softcap: float | None,
         strategy: str,
-    ) -> _Call:
+    ) -> LayerCall:
         """The call, which was checked now or for an earlier layer. Raises InputError."""
         options = (mask, scale, softcap, strategy)
         said = (
-            *options, *map(type, options), torch.is_grad_enabled(), *map(_look, (*qkv, sinks)),
+            *options, *map(type, options), torch.is_grad_enabled(), *map(look_of, (*qkv, sinks)),
         )  # fmt: skip
         try:
             call = self._known.get(said)
@@ -398,66 +315,27 @@ class Step:
             call = None
         if call is not None:
             return call
-        structure = CAUSAL if mask is None else self._structure(mask)
-        num_heads = self._check(qkv, (scale, softcap), strategy)
-        check_scores(_ATTEND, qkv.q, structure, scale, softcap, None, sinks)
+        structure = structure_of(mask, self._memory.capacity)
+        check_name(strategy, ATTEND)
+        check_factors(ATTEND, scale, softcap)
+        device = self._attention.runtime.device
+        num_heads = check_qkv(qkv, self._shape, self.num_tokens, device)
+        check_scores(ATTEND, qkv.q, structure, scale, ScoreOptions(softcap, None, sinks))
         decode = None
         if not self.sharded:
-            scores = ScoreOptions(softcap=softcap is not None, sinks=sinks is not None)
+            scores = ScoreOptions(softcap, None, sinks).flags
             decode = self._plan_decode(num_heads, scores), self._what_is_seen(structure)
-        call = self._known[said] = _Call(
+        call = self._known[said] = LayerCall(
             words=f"{num_heads} heads, mask {mask!r}, scale {scale}, softcap {softcap}, "
             f"strategy {strategy}, {'no ' * (sinks is None)}sinks",
-            structure=structure, terms=ScoreTerms(softcap), decode=decode,
+            structure=structure, score_options=ScoreOptions(softcap), decode=decode,
         )  # fmt: skip
         return call
-
-    def _check(self, qkv: QKV, factors: tuple[float | None, ...], strategy: str) -> int:
-        """The number of q's heads. Raises InputError for what does not fit the step."""
-        shape, where = self._shape, _ATTEND
-        check_name(strategy, where)
-        check_factors(where, *factors)
-        q_shape = _shape(qkv.q)
-        heads = q_shape[2] if len(q_shape) == 4 else 0
-        rows = (shape.batch, self.num_tokens)
-        expected = QKV(
-            (*rows, heads, shape.head_dim),  # type: ignore[arg-type]  # shapes, by the same names
-            (*rows, shape.num_kv_heads, shape.head_dim),  # type: ignore[arg-type]
-            (*rows, shape.num_kv_heads, shape.v_head_dim),  # type: ignore[arg-type]
-        )
-        device = self._setup.runtime.device
-        for name, x, wanted in zip("qkv", qkv, expected, strict=True):
-            if (
-                _shape(x) != wanted
-                or x.dtype != shape.dtype
-                or x.device != device
-                or x.layout != torch.strided
-            ):
-                got = type(x).__name__
-                if isinstance(x, torch.Tensor):
-                    its_shape = "a nested shape" if x.is_nested else f"shape {_shape(x)}"
-                    got = f"{x.dtype} of {its_shape} on {x.device} ({x.layout})"
-                raise InputError(
-                    f"{where}: {name} must be a dense {shape.dtype} tensor on {device} of shape "
-                    f"{wanted} ([batch, this rank's tokens of the step, heads, head_dim]), "
-                    f"got {got}"
-                )
-        if not heads or heads % shape.num_kv_heads:
-            raise InputError(
-                f"{where}: the number of q's heads must be a multiple of the cache's "
-                f"{shape.num_kv_heads} kv heads, got {heads}"
-            )
-        if torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
-            raise InputError(
-                f"{where}: q, k and v must not require grad, because a cache has no backward; call "
-                "the model under torch.inference_mode()"
-            )
-        return heads
 
     def _places_in_shard(self) -> list[tuple[tuple[slice, slice], _Some]]:
         """Where new tokens go, (rows of the batch, columns of the shard), and which of them go."""
         count, owner = self._dealt.count, self._dealt.owner
-        found: list[tuple[tuple[slice, slice], _Some]] = []
+        places: list[tuple[tuple[slice, slice], _Some]] = []
         rows = list(zip(self._rows.before, self._rows.after, strict=True))
         for number, (before, after) in enumerate(rows):
             first, last = count(before, self._rank), count(after, self._rank)
@@ -468,8 +346,8 @@ class Step:
                 tokens = [at - before for at in range(before, after) if owner(at) == self._rank]
             batch = slice(None) if len(rows) == 1 else slice(number, number + 1)
             every = len(rows) == 1 and last - first == self.num_tokens
-            found.append(((batch, slice(first, last)), None if every else (batch, tokens)))
-        return found
+            places.append(((batch, slice(first, last)), None if every else (batch, tokens)))
+        return places
 
     def _view(self) -> None:
         """Makes the views of all layers at once.
@@ -500,24 +378,26 @@ class Step:
         q: torch.Tensor,
         structure: Mask,
         scale: float | None,
-        terms: ScoreTerms,
+        score_options: ScoreOptions,
         strategy: str,
     ) -> torch.Tensor:
-        setup = self._setup
+        attention = self._attention
         try:
-            plan = self._plan(q.shape[2], structure, terms, strategy)
+            plan = self._plan(q.shape[2], structure, score_options, strategy)
         except (ConfigError, InputError) as error:
-            setup.runtime.refuse(_ATTEND, error)
+            attention.runtime.refuse(ATTEND, error)
         columns = self._rows.columns(self._dealt, self._rank)
         self._memory.clear(layer, self._rows)
         k, v = (x.narrow(1, 0, columns) for x in self._memory.layers[layer])
-        out, _ = run_forward(_Chunk(setup, plan, scale), QKV(q, k, v), terms)
+        out, _ = run_forward(_Chunk(attention, plan, scale), QKV(q, k, v), score_options)
         return out
 
-    def _plan(self, num_heads: int, structure: Mask, terms: ScoreTerms, strategy: str) -> Plan:
+    def _plan(
+        self, num_heads: int, structure: Mask, score_options: ScoreOptions, strategy: str
+    ) -> Plan:
         """The plan of a prefill; layers with the same mask share it."""
         shape = self._shape
-        scores = ScoreOptions(softcap=terms.softcap is not None, sinks=terms.sinks is not None)
+        scores = score_options.flags
         key = (structure, num_heads, scores, strategy)
         plan = self._plans.get(key)
         if plan is None:
@@ -527,25 +407,25 @@ class Step:
                 input_bytes=shape.dtype.itemsize, sum_bytes=sum_dtype(shape.dtype).itemsize,
                 scores=scores,
             )  # fmt: skip
-            setup = self._setup
-            plan = self._plans[key] = setup.planner.plan(
+            attention = self._attention
+            plan = self._plans[key] = attention.planner.plan(
                 PlanKey(
                     forward=True,
                     problem=problem,
                     strategy=strategy,
-                    kernel=setup.kernel,
+                    kernel=attention.kernel,
                     dtype=shape.dtype,
-                    device=setup.runtime.device,
-                    partials=setup.partials,
+                    device=attention.runtime.device,
+                    partials=attention.partials,
                 )
             )
         return plan
 
-    def _plan_decode(self, num_heads: int, scores: ScoreOptions) -> DecodePlan:
+    def _plan_decode(self, num_heads: int, scores: ScoreFlags) -> DecodePlan:
         shape = self._shape
         q_shape = (shape.batch, self.num_tokens, num_heads, shape.head_dim)
         return plan_decode(
-            self._setup, q_shape, shape.num_kv_heads, shape.v_head_dim, shape.dtype,
+            self._attention, q_shape, shape.num_kv_heads, shape.v_head_dim, shape.dtype,
             keys=self._memory.capacity, scores=scores,
         )  # fmt: skip
 
@@ -554,38 +434,14 @@ class Step:
         seen = self._seen.get(structure)
         if seen is None:
             spans = self._rows.spans(structure, self._places)
-            own = in_columns(spans, self._dealt, self._rank)
-            seen = self._seen[structure] = Seen(own, self._num_columns)
+            columns = in_columns(spans, self._dealt, self._rank)
+            seen = self._seen[structure] = Seen(columns, self._num_columns)
         return seen
 
     def _refuse(self, reason: str) -> NoReturn:
         error = InputError(f"KVCache.step: {reason}")
-        self._setup.runtime.refuse("KVCache.step", error)
+        self._attention.runtime.refuse("KVCache.step", error)
 
     def _on_device(self, x: np.ndarray[Any, Any]) -> torch.Tensor:
-        found = torch.from_numpy(x).to(self._setup.runtime.device)
-        return found.expand(self._shape.batch, -1)
-
-
-def _in_words(called: list[tuple[int, _Call]]) -> str:
-    """The layers of a step in the order of their calls, and what each was called with."""
-    found = []
-    for words, group in groupby(called, lambda each: each[1].words):
-        layers = [layer for layer, _ in group]
-        first, last = layers[0], layers[-1]
-        in_order = len(layers) > 1 and layers == list(range(first, last + 1))
-        told = f"{first} to {last}" if in_order else ", ".join(map(str, layers))
-        found.append(f"layer{'s' * (len(layers) > 1)} {told}: {words}")
-    return "; ".join(found)
-
-
-def _shape(x: object) -> tuple[int, ...]:
-    """A tensor's shape; () of what is no tensor, or a nested one."""
-    return tuple(x.shape) if isinstance(x, torch.Tensor) and not x.is_nested else ()
-
-
-def _look(x: object) -> object:
-    """All that a check looks at of an argument that should be a tensor."""
-    if not isinstance(x, torch.Tensor) or x.is_nested:
-        return type(x)
-    return x.shape, x.dtype, x.device, x.layout, x.requires_grad
+        numbers = torch.from_numpy(x).to(self._attention.runtime.device)
+        return numbers.expand(self._shape.batch, -1)

@@ -175,7 +175,7 @@ class Calibration:
         first = rank - rank % ring
 
         # Pipelines cannot stage device memory; between hosts, host memory goes the same way.
-        staged = self.ctx.runtime.machine.transport_name == "staged"
+        staged = self.ctx.runtime.machine.choice.staged
         where = torch.device("cpu") if staged else self.ctx.device
         nothing = self.ctx.pipeline(lambda r: _nothing(r, self.ctx))
         idle = partial(nothing.run, buffers={}, ops={"wait": lambda: None})
@@ -216,7 +216,7 @@ class Calibration:
         )
         return (
             f"{chip}, measured with {self.ctx.world_size} ranks over "
-            f"{self.ctx.runtime.machine.transport_name}"
+            f"{self.ctx.runtime.machine.choice.name}"
         )
 
     def _memory_bytes(self) -> int:

@@ -354,7 +354,7 @@ def calibrate(num_ranks: int, out: Path | None, force: bool, **options: object) 
     from burst_rt.job.launched import DEVICE_VARIABLE
     from burst_rt.launch.measure.ranks import run_on_ranks
     from burst_rt.launch.plan.calibrate import measure
-    from burst_rt.runtime.joining import resolve_device
+    from burst_rt.runtime.facts import resolve_device
 
     path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
     try:  # now, and not when all has been measured

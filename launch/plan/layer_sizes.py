@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from burst_rt.errors import InputError
+from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.masks import Causal, Mask
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import Choice, Program, check_name, choose
+from burst_rt.planning.strategies import Choice, Program, check_name
 
 __all__ = ["HALVES", "TENSOR_PARALLEL", "LayerShape", "Spread"]
 

@@ -19,7 +19,8 @@ from worlds import Case, attend_over_threads
 
 import burst_rt
 from burst_rt import BlockSparse, Causal, Documents, First, Mask, Relation, SlidingWindow
-from burst_rt.attention.call import Options, make_call
+from burst_rt.attention.call import make_call
+from burst_rt.attention.options import OptionArguments
 from burst_rt.kernels.triton import parts, tables
 from burst_rt.planning import sides
 from burst_rt.planning.masks import Function
@@ -226,12 +227,12 @@ def test_the_tables_of_a_call_are_in_its_memory(
     def run(ctx: burst_rt.Context) -> int:
         layout = ctx.layout(70 * _TIMES)
         q = torch.randn(1, layout.shard_len, 2, 16, device=ctx.device, requires_grad=True)
-        options = Options(
-            layout=layout, mask=mask, strategy="burst",
+        options = OptionArguments(
+            mask=mask, strategy="burst",
             alibi_slopes=torch.ones(2, device=ctx.device) if slopes else None,
         )  # fmt: skip
-        burst_rt.burst_attention(q, q, q, **options).sum().backward()
-        call = make_call(q, q, q, **options)
+        burst_rt.burst_attention(q, q, q, layout=layout, **options).sum().backward()
+        call = make_call(q, q, q, layout=layout, **options)
         plans = (call.forward_plan, call.backward_plan)
         return sum(plan.memory().tables for plan in plans)
 

@@ -26,7 +26,7 @@ from burst_rt.errors import InternalError
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.kernel import _config
-from burst_rt.kernels.triton.launch import loads_of
+from burst_rt.kernels.triton.launch import uses_descriptors
 from burst_rt.kernels.triton.tuned import TUNED, trying
 
 KERNEL = KERNELS["triton"]
@@ -246,7 +246,7 @@ def described(call: Call) -> Iterator[None]:
     with ExitStack() as stack:
         for kind in TUNED:
             config = _config(kind, call.q)._replace(loads="descriptors")
-            assert loads_of(config, *call[:4])["DESCRIBED"]
+            assert uses_descriptors(config, *call[:4])
             stack.enter_context(trying(kind, config))
         yield
 
@@ -351,14 +351,11 @@ def test_the_allocator_of_the_program_stays() -> None:
 def test_what_the_copy_engine_cannot_read_is_loaded_through_pointers() -> None:
     """33 numbers of 4 bytes are no multiple of 16, nor is the address of the second of two."""
     config = Config(64, 64, 4, 2, "descriptors")
-    through_pointers = {"DESCRIBED": False}
-    assert loads_of(config, torch.empty(1, 9, 2, 33)) == through_pointers
-    assert (
-        loads_of(config, torch.empty(1, 9, 2, 36), torch.empty(1, 9, 2, 37)[..., 1:])
-        == through_pointers
-    )
-    assert loads_of(config._replace(loads="pointers"), torch.empty(1, 9, 2, 36)) == through_pointers
-    assert loads_of(config, torch.empty(1, 9, 2, 36)) == {"DESCRIBED": True}
+    fits = torch.empty(1, 9, 2, 36)
+    assert uses_descriptors(config, torch.empty(1, 9, 2, 33)) is False
+    assert uses_descriptors(config, fits, torch.empty(1, 9, 2, 37)[..., 1:]) is False
+    assert uses_descriptors(config._replace(loads="pointers"), fits) is False
+    assert uses_descriptors(config, fits) is True
 
 
 def test_the_order_of_strides_makes_no_difference() -> None:

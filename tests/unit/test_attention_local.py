@@ -5,6 +5,7 @@ shape and type.
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from worlds import Case, attend, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal, Context, Full, Mask
+from burst_rt.attention.call import key_of
 from burst_rt.attention.execute import run_types
+from burst_rt.attention.options import OptionArguments, Options
 from burst_rt.drivers import BaseDriver
 from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import sum_dtype
@@ -446,7 +449,7 @@ def test_memory_is_poisoned_in_these_tests() -> None:
                 machine=ctx.runtime.machine,
                 scale=None,
                 progress=Progress(),
-                poison=ctx.setup.poison,
+                poison=ctx.attention.poison,
                 qkv=QKV(x, x, x),
             )
         )
@@ -603,14 +606,44 @@ def test_a_custom_spec_goes_through_the_function() -> None:
     burst_rt.run_local(2, run)
 
 
-def test_the_module_that_runs_a_program_is_found_by_the_name_of_the_one_that_makes_it() -> None:
+def test_every_kind_of_program_has_the_classes_that_run_it() -> None:
     programs: tuple[type[Program], ...] = (Ring, Hybrid, RingNaive)
     for program in programs:
         for run in run_types(program):
             assert run.__module__.rpartition(".")[2] == program.__module__.rpartition(".")[2]
 
     class Unheard(Ring):
-        __module__ = "burst_rt.planning.strategies.unheard"
+        pass
 
-    with pytest.raises(InternalError, match=r"expected burst_rt\.attention\.execute\.unheard with"):
+    with pytest.raises(InternalError, match=r"no class runs Unheard .* expected a key of RUNS"):
         run_types(Unheard)
+
+
+def test_the_options_of_a_call_are_the_same_wherever_they_are_listed() -> None:
+    """`Options` is the list; type checkers need it again as a TypedDict and as parameters."""
+    fields = set(Options._fields)
+    assert OptionArguments.__annotations__.keys() | {"layout", "return_lse"} == fields
+    parameters = inspect.signature(burst_rt.burst_attention).parameters
+    assert parameters.keys() - {"q", "k", "v"} == fields
+    assert {name: parameters[name].default for name in Options._field_defaults} == (
+        Options._field_defaults
+    )
+
+
+def test_options_that_differ_make_calls_that_differ() -> None:
+    """Numbers of another type are other options, and so are tensors of another look."""
+
+    def run(ctx: burst_rt.Context) -> None:
+        layout = ctx.layout(8)
+        ones = torch.ones(2)
+        given: list[dict[str, Any]] = [
+            {}, {"causal": True}, {"scale": 1}, {"scale": 1.0}, {"scale": True}, {"softcap": 1},
+            {"dropout_p": 0}, {"strategy": "burst"}, {"return_lse": True}, {"alibi_slopes": ones},
+            {"sinks": ones}, {"sinks": ones.double()}, {"kv_layout": ctx.layout(8, "striped")},
+        ]  # fmt: skip
+        options = [Options(layout, **changes) for changes in given]
+        keys = [key_of(choice, choice.mask) for choice in options]
+        assert len(set(keys)) == len(keys)
+        assert key_of(Options(layout, sinks=torch.zeros(2)), None) in keys  # values do not count
+
+    burst_rt.run_local(1, run)

@@ -71,15 +71,15 @@ def test_both_ops_pass_opcheck(
         for name, x in zip("qkv", _qkv(ctx, dtype=dtype), strict=True)
     )
     call = burst_rt.make_call(q, k, v, causal=True, layout=layout)
-    terms = autograd.terms_of_call(call)
-    opcheck(torch.ops.burst_rt.attention_forward.default, (q, k, v, *terms))
+    arguments = autograd.arguments_of(call.options, call.needs)
+    opcheck(torch.ops.burst_rt.attention_forward.default, (q, k, v, *arguments))
     with torch.no_grad():
-        out, lse, number = torch.ops.burst_rt.attention_forward(q, k, v, *terms)
+        out, lse, number = torch.ops.burst_rt.attention_forward(q, k, v, *arguments)
     tensors = [x.detach() for x in (q, k, v, out, lse)]
     for dlse in (None, torch.randn_like(lse)):
         opcheck(
             torch.ops.burst_rt.attention_backward.default,
-            (torch.randn_like(out), dlse, *tensors, number, *terms),
+            (torch.randn_like(out), dlse, *tensors, number, *arguments),
         )
 
 
@@ -285,7 +285,9 @@ def test_a_second_derivative_is_refused(ctx: Context) -> None:
         dq.sum().backward()
     # The op on its own, which the compiler sees, refuses too.
     call = burst_rt.make_call(q, k, v, layout=ctx.layout(16))
-    out, *_ = torch.ops.burst_rt.attention_forward(q, k, v, *autograd.terms_of_call(call))
+    out, *_ = torch.ops.burst_rt.attention_forward(
+        q, k, v, *autograd.arguments_of(call.options, call.needs)
+    )
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(InputError, match="second derivatives"):
         dq.sum().backward()
@@ -497,7 +499,7 @@ def test_another_layout_or_mask_is_another_input_and_no_other_program(ctx: Conte
             compiled(q, k, v, *given)
     for got, expected in zip(results(compiled, *first), wanted, strict=True):
         assert torch.equal(got, expected)
-    assert len(ctx.setup.held) <= 4096
+    assert len(ctx.attention.held) <= 4096
 
 
 @pytest.mark.skipif(not _WHOLE, reason="before torch 2.13 the call is not compiled")
@@ -696,7 +698,8 @@ def test_ops_of_a_meta_world_need_no_rank() -> None:
         call = burst_rt.make_call(q, k, v, layout=layout)
         before = ctx.stats().calls
         out, lse, _ = torch.ops.burst_rt.attention_forward(
-            *(x.detach().to("meta") for x in (q, k, v)), *autograd.terms_of_call(call)
+            *(x.detach().to("meta") for x in (q, k, v)),
+            *autograd.arguments_of(call.options, call.needs),
         )
         assert (out.shape, lse.shape, ctx.stats().calls) == (q.shape, (2, 4, 16), before)
 
@@ -709,7 +712,9 @@ def _call_and_close(seq_len: int) -> weakref.ref[Context]:
         out.sum().backward()
         # A compiled program, or a mode, would ask for the layout by its number.
         call = burst_rt.make_call(q, q, q, layout=layout)
-        torch.ops.burst_rt.attention_forward(q, q, q, *autograd.terms_of_call(call))
+        torch.ops.burst_rt.attention_forward(
+            q, q, q, *autograd.arguments_of(call.options, call.needs)
+        )
         return weakref.ref(ctx)
 
 
@@ -727,7 +732,7 @@ def test_contexts_and_lengths_of_the_past_leave_nothing_behind() -> None:
         layout = ctx.layout(8)
         for scale in range(1, 10_001):
             burst_rt.make_call(q, q, q, layout=layout, scale=scale)
-        assert len(ctx.setup.kept[burst_rt.Call]) <= 64
+        assert len(ctx.attention.kept[burst_rt.Call]) <= 64
         for seq_len in range(1, 301):
             q = torch.zeros(1, seq_len, 1, 8)
             burst_rt.burst_attention(q, q, q, layout=ctx.layout(seq_len))

@@ -411,7 +411,7 @@ def test_thousands_of_decodes_take_a_few_plans() -> None:
             step = cache.step(1)
             step.attend(0, *_tensors(step))
             step.commit()
-        return cache.lengths[0], len(ctx.setup.kept[DecodePlan])
+        return cache.lengths[0], len(ctx.attention.kept[DecodePlan])
 
     found = run_local(2, plans)
     assert found[0][0] == 4096
@@ -429,7 +429,7 @@ def test_a_cache_that_grows_takes_a_plan_each_time_it_grows() -> None:
             step = cache.step(1)
             step.attend(0, *_tensors(step))
             step.commit()
-        return cache.capacity, len(ctx.setup.kept[DecodePlan])
+        return cache.capacity, len(ctx.attention.kept[DecodePlan])
 
     for capacity, count in run_local(2, plans):
         assert capacity == 1300

@@ -753,7 +753,7 @@ def test_a_closed_context_holds_nothing() -> None:
 
     for ctx in burst_rt.run_local(2, run):
         assert ctx.runtime.last_run is None
-        assert not ctx.setup.planner._plans
+        assert not ctx.attention.planner._plans
         assert not ctx.runtime.machine._pool._idle
 
 

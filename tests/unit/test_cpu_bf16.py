@@ -17,7 +17,7 @@ import burst_rt
 from burst_rt import Causal, Context, Documents, Full, Mask, SlidingWindow
 from burst_rt.kernels import KERNELS, Work, cpu, pick, speed
 from burst_rt.kernels.cpu_calls import PartSize
-from burst_rt.planning.problem import ScoreOptions
+from burst_rt.planning.problem import ScoreFlags
 
 _CPU = torch.device("cpu")
 _SQUARE = Work(_CPU, torch.bfloat16, 64, Causal(), tiles=(Causal().pieces(range(64), range(64)),))
@@ -92,8 +92,8 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         (_SQUARE._replace(device=torch.device("cuda")), "takes CPU tensors, got cuda"),
         (_SQUARE._replace(dtype=torch.float16), "takes bfloat16, got torch.float16"),
         (_SQUARE._replace(dtype=torch.int32), "got torch.int32"),
-        (_SQUARE._replace(scores=ScoreOptions(softcap=True)), "has no softcap"),
-        (_SQUARE._replace(scores=ScoreOptions(sinks=True)), "sinks are added up"),
+        (_SQUARE._replace(scores=ScoreFlags(softcap=True)), "has no softcap"),
+        (_SQUARE._replace(scores=ScoreFlags(sinks=True)), "sinks are added up"),
         (_SQUARE._replace(ring_size=2), "several partial results are added up"),
         (_SQUARE._replace(forward=False), "adds up gradients in bfloat16"),
     ):

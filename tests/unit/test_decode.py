@@ -18,7 +18,7 @@ from tolerances import ERROR
 import burst_rt
 from burst_rt import Context
 from burst_rt.errors import InputError
-from burst_rt.kernels import KERNELS, QKV, ScoreTerms
+from burst_rt.kernels import KERNELS, QKV, ScoreOptions
 from burst_rt.kernels import decode as decode_kernels
 from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.planning.machines import load_hardware
@@ -77,7 +77,7 @@ def test_staged_through_chunks_of_the_host(world: int) -> None:
 
     def call(ctx: Context) -> torch.Tensor:
         out = decode(ctx, case)
-        (plan,) = ctx.setup.kept[DecodePlan].values()
+        (plan,) = ctx.attention.kept[DecodePlan].values()
         assert bool(plan.chunks) is (world > 1)
         return out
 
@@ -188,9 +188,9 @@ def test_few_plans_for_many_lengths() -> None:
             num = len(own_columns(length, ctx.rank, ctx.world_size))
             cache = torch.zeros(1, num, 2, 16)
             spans = Spans(np.zeros((1, 1, 1), np.int64), np.full((1, 1, 1), num, np.int64))
-            run_one(ctx, QKV(q, cache, cache), Seen(spans, num), length, ScoreTerms())
-        verified = len(ctx.setup.planner._verified)
-        return len(ctx.setup.kept[DecodePlan]), verified, ctx.stats().calls - before
+            run_one(ctx, QKV(q, cache, cache), Seen(spans, num), length, ScoreOptions())
+        verified = len(ctx.attention.planner._verified)
+        return len(ctx.attention.kept[DecodePlan]), verified, ctx.stats().calls - before
 
     # Buckets 1024, 2048 and 4096, which go the same way.
     assert burst_rt.run_local(2, call) == [(3, 1, 4096)] * 2
@@ -203,7 +203,7 @@ def test_bytes_and_messages_of_a_run() -> None:
     def call(ctx: Context) -> tuple[int, int]:
         before = ctx.stats().bytes_sent
         decode(ctx, case)
-        (plan,) = ctx.setup.kept[DecodePlan].values()
+        (plan,) = ctx.attention.kept[DecodePlan].values()
         told = plan.describe()
         assert told.kind == "decode"
         assert f"{plan.program.num_rounds} rounds" in told.explain
@@ -218,7 +218,7 @@ def test_bytes_and_messages_of_a_run() -> None:
 def test_memory_is_used_again() -> None:
     def call(ctx: Context) -> bool:
         decode(ctx, CASES["one token"])
-        (plan,) = ctx.setup.kept[DecodePlan].values()
+        (plan,) = ctx.attention.kept[DecodePlan].values()
         take = ctx.runtime.machine._pool._idle[-1]
         decode(ctx, CASES["one token"])
         return take[0] is plan and take[1] is ctx.runtime.machine._pool._idle[-1][1]
@@ -229,9 +229,9 @@ def test_memory_is_used_again() -> None:
 def test_no_alibi() -> None:
     def call(ctx: Context) -> None:
         q = torch.zeros(1, 1, 2, 16)
-        terms = ScoreTerms(alibi_slopes=torch.ones(1, 2))
+        score_options = ScoreOptions(alibi_slopes=torch.ones(1, 2))
         nothing = Seen(Spans(np.zeros((1, 1, 1), np.int64), np.zeros((1, 1, 1), np.int64)), 1)
-        run_one(ctx, QKV(q, q, q), nothing, 1, terms)
+        run_one(ctx, QKV(q, q, q), nothing, 1, score_options)
 
     with pytest.raises(InputError, match="no ALiBi"):
         burst_rt.run_local(2, call)
@@ -265,7 +265,7 @@ def test_weights_of_large_scores_add_up_to_one(
         own = own_columns(300, ctx.rank, world)
         what_is_seen = Seen(spans_of(torch.ones(1, 2, len(own), dtype=torch.bool)), len(own))
         qkv = QKV(q, k[:, own], torch.ones(1, len(own), 2, 8))
-        return run_one(ctx, qkv, what_is_seen, 300, ScoreTerms(), 1.0)
+        return run_one(ctx, qkv, what_is_seen, 300, ScoreOptions(), 1.0)
 
     for part_bytes in (1 << 24, 1 << 12):
         monkeypatch.setattr(decode_kernels, "_PART_BYTES", part_bytes)

@@ -24,19 +24,16 @@ from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceErr
 from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.runtime import joining
 from burst_rt.runtime.calibrated import fitted
-from burst_rt.runtime.ends import LocalRank
-from burst_rt.runtime.joining import (
-    Facts,
-    choose_transport,
-    resolve_device,
-)
+from burst_rt.runtime.choosing import AUTO, REFUSED, Ranks, choose_transport
+from burst_rt.runtime.connections import LocalRank
+from burst_rt.runtime.facts import Facts, resolve_device
 from burst_rt.runtime.machine import SlotPool, Slots
 from burst_rt.scheduler.simulator.network import Network
-from burst_rt.transport import LocalWorld, staged
+from burst_rt.transport import KINDS, LocalWorld, staged
 
-_CPU = Facts("a", "", 0, multi_rank=False, ranks="mpi")
-_THREAD = replace(_CPU, ranks="threads")
-_GROUP = replace(_CPU, ranks="group")
+_CPU = Facts("a", "", 0, multi_rank=False, meeting="mpi")
+_THREAD = replace(_CPU, meeting="threads")
+_GROUP = replace(_CPU, meeting="store")
 _GPUS = [replace(_CPU, gpu=f"GPU-{i}", nccl=22907) for i in range(3)]
 _SHARED = [_GPUS[0]] * 2
 _NEW = [replace(rank, nccl=23000, multi_rank=True) for rank in _SHARED]
@@ -83,32 +80,32 @@ _CHOICES = {
         "a GPU each",
     ),
     "NCCL for a rank alone": (
-        [replace(_GPUS[0], ranks="threads")],
+        [replace(_GPUS[0], meeting="threads")],
         "nccl",
         "nccl",
         "asked for",
     ),
-    "threads with a GPU": ([replace(_GPUS[0], ranks="threads")] * 2, "auto", "local", "threads"),
+    "threads with a GPU": ([replace(_GPUS[0], meeting="threads")] * 2, "auto", "local", "threads"),
     "a group's GPUs": (
-        [replace(r, ranks="group", nccl=0, torch_nccl=22907) for r in _GPUS],
+        [replace(r, meeting="store", nccl=0, torch_nccl=22907) for r in _GPUS],
         "auto",
         "torch",
         "a GPU each",
     ),
     "a group's GPUs, over CuPy": (
-        [replace(r, ranks="group") for r in _GPUS],
+        [replace(r, meeting="store") for r in _GPUS],
         "nccl",
         "nccl",
         "asked for",
     ),
     "a group that shares a GPU": (
-        [replace(r, ranks="group", torch_nccl=22907) for r in _SHARED],
+        [replace(r, meeting="store", torch_nccl=22907) for r in _SHARED],
         "auto",
         "staged",
         "2 ranks share GPU GPU-0 of a",
     ),
     "a group with a torch without NCCL": (
-        [replace(r, ranks="group") for r in _GPUS],
+        [replace(r, meeting="store") for r in _GPUS],
         "auto",
         "staged",
         r"ranks \[0, 1, 2\] have a torch without NCCL",
@@ -130,7 +127,7 @@ _REFUSED = {
     "NCCL on CPUs": ([_CPU] * 2, "nccl", "NCCL needs GPUs"),
     "NCCL, two ranks on a GPU": (_SHARED, "nccl", "2 ranks share GPU GPU-0 of a"),
     "NCCL among threads": (
-        [replace(_GPUS[0], ranks="threads")] * 2,
+        [replace(_GPUS[0], meeting="threads")] * 2,
         "nccl",
         "a process for each rank",
     ),
@@ -141,7 +138,7 @@ _REFUSED = {
     ),
     "MPI among threads": ([_THREAD] * 2, "mpi", "threads of one process"),
     "torch's NCCL, two ranks on a GPU": (
-        [replace(r, ranks="group", torch_nccl=22907) for r in _SHARED],
+        [replace(r, meeting="store", torch_nccl=22907) for r in _SHARED],
         "torch",
         "transport 'torch' was asked for, but 2 ranks share GPU GPU-0 of a",
     ),
@@ -161,6 +158,43 @@ def test_a_transport_that_cannot_be_had(name: str) -> None:
     ranks, asked, message = _REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         choose_transport(asked, ranks)
+
+
+def test_every_row_of_the_choice_is_taken_by_a_case() -> None:
+    """Row by row: the first that holds gives the name and the reason of its cases."""
+    taken = set()
+    for facts, asked, name, reason in _CHOICES.values():
+        if asked == "auto":
+            ranks = Ranks(facts)
+            number, row = next((i, row) for i, row in enumerate(AUTO) if row.holds(ranks))
+            assert row.name.format(ranks=ranks) == name
+            assert re.search(reason, row.reason.format(ranks=ranks))
+            taken.add(number)
+    assert taken == set(range(len(AUTO)))
+
+
+def test_every_row_of_the_refusals_refuses_a_case() -> None:
+    refusing = set()
+    for facts, asked, message in _REFUSED.values():
+        if asked != "auto":
+            ranks = Ranks(facts)
+            number, row = next((i, r) for i, r in enumerate(REFUSED) if r.holds(ranks, asked))
+            words = f"transport {asked!r} was asked for, but {row.why(ranks, asked)}; use "
+            assert re.search(message, words + row.use.format(ranks=ranks))
+            refusing.add(number)
+    assert refusing == set(range(len(REFUSED)))
+
+
+@pytest.mark.parametrize("asked", sorted(KINDS))
+@pytest.mark.parametrize("gpus", [False, True])
+def test_the_axes_follow_from_the_name(asked: str, gpus: bool) -> None:
+    """One rank alone may use every transport; between CPUs the host carries the messages."""
+    rank = replace(_GPUS[0], torch_nccl=22907) if gpus else _CPU
+    if asked == "nccl" and not gpus:
+        return  # refused
+    choice = choose_transport(asked, [rank])
+    assert choice.wire == (KINDS[asked].wire if gpus else "host")
+    assert choice.staged == (asked == "staged")
 
 
 def test_names_of_devices() -> None:
@@ -301,14 +335,14 @@ def test_memory_that_is_not_there_is_an_error_on_every_rank(
 def test_a_device_that_fails_while_ranks_join_is_an_error_on_every_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts, asked = joining._facts, itertools.count()
+    facts, asked = facts_of, itertools.count()
 
     def failing(*args: Any) -> Facts:
         if next(asked) == 1:
             raise RuntimeError("CUDA error: device is busy")
         return facts(*args)
 
-    monkeypatch.setattr(joining, "_facts", failing)
+    monkeypatch.setattr(joining, "facts_of", failing)
 
     world = LocalWorld(3)
 

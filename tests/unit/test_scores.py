@@ -23,7 +23,7 @@ from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.kernels import KERNELS, Work, sum_dtype
 from burst_rt.kernels.cpu_calls import PartSize
 from burst_rt.planning.choose import choose
-from burst_rt.planning.problem import ScoreOptions, TileShape
+from burst_rt.planning.problem import ScoreFlags, TileShape
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import check_world
 
@@ -259,7 +259,7 @@ def test_what_differs_between_ranks_is_found_before_anything_is_sent(
 def test_bytes_are_those_of_vs_own_head_dim(strategy: str, world: int) -> None:
     """What the graphs send is what the programs announce; each tensor as wide as it is."""
     plain = problem(60, 60, world, heads=(2 * world, world), head_dim=24)
-    options = ScoreOptions(softcap=True, sinks=True, sinks_need_grad=True)
+    options = ScoreFlags(softcap=True, sinks=True, sinks_need_grad=True)
     for forward in (True, False):
         sent = []
         for p in (plain, replace(plain, v_head_dim=8, scores=options)):
@@ -279,15 +279,15 @@ def test_what_vendors_kernels_refuse() -> None:
         kernel = KERNELS[name]
         cuda = Work(torch.device("cuda"), torch.bfloat16, 64, Full())
         for work, why in (
-            (cuda._replace(scores=ScoreOptions(softcap=True)), "has no softcap and no ALiBi"),
-            (cuda._replace(scores=ScoreOptions(alibi_slopes=True)), "alibi_slopes were asked"),
+            (cuda._replace(scores=ScoreFlags(softcap=True)), "has no softcap and no ALiBi"),
+            (cuda._replace(scores=ScoreFlags(alibi_slopes=True)), "alibi_slopes were asked"),
             (cuda._replace(v_head_dim=32), "one head_dim for q, k and v, got 64 and 32 of v"),
         ):
             reason = kernel.refuses(work)
             assert reason is not None
             assert why in reason
     sinks = Work(
-        torch.device("cpu"), torch.bfloat16, 64, Full(), scores=ScoreOptions(sinks=True),
+        torch.device("cpu"), torch.bfloat16, 64, Full(), scores=ScoreFlags(sinks=True),
         tiles=(Full().pieces(range(64), range(64)),),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -300,7 +300,7 @@ def test_what_vendors_kernels_refuse() -> None:
 
 
 def test_the_memory_of_matrices_is_bounded() -> None:
-    for options in (ScoreOptions(softcap=True), ScoreOptions(alibi_slopes=True)):
+    for options in (ScoreFlags(softcap=True), ScoreFlags(alibi_slopes=True)):
         for forward in (True, False):
             sizes = [
                 KERNELS["cpu"].scratch_bytes(
@@ -349,15 +349,15 @@ def test_compiled_is_eager_and_the_ops_pass_opcheck(monkeypatch: pytest.MonkeyPa
         call = burst_rt.make_call(
             *inputs, layout=layout, softcap=2.0, alibi_slopes=slopes, sinks=learned
         )
-        terms = autograd.terms_of_call(call)
+        arguments = autograd.arguments_of(call.options, call.needs)
         op = torch.ops.burst_rt.attention_forward.default
-        opcheck(op, (*inputs, *terms, slopes, learned))
+        opcheck(op, (*inputs, *arguments, slopes, learned))
         with torch.no_grad():
-            out, lse, number = op(*inputs, *terms, slopes, learned)
+            out, lse, number = op(*inputs, *arguments, slopes, learned)
         saved = [x.detach() for x in (*inputs, out, lse)]
         opcheck(
             torch.ops.burst_rt.attention_backward.default,
-            (torch.randn_like(out), None, *saved, number, *terms, slopes, sinks.detach()),
+            (torch.randn_like(out), None, *saved, number, *arguments, slopes, sinks.detach()),
         )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run, RunTypes, dense
 from burst_rt.attention.planner import Plan
-from burst_rt.kernels import Gradients, ScoreTerms
+from burst_rt.kernels import Gradients, ScoreOptions
 from burst_rt.planning.operations import Delta
 from burst_rt.planning.roles import GRADIENTS, INPUTS, Role
 from burst_rt.planning.strategies import Hybrid, Ring
@@ -50,10 +50,10 @@ class _Spread(Run):
         self.first_head = self.number * program.ring.problem.num_heads
         return program.ring, group
 
-    def own_terms(self, terms: ScoreTerms) -> ScoreTerms:
-        """See `Run.own_terms`; these are the terms of this member's heads."""
+    def options_of_heads(self, score_options: ScoreOptions) -> ScoreOptions:
+        """See `Run.options_of_heads`; these are the options of this member's heads."""
         share = self.ring.problem.num_heads
-        return terms.of_heads(slice(self.number * share, (self.number + 1) * share))
+        return score_options.of_heads(slice(self.number * share, (self.number + 1) * share))
 
     def bind_input(self, role: Role, whole: torch.Tensor) -> None:
         """Binds a gathered tensor instead of the input; tasks fill it before the ring begins."""

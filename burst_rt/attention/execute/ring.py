@@ -19,7 +19,7 @@ from burst_rt.kernels import (
     QKV,
     Gradients,
     Results,
-    ScoreTerms,
+    ScoreOptions,
     State,
     Tile,
     Upstream,
@@ -56,7 +56,7 @@ class Binding:
     poison: bool  # whether fresh memory is filled with NaN
     qkv: QKV
     results: Results | None = None  # results of the forward; a backward has them
-    terms: ScoreTerms = field(default_factory=ScoreTerms)  # terms of all heads
+    score_options: ScoreOptions = field(default_factory=ScoreOptions)  # all heads
 
 
 class SlotRun:
@@ -144,7 +144,7 @@ class Run(SlotRun):
         problem = self.problem = self.ring.problem
         scale = binding.scale
         self.scale = 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
-        self.terms = self.own_terms(binding.terms)
+        self.score_options = self.options_of_heads(binding.score_options)
         self.progress = binding.progress
         self.wide = sum_dtype(plan.key.dtype)
         self.tensors: dict[int, torch.Tensor] = {}
@@ -157,9 +157,9 @@ class Run(SlotRun):
         assert isinstance(plan.choice.program, Ring)
         return plan.choice.program, plan.rank
 
-    def own_terms(self, terms: ScoreTerms) -> ScoreTerms:
-        """The terms of the heads that this rank's tiles have: of all heads."""
-        return terms
+    def options_of_heads(self, score_options: ScoreOptions) -> ScoreOptions:
+        """The score options of the heads that this rank's tiles have: of all heads."""
+        return score_options
 
     def part_id(self, role: Role, index: int) -> int:
         """The number of a part."""
@@ -222,7 +222,7 @@ class Run(SlotRun):
             first=op.first,
             last=op.last,
             first_head=self.first_head,
-            terms=self.terms,
+            score_options=self.score_options,
         )
 
     def at(self, tensors: Tensors, op: TileOperation) -> dict[Role, torch.Tensor]:
@@ -299,7 +299,7 @@ class ForwardRun(Run):
 
     def _finish(self, _: Finish) -> None:
         """Finishes queries that have no tile at all, because they see no key."""
-        self.state.start(self.terms.sinks)
+        self.state.start(self.score_options.sinks)
         self.state.finish()
 
 
@@ -319,7 +319,7 @@ class QueriesForwardRun(ForwardRun):
             ml = self.fresh(2, batch, heads, stop - start, dtype=self.wide)
             rows = slice(start, stop)
             state = State(acc[:, rows], ml[0], ml[1], self.out[:, rows], self.lse[:, :, rows])
-            state.start(self.terms.sinks)
+            state.start(self.score_options.sinks)
             self.states.append(state)
             self.bind_part(Role.ACC, part, state.acc)
             self.bind_part(Role.ML, part, ml)
@@ -379,7 +379,7 @@ class BackwardRun(Run):
                     else torch.zeros(shape, dtype=self.wide, device=self._device)
                 )
                 self.bind(role, self.sums[role])
-        self._sinks, self.dsinks = binding.terms.sinks, None
+        self._sinks, self.dsinks = binding.score_options.sinks, None
         if self.plan.key.problem.scores.sinks_need_grad:
             assert self._sinks is not None
             self.dsinks = torch.zeros_like(self._sinks, dtype=torch.float64)

@@ -85,7 +85,7 @@ class RingNaiveForwardRun(_Rows, ForwardRun):
     def _softmax(self, _: Softmax) -> None:
         """Turns scores into unnormalised probabilities; `State.finish` divides by their sum."""
         state = self.state
-        state.start(self.terms.sinks)
+        state.start(self.score_options.sinks)
         top = torch.maximum(state.m, self.scores.amax(-1))
         # In a row that sees no key, exp(-inf - -inf) would be NaN.
         safe = torch.where(top == -torch.inf, 0.0, top)
@@ -127,7 +127,7 @@ class RingNaiveBackwardRun(_Rows, BackwardRun):
         heads, kv_heads = self.problem.num_heads, self.problem.num_kv_heads
         dout, v = (per_head(x[role], heads, self.wide) for role in (Role.DOUT, Role.V))
         lse, delta = x[Role.ROWS][..., None]
-        cap, tile = self.terms.softcap, self.tile(op)
+        cap, tile = self.score_options.softcap, self.tile(op)
         for p, rows, columns in self.parts(op):
             if dv is not None:
                 dv[:, columns] += per_group(p.mT @ dout[:, :, rows], kv_heads)

@@ -2,7 +2,7 @@
 
 Blocks are loaded by pointers, or by the chip's copy engine through tensor descriptors that are made
 on the device. Descriptors take memory on the device while the kernel runs (`kernel.py` gives it),
-and inputs that fit them (`loads_of` of `launch.py`).
+and inputs that fit them (`uses_descriptors` of `launch.py`).
 """
 
 from __future__ import annotations
@@ -99,22 +99,22 @@ def load_block(
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     EVEN: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    META: tl.constexpr,
 ):
     """Rows [row, row + BLOCK_R) of `rows_of` as a block `[BLOCK_R, BLOCK_D]`.
 
     The block is 0 beyond the matrix's edges. EVEN: none of these rows is beyond the edge. Through a
     descriptor the chip's copy engine loads, and handles the edges by itself.
     """
-    if DESCRIBED:
+    if META.DESCRIBED:
         block = rows.source.load([row, 0])
-        if INTERPRET:
+        if META.INTERPRET:
             block = block.to(tl.float32)
     else:
         block = load_rows(
-            rows.source, row, rows.stride, rows.length, HEAD_DIM, BLOCK_D, BLOCK_R, EVEN, INTERPRET
-        )
+            rows.source, row, rows.stride, rows.length, HEAD_DIM, BLOCK_D, BLOCK_R, EVEN,
+            META.INTERPRET,
+        )  # fmt: skip
     return block
 
 
@@ -157,19 +157,19 @@ def load_of_head(
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     EVEN: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    META: tl.constexpr,
 ):
     """`load_block` from one head of the matrices of `heads_of`."""
-    if DESCRIBED:
+    if META.DESCRIBED:
         block = tl.reshape(rows.source.load([head, row, 0]), (BLOCK_R, BLOCK_D))
-        if INTERPRET:
+        if META.INTERPRET:
             block = block.to(tl.float32)
     else:
         source = rows.source + tl.cast(head, tl.int64) * stride_h
         block = load_rows(
-            source, row, rows.stride, rows.length, HEAD_DIM, BLOCK_D, BLOCK_R, EVEN, INTERPRET
-        )
+            source, row, rows.stride, rows.length, HEAD_DIM, BLOCK_D, BLOCK_R, EVEN,
+            META.INTERPRET,
+        )  # fmt: skip
     return block
 
 

@@ -7,6 +7,8 @@ times log2(e).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -28,57 +30,47 @@ from burst_rt.kernels.triton.work import (
 __all__ = ["forward_kernel", "launch_forward"]
 
 
+class _Block(NamedTuple):
+    """A block of rows, and what it meets: the same for every run of columns."""
+
+    # Values of the device, which have no types here.
+    b_q: Any
+    p_spans: Any
+    o_m: Any  # numbers of the rows
+    q_len: Any
+    rows_k: Any
+    rows_v: Any
+    scale_log2: Any
+    shaping: Any
+
+
 @triton.jit
-def _fold(
-    b_acc,
-    b_m,
-    b_l,
-    b_q,
-    p_spans,
-    o_m,
-    q_len,
-    rows_k,
-    rows_v,
-    start,
-    stop,
-    scale_log2,
-    shaping,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
+def _fold(b_acc, b_m, b_l, block, start, stop, META: tl.constexpr, MASKED: tl.constexpr):
     """Folds the columns [start, stop) into a block of rows.
 
     MASKED: a row sees only the columns of its spans.
     """
-    EVEN: tl.constexpr = EVEN_N or not MASKED
-    bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M) if MASKED else ()
-    if ALIBI:
+    EVEN: tl.constexpr = META.EVEN_N or not MASKED
+    b_q, p_spans, o_m, q_len, rows_k, rows_v, scale_log2, shaping = block
+    bounds = bounds_of(p_spans, o_m, q_len, META.WIDTH, META.EVEN_M) if MASKED else ()
+    if META.ALIBI:
         b_rows = places_of(shaping.p_rows, o_m, q_len)
         unit = 1.0  # argument of `sloped`
     else:
         b_rows, unit = o_m, scale_log2
-    for column in tl.range(start, stop, BLOCK_N):
-        b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
+    for column in tl.range(start, stop, META.BLOCK_N):
+        b_k = load_block(rows_k, column, META.HEAD_DIM, META.BLOCK_D, META.BLOCK_N, EVEN, META)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        if SOFTCAP:
+        if META.SOFTCAP:
             b_s = tanh(b_s * shaping.cap_scale)
-        if ALIBI:
-            o_k = column + tl.arange(0, BLOCK_N)
+        if META.ALIBI:
+            o_k = column + tl.arange(0, META.BLOCK_N)
             b_columns = places_of(shaping.p_columns, o_k, rows_k.length)
             b_s = sloped(b_s, shaping.p_slopes, b_rows, b_columns, scale_log2, False)
         if MASKED:
-            b_seen = seen_of(bounds, p_spans, o_m, column, q_len, WIDTH, BLOCK_N, EVEN_M, False)
+            b_seen = seen_of(
+                bounds, p_spans, o_m, column, q_len, META.WIDTH, META.BLOCK_N, META.EVEN_M, False
+            )
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * unit)
         b_safe = b_m_new
@@ -89,7 +81,7 @@ def _fold(
         b_old = tl.exp2(b_m - b_safe)
         b_l = b_l * b_old + tl.sum(b_p, 1)
         b_acc = b_acc * b_old[:, None]
-        b_v = load_block(rows_v, column, V_HEAD_DIM, BLOCK_DV, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
+        b_v = load_block(rows_v, column, META.V_HEAD_DIM, META.BLOCK_DV, META.BLOCK_N, EVEN, META)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_m = b_m_new
     return b_acc, b_m, b_l
@@ -97,54 +89,19 @@ def _fold(
 
 @triton.jit
 def _fold_runs(
-    p_runs,
-    first,
-    last,
-    b_acc,
-    b_m,
-    b_l,
-    b_q,
-    p_spans,
-    o_m,
-    q_len,
-    rows_k,
-    rows_v,
-    scale_log2,
-    shaping,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MASKED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    p_runs, first, last, b_acc, b_m, b_l, block, META: tl.constexpr, MASKED: tl.constexpr
 ):
     """`_fold` for the columns of the runs from `first` to `last`; SINGLE: one or none.
 
     Without a loop around the loop, ptxas finds registers for larger blocks.
     """
-    if SINGLE:
-        start, stop = only_run_of(p_runs, first, last, BLOCK_N)
-        b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
-            shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, MASKED, SOFTCAP,
-            ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
-        )  # fmt: skip
+    if META.SINGLE:
+        start, stop = only_run_of(p_runs, first, last, META.BLOCK_N)
+        b_acc, b_m, b_l = _fold(b_acc, b_m, b_l, block, start, stop, META, MASKED)
     else:
         for i_r in range(first, last):
-            start, stop = run_of(p_runs, i_r, BLOCK_N)
-            b_acc, b_m, b_l = _fold(
-                b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
-                shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, MASKED, SOFTCAP,
-                ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
-            )  # fmt: skip
+            start, stop = run_of(p_runs, i_r, META.BLOCK_N)
+            b_acc, b_m, b_l = _fold(b_acc, b_m, b_l, block, start, stop, META, MASKED)
     return b_acc, b_m, b_l
 
 
@@ -183,24 +140,7 @@ def forward_kernel(
     by_row,
     scale_log2,
     cap_scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MASKED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    META: tl.constexpr,
 ):
     """One block of BLOCK_M queries of one head against all keys of the tile.
 
@@ -232,13 +172,18 @@ def forward_kernel(
     another, so that they find the head's keys in the cache, in the order of the list: those that
     have most to do come first.
     """
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_DV: tl.constexpr = META.BLOCK_DV
+    V_HEAD_DIM: tl.constexpr = META.V_HEAD_DIM
+    EVEN_M: tl.constexpr = META.EVEN_M
     num_blocks = tl.cdiv(q_len, BLOCK_M)
     i_bh = tl.program_id(0) // num_blocks
     i_b = (i_bh // heads).to(tl.int64)
     i_h = (i_bh % heads).to(tl.int64)
     i_kv = i_h // group
     i_m, whole, cut, end = line_of(p_lines, tl.program_id(0) % num_blocks, num_blocks, i_b, by_row)
-    if not (FIRST or LAST):  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
+    # The outer condition is decided when the kernel is compiled.
+    if not (META.FIRST or META.LAST):  # noqa: SIM102
         if whole == end:
             return
     row = i_m * BLOCK_M
@@ -259,9 +204,9 @@ def forward_kernel(
         else (o_m < q_len)[:, None] & (o_d < V_HEAD_DIM)[None, :]
     )
 
-    if FIRST:
+    if META.FIRST:
         b_acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-        if SINKS:
+        if META.SINKS:
             b_m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(p_sinks + i_h) * 1.4426950408889634
             b_l = tl.full((BLOCK_M,), 1.0, tl.float32)
         else:
@@ -273,27 +218,22 @@ def forward_kernel(
         b_l = tl.load(p_l + in_row, mask=o_m < q_len, other=0.0)
 
     p_q += i_b * stride_qb + i_h * stride_qh
-    rows_q = rows_of(p_q, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
-    b_q = load_block(rows_q, row, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
+    rows_q = rows_of(p_q, stride_qt, q_len, META.HEAD_DIM, META.BLOCK_D, BLOCK_M, META.DESCRIBED)
+    b_q = load_block(rows_q, row, META.HEAD_DIM, META.BLOCK_D, BLOCK_M, EVEN_M, META)
     p_k += i_b * stride_kb + i_kv * stride_kh
-    rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    rows_k = rows_of(
+        p_k, stride_kt, kv_len, META.HEAD_DIM, META.BLOCK_D, META.BLOCK_N, META.DESCRIBED
+    )
     p_v += i_b * stride_vb + i_kv * stride_vh
-    rows_v = rows_of(p_v, stride_vt, kv_len, V_HEAD_DIM, BLOCK_DV, BLOCK_N, DESCRIBED)
+    rows_v = rows_of(p_v, stride_vt, kv_len, V_HEAD_DIM, BLOCK_DV, META.BLOCK_N, META.DESCRIBED)
     shaping = Shaping(cap_scale, p_slopes + i_bh, p_rows, p_columns)
-    p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH, BLOCK_N)
-    b_acc, b_m, b_l = _fold_runs(
-        p_runs, whole, cut, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v,
-        scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, False,
-        SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
-    )  # fmt: skip
-    if MASKED:
-        b_acc, b_m, b_l = _fold_runs(
-            p_runs, cut, end, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v,
-            scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, True,
-            SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, INTERPRET,
-        )  # fmt: skip
+    p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, META.WIDTH, META.BLOCK_N)
+    block = _Block(b_q, p_spans, o_m, q_len, rows_k, rows_v, scale_log2, shaping)
+    b_acc, b_m, b_l = _fold_runs(p_runs, whole, cut, b_acc, b_m, b_l, block, META, False)
+    if META.MASKED:
+        b_acc, b_m, b_l = _fold_runs(p_runs, cut, end, b_acc, b_m, b_l, block, META, True)
 
-    if LAST:
+    if META.LAST:
         b_norm = tl.where(b_l == 0.0, 1.0, b_l)
         tl.store(p_out + in_rows, (b_acc / b_norm[:, None]).to(p_out.dtype.element_ty), mask=inside)
         # Times log(2). m is -inf in a row that saw no key.
@@ -309,13 +249,15 @@ def launch_forward(qkv: QKV, state: State, arguments: TileArguments, config: Con
     q, k, v = qkv
     batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
-    sinks = arguments.terms.sinks
+    sinks = arguments.score_options.sinks
     forward_kernel[grid](
         *qkv, *state, state.m if sinks is None else sinks, *arguments.tables, *arguments.places,
         *strides(q), *strides(k), *strides(v), *strides(state.acc)[:2],
         heads, heads // k.shape[2],
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale_log2,
         arguments.cap_scale,
-        FIRST=arguments.first, LAST=arguments.last, SINKS=sinks is not None,
-        **constants_of(arguments, config, *qkv),
+        **constants_of(
+            arguments, config, *qkv,
+            FIRST=arguments.first, LAST=arguments.last, SINKS=sinks is not None,
+        ),
     )  # fmt: skip

@@ -204,7 +204,8 @@ class TritonKernel(Kernel):
         grads: Gradients,
         cells: torch.Tensor | None,
     ) -> None:
-        from burst_rt.kernels.triton.backward import launch_dkdv, launch_dq
+        from burst_rt.kernels.triton.dkdv import launch_dkdv
+        from burst_rt.kernels.triton.dq import launch_dq
 
         _check_dense(upstream.lse, upstream.delta)
         device, given = qkv.q.device, grads
@@ -257,7 +258,7 @@ def _arguments(
     kind: str, qkv: QKV, tile: Tile, cells: torch.Tensor | None
 ) -> tuple[TileArguments, Config]:
     """The arguments of a kernel. cells: the tile's cells, if its mask has no spans."""
-    device, terms = qkv.q.device, tile.terms
+    device, score_options = qkv.q.device, tile.score_options
     head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
     cut, *configs = _cuts_of(kind, device, head_dim, qkv.q.dtype)
     alike = same_tables(tile)
@@ -274,8 +275,8 @@ def _arguments(
             lists = lists._replace(lines=lists.lines.repeat(len(cells)), by_row=1)
     arguments = TileArguments(
         spans, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
-        _interpreting(), terms,
-        None if terms.alibi_slopes is None else positions_of_tile(tile, device),
+        _interpreting(), score_options,
+        None if score_options.alibi_slopes is None else positions_of_tile(tile, device),
     )  # fmt: skip
     return arguments, config
 

@@ -10,16 +10,48 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.errors import InternalError
-from burst_rt.kernels.base import ScoreTerms
+from burst_rt.kernels.base import ScoreOptions
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
-__all__ = ["LOG2_E", "TileArguments", "constants_of", "loads_of", "strides"]
+__all__ = ["LOG2_E", "Meta", "TileArguments", "constants_of", "strides", "uses_descriptors"]
 
 LOG2_E = 1.4426950408889634
 # Maximum stride from token to token: elements within a block of at most 256 rows are addressed in
 # 32 bits.
 _MAX_TOKEN_STRIDE = 2**31 // 256 - 1
+
+
+class Meta(NamedTuple):
+    """The constants of the tile kernels, for which they are compiled: their one `tl.constexpr`.
+
+    As one record they go whole from kernel to function, and are one entry of the key by which
+    Triton finds the compiled kernel. A kernel ignores what it does not name.
+    """
+
+    HEAD_DIM: int  # head dimension of q and k
+    BLOCK_D: int  # columns of their blocks
+    V_HEAD_DIM: int
+    BLOCK_DV: int
+    BLOCK_M: int  # queries in a block
+    BLOCK_N: int  # keys in a block
+    WIDTH: int  # spans a row; see `work.py`
+    MASKED: bool  # whether there are cut runs
+    SINGLE: bool  # whether no line has more than one run of a kind
+    SOFTCAP: bool
+    ALIBI: bool
+    EVEN_M: bool  # whether blocks of queries divide the tile's
+    EVEN_N: bool  # whether blocks of keys do
+    DESCRIBED: bool  # whether loads go through tensor descriptors
+    INTERPRET: bool  # whether Triton's interpreter runs the kernel
+    # The forward alone: the state begins here; it ends here; it begins with sinks.
+    FIRST: bool = False
+    LAST: bool = False
+    SINKS: bool = False
+    # The backward alone: adds to sums instead of writing gradients; which of dk and dv are needed.
+    ADDS: bool = False
+    NEED_DK: bool = False
+    NEED_DV: bool = False
 
 
 class TileArguments(NamedTuple):
@@ -33,7 +65,7 @@ class TileArguments(NamedTuple):
     first: bool  # see `Tile.first`
     last: bool
     interpret: bool  # whether Triton's interpreter runs the kernels
-    terms: ScoreTerms
+    score_options: ScoreOptions
     # int32, positions of rows and columns; None if nothing needs them
     positions: tuple[torch.Tensor, torch.Tensor] | None
 
@@ -50,7 +82,7 @@ class TileArguments(NamedTuple):
     @property
     def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """p_slopes, p_rows and p_columns of a kernel. Without slopes, what is never read."""
-        slopes, unread = self.terms.alibi_slopes, self.spans.bounds
+        slopes, unread = self.score_options.alibi_slopes, self.spans.bounds
         if slopes is None or self.positions is None:
             return unread, unread, unread
         return slopes, *self.positions
@@ -58,7 +90,7 @@ class TileArguments(NamedTuple):
     @property
     def cap_scale(self) -> float:
         """The factor of scores before the softcap; 0 without one."""
-        cap = self.terms.softcap
+        cap = self.score_options.softcap
         return 0.0 if cap is None else self.scale / cap
 
     @property
@@ -68,7 +100,7 @@ class TileArguments(NamedTuple):
         It is never so small that float32 makes it 0, because 0 times the -inf of unseen cells is
         NaN.
         """
-        cap = self.terms.softcap
+        cap = self.score_options.softcap
         scale = self.scale if cap is None else cap
         return max(scale * LOG2_E, torch.finfo(torch.float32).tiny)
 
@@ -89,38 +121,41 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def constants_of(
-    arguments: TileArguments, config: Config, *inputs: torch.Tensor
-) -> dict[str, int | bool]:
-    """The constants of every kernel that does a tile and loads these BSHD tensors: q, k, v."""
+    arguments: TileArguments, config: Config, *inputs: torch.Tensor, **others: bool
+) -> dict[str, Meta | int]:
+    """The constants of every kernel that does a tile and loads these BSHD tensors: q, k, v.
+
+    others: fields of `Meta` that one kernel alone has.
+    """
     head_dim, v_head_dim = inputs[0].shape[3], inputs[2].shape[3]
-    return {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": padded(head_dim),
-        "V_HEAD_DIM": v_head_dim,
-        "BLOCK_DV": padded(v_head_dim),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
+    meta = Meta(
+        HEAD_DIM=head_dim,
+        BLOCK_D=padded(head_dim),
+        V_HEAD_DIM=v_head_dim,
+        BLOCK_DV=padded(v_head_dim),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
         # Where nothing is compared with the spans, their number makes no other kernel.
-        "WIDTH": arguments.spans.width if arguments.lists.masked else 1,
-        "MASKED": arguments.lists.masked,
-        "SINGLE": arguments.lists.single,
-        "SOFTCAP": arguments.terms.softcap is not None,
-        "ALIBI": arguments.terms.alibi_slopes is not None,
-        "EVEN_M": arguments.q_len % config.block_m == 0,
-        "EVEN_N": arguments.kv_len % config.block_n == 0,
-        "INTERPRET": arguments.interpret,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        **loads_of(config, *inputs),
-    }
+        WIDTH=arguments.spans.width if arguments.lists.masked else 1,
+        MASKED=arguments.lists.masked,
+        SINGLE=arguments.lists.single,
+        SOFTCAP=arguments.score_options.softcap is not None,
+        ALIBI=arguments.score_options.alibi_slopes is not None,
+        EVEN_M=arguments.q_len % config.block_m == 0,
+        EVEN_N=arguments.kv_len % config.block_n == 0,
+        DESCRIBED=uses_descriptors(config, *inputs),
+        INTERPRET=arguments.interpret,
+        **others,
+    )
+    return {"META": meta, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def loads_of(config: Config, *inputs: torch.Tensor) -> dict[str, bool]:
+def uses_descriptors(config: Config, *inputs: torch.Tensor) -> bool:
     """DESCRIBED of a kernel that loads these BSHD tensors.
 
     It is as configured if the copy engine can read all of the tensors, else False.
     """
-    return {"DESCRIBED": config.loads == "descriptors" and all(map(_fits_descriptor, inputs))}
+    return config.loads == "descriptors" and all(map(_fits_descriptor, inputs))
 
 
 def _fits_descriptor(x: torch.Tensor) -> bool:

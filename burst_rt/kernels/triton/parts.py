@@ -16,7 +16,7 @@ from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.planning.problem import TileShape
 
-__all__ = ["Part", "ascending", "in_order", "parts_of", "places_of_parts"]
+__all__ = ["TileSlice", "ascending", "in_order", "parts_of", "places_of_parts"]
 
 # Maximum number of cells about which a mask without spans is asked at once, and minimum number of
 # columns, which may exceed it. Parts, and the blocks of columns in a part, are cut at multiples of
@@ -24,13 +24,13 @@ __all__ = ["Part", "ascending", "in_order", "parts_of", "places_of_parts"]
 _MOST_CELLS, _COLUMNS = 1 << 24, ROWS_TOGETHER
 
 
-class Part(NamedTuple):
+class TileSlice(NamedTuple):
     """Some heads of a tile, all its rows and some of its columns, with the cells they see."""
 
     heads: slice  # heads of q
     kv_heads: slice
     columns: slice
-    tile: Tile  # its columns, and the terms of its heads
+    tile: Tile  # its columns, and the score options of its heads
     cells: torch.Tensor  # bool `[batch, rows, columns]`: the heads see the same
 
     def of(self, qkv: QKV) -> QKV:
@@ -104,7 +104,7 @@ def _columns_of_parts(mask: Mask, places: Places, apart: int) -> list[slice]:
     return list(filter(seen_by_a_row, parts)) or parts[:1]
 
 
-def parts_of(qkv: QKV, tile: Tile) -> Iterator[Part]:
+def parts_of(qkv: QKV, tile: Tile) -> Iterator[TileSlice]:
     """A tile in parts of bounded size, under a mask that gives booleans only.
 
     As many heads as fit are asked about together. Where they see the same, they are one part.
@@ -128,12 +128,12 @@ def parts_of(qkv: QKV, tile: Tile) -> Iterator[Part]:
                 kv_positions=tuple(some_of(tile.kv_positions, columns)),
                 first=tile.first and columns is sides[0],
                 last=tile.last and columns is sides[-1],
-                terms=tile.terms.of_heads(heads),
+                score_options=tile.score_options.of_heads(heads),
             )
             if cells.shape[1] == 1:
-                yield Part(heads, kv_heads, columns, here, cells[:, 0])
+                yield TileSlice(heads, kv_heads, columns, here, cells[:, 0])
                 continue
             for number, head in enumerate(range(heads.start, heads.stop)):
                 own = slice(head, head + 1), slice(head // group, head // group + 1)
-                alone = here._replace(terms=tile.terms.of_heads(own[0]))
-                yield Part(*own, columns, alone, cells[:, number])
+                alone = here._replace(score_options=tile.score_options.of_heads(own[0]))
+                yield TileSlice(*own, columns, alone, cells[:, number])

@@ -106,7 +106,7 @@ class TokenMeter:
 
     def _report(self) -> None:
         kv = getattr(self._cache, "kv", self._cache)
-        if self.time_to_first_token_s is None or (kv is not None and kv.setup.runtime.rank):
+        if self.time_to_first_token_s is None or (kv is not None and kv.attention.runtime.rank):
             return
         self._reported_s = time.perf_counter()
         values = {

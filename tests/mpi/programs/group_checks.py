@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transport_checks import WORLD, finish, main, wait_for
 
 from burst_rt.errors import ConfigError, InputError, PeerLost, Stalled
-from burst_rt.runtime.ends import find_ends
+from burst_rt.runtime.connections import connect
 from burst_rt.transport import Notice, NoticeKind
 from burst_rt.transport.base import UNKNOWN_CODE
 from burst_rt.transport.meeting import meet
@@ -43,19 +43,20 @@ def check_parts_of_the_ranks_as_groups_and_axes() -> None:
         (mesh["cp"], list(range(_SIZE))),
         (mesh["dp"], [_RANK]),
     ):
-        ends = find_ends(None, group, DEADLINE_S)
-        assert (ends.control.rank, ends.control.size) == (ranks.index(_RANK), len(ranks))
-        assert (ends.job_rank, ends.job_size) == (_RANK, _SIZE)
-        pending = ends.control.allgather(str(_RANK).encode())
+        connections = connect(None, group, DEADLINE_S)
+        control = connections.control
+        assert (control.rank, control.size) == (ranks.index(_RANK), len(ranks))
+        assert (connections.job_rank, connections.job_size) == (_RANK, _SIZE)
+        pending = control.allgather(str(_RANK).encode())
         finish(pending)
         assert [int(rank) for rank in pending.result()] == ranks
-        ends.transport.close()
-        ends.control.close()
+        connections.transport.close()
+        control.close()
     with pytest.raises(InputError, match=r"one axis, got axes \('dp', 'cp'\)"):
-        find_ends(None, mesh, DEADLINE_S)
+        connect(None, mesh, DEADLINE_S)
     if _SIZE > 1:
         with pytest.raises(InputError, match="not in the process group"):
-            find_ends(None, halves[1 - _RANK % 2], DEADLINE_S)
+            connect(None, halves[1 - _RANK % 2], DEADLINE_S)
 
 
 def check_a_rank_that_ends_without_a_word_is_noticed() -> None:
@@ -178,9 +179,9 @@ def check_what_is_no_group_is_refused() -> None:
     wrong: Any
     for wrong in (3, "cp", torch.zeros(1), [_WHOLE]):
         with pytest.raises(InputError, match="init: group must be a torch"):
-            find_ends(None, wrong, 1.0)
+            connect(None, wrong, 1.0)
     with pytest.raises(InputError, match="got both"):
-        find_ends(wrong, _WHOLE, 1.0)
+        connect(wrong, _WHOLE, 1.0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who the ranks of a group are, and this rank's ends of a transport and a control group.
+"""How the ranks of a group meet, and this rank's connections to the others.
 
 | `init` is given | the ranks are | they find each other by |
 |---|---|---|
@@ -16,14 +16,14 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
 from burst_rt.errors import ConfigError, InputError, Stalled
 from burst_rt.job import launched
 from burst_rt.job.reports import waiting_for
-from burst_rt.transport import ControlGroup, LocalWorld, Transport
+from burst_rt.transport import ControlGroup, LocalWorld, Meeting, Transport
 from burst_rt.transport.start import start_mpi
 
 if TYPE_CHECKING:
@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Comm",
-    "Ends",
+    "Connections",
     "Group",
     "LocalRank",
-    "RankKind",
-    "find_ends",
+    "connect",
     "process_group",
     "this_thread",
 ]
@@ -62,13 +61,12 @@ class LocalRank:
 
 Comm: TypeAlias = "MPI.Comm | LocalRank"
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
-RankKind: TypeAlias = Literal["threads", "mpi", "group"]
 
 
-class Ends(NamedTuple):
-    """This rank's ends."""
+class Connections(NamedTuple):
+    """What this rank reaches the others by."""
 
-    kind: RankKind
+    meeting: Meeting
     transport: Transport  # moves host memory
     control: ControlGroup
     job_rank: int  # this rank's number in the whole job; the group may be a part of the job
@@ -77,7 +75,7 @@ class Ends(NamedTuple):
     store: Store | None = None  # store of a torch.distributed group
 
 
-def find_ends(comm: Comm | None, group: Group | None, join_s: float) -> Ends:
+def connect(comm: Comm | None, group: Group | None, join_s: float) -> Connections:
     """Finds the other ranks. Collective over them; blocks at most `join_s`.
 
     comm, group: as `init` takes them. Raises InputError and ConfigError for anything but a group of
@@ -114,13 +112,13 @@ def _mpi_has_ranks() -> bool:
     return bool(mpi.COMM_WORLD.size > 1)
 
 
-def _of_threads(local: LocalRank) -> Ends:
+def _of_threads(local: LocalRank) -> Connections:
     world, rank = local.world, local.rank
-    ends = world.duplicate(rank)
-    return Ends(
-        kind="threads",
-        transport=ends.transport(rank),
-        control=ends.control(rank),
+    copy = world.duplicate(rank)
+    return Connections(
+        meeting="threads",
+        transport=copy.transport(rank),
+        control=copy.control(rank),
         job_rank=rank,
         job_size=world.size,
         thread=(id(world), rank),
@@ -158,26 +156,26 @@ def process_group(
     return group
 
 
-def _of_group(group: Any, join_s: float) -> Ends:
-    ends = _of_store(group.get_group_store(), group.rank(), group.size(), join_s)
+def _of_group(group: Any, join_s: float) -> Connections:
+    connections = _of_store(group.get_group_store(), group.rank(), group.size(), join_s)
     if not dist.is_initialized():
-        return ends
-    return ends._replace(job_rank=dist.get_rank(), job_size=dist.get_world_size())
+        return connections
+    return connections._replace(job_rank=dist.get_rank(), job_size=dist.get_world_size())
 
 
-def _of_torchrun(join_s: float) -> Ends:
+def _of_torchrun(join_s: float) -> Connections:
     """All processes that torchrun started, where the program has made no group yet.
 
     torch.distributed stays as it is: the program may still call `init_process_group`.
     """
     from torch.distributed.rendezvous import rendezvous
 
-    found: list[tuple[Store, int, int]] = []
+    stores: list[tuple[Store, int, int]] = []
     failed: list[Exception] = []
 
     def find() -> None:
         try:
-            found.append(next(rendezvous("env://", timeout=timedelta(seconds=join_s))))
+            stores.append(next(rendezvous("env://", timeout=timedelta(seconds=join_s))))
         except Exception as error:  # noqa: BLE001  (raised below)
             failed.append(error)
 
@@ -186,8 +184,8 @@ def _of_torchrun(join_s: float) -> Ends:
     finding = threading.Thread(target=find, name="burst_rt rendezvous", daemon=True)
     finding.start()
     finding.join(join_s)
-    if found:
-        return _of_store(*found[0], join_s)
+    if stores:
+        return _of_store(*stores[0], join_s)
     error = failed[0] if failed else None
     if (
         error is None
@@ -209,12 +207,12 @@ def _of_torchrun(join_s: float) -> Ends:
     ) from error
 
 
-def _of_store(store: Store, rank: int, size: int, join_s: float) -> Ends:
+def _of_store(store: Store, rank: int, size: int, join_s: float) -> Connections:
     from burst_rt.transport.meeting import meet
 
     transport, control = meet(store, rank, size, join_s)
-    return Ends(
-        kind="group",
+    return Connections(
+        meeting="store",
         transport=transport,
         control=control,
         job_rank=rank,
@@ -223,7 +221,7 @@ def _of_store(store: Store, rank: int, size: int, join_s: float) -> Ends:
     )
 
 
-def _of_mpi(comm: MPI.Comm | None, join_s: float) -> Ends:
+def _of_mpi(comm: MPI.Comm | None, join_s: float) -> Connections:
     launched_ranks = launched.mpi_ranks()
     try:
         start_mpi(join_s)
@@ -256,8 +254,12 @@ def _of_mpi(comm: MPI.Comm | None, join_s: float) -> Ends:
     with waiting_for("burst_rt.init", numbers_in_job(comm)):
         transport = MpiTransport(duplicate(comm, join_s))
         control = MpiControl(duplicate(comm, join_s))
-    return Ends(
-        kind="mpi", transport=transport, control=control, job_rank=world.rank, job_size=world.size
+    return Connections(
+        meeting="mpi",
+        transport=transport,
+        control=control,
+        job_rank=world.rank,
+        job_size=world.size,
     )
 
 

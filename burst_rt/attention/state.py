@@ -8,7 +8,7 @@ from burst_rt.attention.planner import Planner
 from burst_rt.attention.recent import Kept, Recent
 from burst_rt.runtime.runtime import Runtime
 
-__all__ = ["Setup"]
+__all__ = ["AttentionState"]
 
 # How many entries of each type are kept, such as kinds of calls with their plans.
 _KEPT = 64
@@ -16,8 +16,8 @@ _KEPT = 64
 _HELD = 4096
 
 
-class Setup:
-    """The state that the attention calls of one context share. Each context has one setup.
+class AttentionState:
+    """The state that the attention calls of one context share. Each context has one of these.
 
     kernel, partials, check_finite: as `burst_rt.init` takes them.
     """

@@ -1,0 +1,38 @@
+"""Why a runtime takes no call now: the errors of a rank's own misuse, and of an earlier failure."""
+
+from __future__ import annotations
+
+from burst_rt.errors import ConfigError, PeerLost
+
+__all__ = ["broken", "busy", "closed", "forked"]
+
+
+def busy(rank: int) -> ConfigError:
+    """Another thread is in a call."""
+    return ConfigError(
+        "a context takes one call at a time, and another thread is in a call of this "
+        "context; give each thread a context of its own",
+        rank=rank,
+    )
+
+
+def forked(rank: int) -> ConfigError:
+    """This process is a child of the rank."""
+    return ConfigError(
+        "this process was forked from a rank, and the context belongs to that rank; make "
+        "the call in the rank's own process (a child may compute, load data and exit)",
+        rank=rank,
+    )
+
+
+def closed(rank: int) -> ConfigError:
+    """The rank has left."""
+    return ConfigError("this context is closed; make another with burst_rt.init", rank=rank)
+
+
+def broken(rank: int, error: BaseException) -> PeerLost:
+    """An earlier call failed with this error."""
+    return PeerLost(
+        f"rank {rank}: this context broke in an earlier call ({error}); start the job again",
+        rank=rank,
+    )
