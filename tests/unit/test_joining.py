@@ -26,7 +26,7 @@ from burst_rt.runtime import joining
 from burst_rt.runtime.calibrated import fitted
 from burst_rt.runtime.choosing import AUTO, REFUSED, Ranks, choose_transport
 from burst_rt.runtime.connections import LocalRank
-from burst_rt.runtime.facts import Facts, resolve_device
+from burst_rt.runtime.facts import Facts, facts_of, resolve_device
 from burst_rt.runtime.machine import SlotPool, Slots
 from burst_rt.scheduler.simulator.network import Network
 from burst_rt.transport import KINDS, LocalWorld, staged
