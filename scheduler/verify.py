@@ -334,7 +334,8 @@ def _play(graphs: Sequence[Graph]) -> None:
     before, after = _orders(graphs)
     posted: set[tuple[int, int]] = set()
     done: set[tuple[int, int]] = set()
-    queue = [(g.rank, t.id) for g in graphs for t in g.tasks if not before[g.rank][t.id]]
+    nodes = [(g.rank, t.id) for g in graphs for t in g.tasks]
+    queue = [(rank, task) for rank, task in nodes if not before[rank][task]]
     while queue:
         node = queue.pop()
         posted.add(node)
@@ -342,19 +343,22 @@ def _play(graphs: Sequence[Graph]) -> None:
             if ended in posted and ended not in done and needs[ended] <= posted:
                 done.add(ended)
                 rank, finished = ended
-                for successor in after[rank][finished]:
-                    before[rank][successor].discard(finished)
-                    if not before[rank][successor]:
-                        queue.append((rank, successor))
-                        before[rank][successor].add(-1)  # queued: never again
-    stuck = [(g.rank, t.id) for g in graphs for t in g.tasks if (g.rank, t.id) not in done]
+                queue += [(rank, task) for task in _freed(finished, before[rank], after[rank])]
+    stuck = [node for node in nodes if node not in done]
     if stuck:
-        raise InternalError(
-            "deadlock: "
-            + "; ".join(
-                _explain(graphs, node, needs[node] - posted, node in posted) for node in stuck[:4]
-            )
-        )
+        words = [_explain(graphs, node, needs[node] - posted, node in posted) for node in stuck[:4]]
+        raise InternalError(f"deadlock: {'; '.join(words)}")
+
+
+def _freed(finished: int, before: list[set[int]], after: list[list[int]]) -> list[int]:
+    """The tasks of a rank that waited for `finished` alone; takes it out of `before`."""
+    free = []
+    for successor in after[finished]:
+        before[successor].discard(finished)
+        if not before[successor]:
+            free.append(successor)
+            before[successor].add(-1)  # queued: never again
+    return free
 
 
 def _orders(graphs: Sequence[Graph]) -> tuple[list[list[set[int]]], list[list[list[int]]]]:

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Protocol
 
 import psutil
@@ -166,23 +167,17 @@ def _meet(meeting: _Meeting, doors: list[list[Door]]) -> tuple[SocketTransport, 
     wrong = ""
     try:
         _have_descriptors(_DESCRIPTORS_A_RANK * size)
-        for use in doors:
-            use.append(Door())
-        if len({name for name, _ in hosts}) > 1:
-            address = _own_address(master, [seen for name, seen in hosts if name != host])
-            for use in doors:
-                use.append(Door(address))
-            tcp = [(address, use[1].port) for use in doors]
+        tcp = _open(doors, host, master, hosts)
     except (ConfigError, OSError) as error:
         wrong = str(error)  # the others are waiting, and must raise the same
     names = [use[0].name for use in doors] if not wrong else []
-    said = meeting.exchange("doors", [host, names, tcp, f"{_process}-{os.getpid()}", wrong])
-    for peer, (*_, found) in enumerate(said):
-        if found:
-            raise ConfigError(f"init: rank {peer}: {found}", rank=rank, peer=peer)
-    places = [Place(host, unix, [(a, p) for a, p in tcp]) for host, unix, tcp, *_ in said]
+    words = meeting.exchange("doors", [host, names, tcp, f"{_process}-{os.getpid()}", wrong])
+    for peer, (*_, error_text) in enumerate(words):
+        if error_text:
+            raise ConfigError(f"init: rank {peer}: {error_text}", rank=rank, peer=peer)
+    places = [Place(host, unix, [(a, p) for a, p in tcp]) for host, unix, tcp, *_ in words]
     transport = SocketTransport(rank, size)
-    control = SocketControl(rank, size, [process for *_, process, _ in said])
+    control = SocketControl(rank, size, [process for *_, process, _ in words])
     secret = meeting.secret()
 
     def links(use: int, receiver: Any) -> Links:
@@ -198,6 +193,24 @@ def _meet(meeting: _Meeting, doors: list[list[Door]]) -> tuple[SocketTransport, 
         control.close()
         raise meeting.unreached(unreached[0], places, refused=bool(notices.ended))
     return transport, control
+
+
+def _open(
+    doors: list[list[Door]], host: str, master: str, hosts: Sequence[Sequence[str]]
+) -> list[tuple[str, int]]:
+    """Opens this rank's doors, and returns the addresses and ports of those for other hosts.
+
+    doors: one list a use, which gets its doors. master: MASTER_ADDR. hosts: of each rank, its host
+    and what MASTER_ADDR means there. Raises ConfigError, OSError.
+    """
+    for use in doors:
+        use.append(Door())
+    if len({name for name, _ in hosts}) == 1:
+        return []
+    address = _own_address(master, [seen for name, seen in hosts if name != host])
+    for use in doors:
+        use.append(Door(address))
+    return [(address, use[1].port) for use in doors]
 
 
 def _have_descriptors(more: int) -> None:
@@ -229,31 +242,35 @@ def _own_address(master: str, seen: Sequence[str]) -> str:
     leads to the master. On the master's own host it is the address that the others know the master
     by. master: MASTER_ADDR. seen: what it means on the other hosts.
     """
-    own = {
+    interfaces = {
         name: [a.address for a in addresses if a.family == socket.AF_INET]
         for name, addresses in psutil.net_if_addrs().items()
     }
     interface = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]
     if interface:
-        if own.get(interface):
-            return own[interface][0]
+        if interfaces.get(interface):
+            return interfaces[interface][0]
         raise ConfigError(
             f"{INTERFACE_VARIABLE} names the interface {interface!r}, which has no IPv4 address "
-            f"here; this host has {sorted(own)}"
+            f"here; this host has {sorted(interfaces)}"
         )
-    mine = {address for addresses in own.values() for address in addresses}
+    mine = set(chain.from_iterable(interfaces.values()))
     for address in seen:
-        if address in mine and not address.startswith("127."):
+        if address in mine and not _is_loopback(address):
             return address
     for target in (_resolved(master), *seen):
-        if target and not target.startswith("127."):
+        if target and not _is_loopback(target):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((target, 9))  # sends nothing; asks for the way
+                probe.connect((target, 9))  # sends nothing; asks for the route
                 address = str(probe.getsockname()[0])
-            if not address.startswith("127."):
+            if not _is_loopback(address):
                 return address
     raise ConfigError(
         f"the group has several hosts, and MASTER_ADDR ({master or 'not set'}) does not tell by "
         f"which address they reach this one; set {INTERFACE_VARIABLE} to the network interface "
         "between the hosts"
     )
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")

@@ -4,6 +4,7 @@ nothing wrong is written.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -97,13 +98,13 @@ def test_cores_are_counted() -> None:
 def test_figures_of_a_busy_machine_are_not_written_unless_forced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(argv: Sequence[str], *, num_ranks: int) -> int:
-        words = dict(zip(argv[2::2], argv[3::2], strict=True))
-        Path(words["--out"]).write_text(to_toml(_MACHINE), encoding="utf-8")
-        Path(words["--doubts"]).write_text("it was so\nand so\n", encoding="utf-8")
+    def measure(argv: Sequence[str], **_: object) -> int:
+        options = json.loads(argv[-1])
+        Path(options["made"]).write_text(to_toml(_MACHINE), encoding="utf-8")
+        Path(options["doubts"]).write_text("it was so\nand so\n", encoding="utf-8")
         return 0
 
-    monkeypatch.setattr("burst_rt.launch.run.launch", measure)
+    monkeypatch.setattr("burst_rt.launch.measure.ranks.launch", measure)
     out = tmp_path / "machine.toml"
     with pytest.raises(
         ConfigError, match=r"the machine was busy: it was so; and so\. Nothing was written"

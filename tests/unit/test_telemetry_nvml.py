@@ -72,10 +72,10 @@ def _sample(
     sources, messages = json.loads(
         _run(_SAMPLE, with_standin(library, **settings), json.dumps(wanted or []), str(times))
     )
-    by_kind: dict[str, list[dict[str, Any]]] = {"Sample": [], "Note": []}
+    by_kind: dict[str, list[dict[str, Any]]] = {"SourceSample": [], "Note": []}
     for kind, message in messages:
         by_kind[kind].append(message)
-    return _Sampled(sources, by_kind["Sample"], by_kind["Note"])
+    return _Sampled(sources, by_kind["SourceSample"], by_kind["Note"])
 
 
 def test_a_new_chip_has_all_there_is(library: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_driver_that_hangs_keeps_nobody_waiting(library: Path) -> None:
         "Note here: NVML has not answered for 0.2 s; no figures of GPUs until NVML answers"
         in out.splitlines()
     )
-    assert out.splitlines().count("Sample ") > 0
+    assert out.splitlines().count("SourceSample ") > 0
 
 
 def test_without_a_driver_there_is_nothing_to_say(tmp_path: Path) -> None:

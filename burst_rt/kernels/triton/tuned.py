@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
+from itertools import product
 from typing import get_args
 
 import torch
@@ -68,44 +69,43 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
     registers, the largest blocks first. The estimate is generous: a configuration that does not fit
     after all fails to compile or to start, and is skipped.
     """
-    own = default_config(kind, arch, head_dim, input_bytes)
-    width = padded(head_dim)
-    found = []
-    for m in (128, 64, 32):
-        for n in (128, 64, 32):
-            for warps in (4, 8):
-                for stages in (3, 2, 1):
-                    # Two tensors of the side that the loop walks are loaded `stages` deep; one or
-                    # two tensors of the other side are kept.
-                    walked, kept = (m, n) if kind == "dkdv" else (n, m)
-                    shared = (
-                        width
-                        * input_bytes
-                        * (2 * walked * stages + kept * (1 if kind == "forward" else 2))
-                    )
-                    # float32 sums and scores lie in the registers of 32 threads a warp; a thread
-                    # has at most 255 registers.
-                    sums = kept * width * (2 if kind == "dkdv" else 1) + m * n * (
-                        1 if kind == "forward" else 2
-                    )
-                    if shared > ARCHES[arch] or (input_bytes == 4 and m * n > 64 * 32):
-                        continue
-                    # On Hopper four warps multiply 64 rows of the side that is kept (wgmma of the
-                    # PTX ISA); with fewer rows the warps do each other's work again.
-                    if arch == 90 and input_bytes == 2 and kept < 16 * warps:
-                        continue
-                    if sums / (32 * warps) <= 224:
-                        found += [
-                            Config(m, n, warps, stages, loads) for loads in _loads(arch, stages)
-                        ]
-    found.sort(
+    default = default_config(kind, arch, head_dim, input_bytes)
+    fitting = [
+        Config(m, n, warps, stages, loads)
+        for m, n, warps, stages in product((128, 64, 32), (128, 64, 32), (4, 8), (3, 2, 1))
+        if _may_fit(kind, arch, padded(head_dim), input_bytes, (m, n, warps, stages))
+        for loads in _loads(arch, stages)
+    ]
+    fitting.sort(
         key=lambda config: (
             -config.block_m * config.block_n,
             config.loads == "pointers",
             -config.num_stages,
         )
     )
-    return [own, *(config for config in found if config != own)][:_MOST_CANDIDATES]
+    return [default, *(config for config in fitting if config != default)][:_MOST_CANDIDATES]
+
+
+def _may_fit(
+    kind: str, arch: int, width: int, input_bytes: int, sizes: tuple[int, int, int, int]
+) -> bool:
+    """Whether blocks of `width` columns may fit. sizes: block_m, block_n, warps, stages."""
+    m, n, warps, stages = sizes
+    # Two tensors of the side that the loop walks are loaded `stages` deep; one or two tensors of
+    # the other side are kept.
+    walked, kept = (m, n) if kind == "dkdv" else (n, m)
+    num_kept = 1 if kind == "forward" else 2
+    shared = width * input_bytes * (2 * walked * stages + kept * num_kept)
+    if shared > ARCHES[arch] or (input_bytes == 4 and m * n > 64 * 32):
+        return False
+    # On Hopper four warps multiply 64 rows of the side that is kept (wgmma of the PTX ISA); with
+    # fewer rows the warps do each other's work again.
+    if arch == 90 and input_bytes == 2 and kept < 16 * warps:
+        return False
+    # float32 sums and scores lie in the registers of 32 threads a warp; a thread has at most 255
+    # registers.
+    sums = kept * width * (2 if kind == "dkdv" else 1) + m * n * num_kept
+    return sums / (32 * warps) <= 224
 
 
 def _loads(arch: int, stages: int) -> tuple[Loads, ...]:
