@@ -89,7 +89,7 @@ def check_world(graphs: Sequence[Graph]) -> None:
     _play(graphs)
 
 
-def check_share(own: Graph, stated: Iterable[Transfer]) -> None:
+def check_share(graph: Graph, stated: Iterable[Transfer]) -> None:
     """Checks a rank's own graph, and its messages against a statement. Raises InternalError.
 
     stated: all messages that this rank sends or receives; those between two ranks in their order.
@@ -102,8 +102,8 @@ def check_share(own: Graph, stated: Iterable[Transfer]) -> None:
     end too. So each of them is posted. The other side of each of its messages has the same tag. It
     has ended or is one of them, so it is posted too. Then the exchange ends.
     """
-    check_graph(own)
-    built = _transfers(own)
+    check_graph(graph)
+    built = _transfers(graph)
     wanted: dict[tuple[int, ...], list[Transfer]] = defaultdict(list)
     for transfer in stated:
         wanted[transfer[:2]].append(transfer)
@@ -111,7 +111,7 @@ def check_share(own: Graph, stated: Iterable[Transfer]) -> None:
         for has, wants in zip_longest(built[ranks], wanted[ranks]):
             if has is None or has[0] != wants:
                 raise InternalError(
-                    f"rank {own.rank}: {_say(own, has[1]) if has else 'no task'} has "
+                    f"rank {graph.rank}: {_say(graph, has[1]) if has else 'no task'} has "
                     f"{has[0] if has else wants}; stated is {wants or 'no such message'}"
                 )
 
@@ -273,15 +273,15 @@ def _flows(graphs: Sequence[Graph]) -> dict[tuple[int, int], tuple[_Flow, _Flow]
     """The sends and the receives between each two of the given ranks, by (source, destination),
     both in program order.
     """
-    here = {graph.rank for graph in graphs}
+    ranks = {graph.rank for graph in graphs}
     flows: dict[tuple[int, int], tuple[_Flow, _Flow]] = defaultdict(lambda: ([], []))
     for graph in graphs:
         for task in graph.tasks:
             for i, m in enumerate(task.sends):
-                if m.peer in here:
+                if m.peer in ranks:
                     flows[graph.rank, m.peer][0].append((Endpoint(graph.rank, task.id, i), m))
             for i, m in enumerate(task.recvs):
-                if m.peer in here:
+                if m.peer in ranks:
                     flows[m.peer, graph.rank][1].append((Endpoint(graph.rank, task.id, i), m))
     return flows
 

@@ -316,14 +316,14 @@ class MpiControl:
 
     def notices(self) -> list[Notice]:
         """See `ControlGroup.notices`."""
-        found = []
+        arrived = []
         status = MPI.Status()
         while self._inbox and self._inbox.Test(status):  # there is none once closed
             kind, value, length = _NOTICE.unpack_from(self._box)
             text = self._box[_NOTICE.size : _NOTICE.size + length].decode(errors="replace")
-            found.append(Notice(status.Get_source(), NoticeKind(kind), value, text))
+            arrived.append(Notice(status.Get_source(), NoticeKind(kind), value, text))
             self._inbox.Start()
-        return found
+        return arrived
 
     def close(self) -> None:
         """See `ControlGroup.close`.

@@ -306,15 +306,15 @@ class _Sum(_Collective):
 
     def _begin(self, number: int) -> list[int] | None:
         others = [peer for peer in range(self._size) if peer != self._rank]
-        own = self._part_of[self._rank]
+        result = self._part_of[self._rank]
         if number == 2:
             return None
         if number == 1:
-            self._flat[own] = self._heard[0]
+            self._flat[result] = self._heard[0]
             for peer in range(1, self._size):
-                self._flat[own] += self._heard[peer]
+                self._flat[result] += self._heard[peer]
         for peer in others:
-            part = own if number else self._part_of[peer]
+            part = result if number else self._part_of[peer]
             self._send(peer, self._flat[part].tobytes())
         return others
 

@@ -99,15 +99,17 @@ def who_is_missing() -> str:
     """Words for a Stalled message: the ranks of this host that have ended, or that all are
     alive.
     """
-    here, expected = launched.ranks_here(), launched.num_local_ranks()
-    own = launched.rank()
-    if own is None or expected is None or own not in here:
+    running, expected = launched.ranks_here(), launched.num_local_ranks()
+    rank_here = launched.rank()
+    if rank_here is None or expected is None or rank_here not in running:
         return "Which rank is missing is not known here"
-    pids = ", ".join(f"rank {rank}: {pid}" for rank, pid in sorted(here.items()) if rank != own)
-    if len(here) < expected:
+    pids = ", ".join(
+        f"rank {rank}: {pid}" for rank, pid in sorted(running.items()) if rank != rank_here
+    )
+    if len(running) < expected:
         return (
-            f"{expected - len(here)} of this host's {expected} ranks have ended; still running: "
-            f"ranks {sorted(here)}. Every rank must call burst_rt.init, or none"
+            f"{expected - len(running)} of this host's {expected} ranks have ended; still running: "
+            f"ranks {sorted(running)}. Every rank must call burst_rt.init, or none"
         )
     return (
         f"All {expected} ranks of this host are alive; see what they are doing (py-spy dump --pid; "

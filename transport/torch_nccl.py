@@ -61,11 +61,11 @@ def make_group(store: Any, name: str, rank: int, size: int, device: torch.device
 
     store: of the ranks that have met. name: the same on every rank, and new for every group.
     """
-    own = PrefixStore(f"burst_rt/nccl/{name}", store)
+    prefixed = PrefixStore(f"burst_rt/nccl/{name}", store)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _TORCHS_OWN_DEADLINE
     group: NcclGroup = with_backend(
-        dist.ProcessGroupNCCL(own, rank, size, options), "NCCL", own, device
+        dist.ProcessGroupNCCL(prefixed, rank, size, options), "NCCL", prefixed, device
     )
     return group
 

@@ -51,11 +51,11 @@ def _digest(mask: Function, sizes: tuple[int, int, int, int], device: torch.devi
             f"{told(mask)} must say the same each time, got other answers about the same cells"
         )
     shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
-    some = [
+    indices = [
         x[:_TOGETHER].reshape(shape) for x, shape in zip((batch, head, q, kv), shapes, strict=True)
     ]
-    alone = [x.reshape(-1) for x in torch.broadcast_tensors(*some)]
-    together = ask(mask, *some).expand([_TOGETHER] * 4)
+    alone = [x.reshape(-1) for x in torch.broadcast_tensors(*indices)]
+    together = ask(mask, *indices).expand([_TOGETHER] * 4)
     singly = [bool(ask(mask, *(x[i] for x in (batch, head, q, kv)))) for i in range(_TOGETHER)]
     same = torch.equal(together.reshape(-1), ask(mask, *alone).expand(alone[0].shape))
     if not same or singly != answer[:_TOGETHER].tolist():

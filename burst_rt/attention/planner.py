@@ -266,9 +266,11 @@ class Planner:
     def _make(self, key: PlanKey) -> Plan:
         problem = key.problem
         choice = self._chooser.choose(problem, key.strategy, forward=key.forward)
-        own = choice.program.graph(self._rank, self._lanes)
+        graph = choice.program.graph(self._rank, self._lanes)
         tiles = tuple(
-            task.op.pieces for task in own.tasks if isinstance(task.op, (ForwardTile, BackwardTile))
+            task.op.pieces
+            for task in graph.tasks
+            if isinstance(task.op, (ForwardTile, BackwardTile))
         )
         work = Work(
             device=key.device, dtype=key.dtype, head_dim=problem.head_dim, mask=problem.mask,
@@ -276,23 +278,23 @@ class Planner:
             partials=key.partials, scores=problem.scores, v_head_dim=problem.v_head_dim,
         )  # fmt: skip
         picked = pick(work, choice.kernel or key.kernel)
-        schedule = Schedule.of(self.lowered(choice.program, own))
+        schedule = Schedule.of(self.lowered(choice.program, graph))
         return Plan(
-            rank=self._rank, picked=picked, program_graph=own, schedule=schedule,
+            rank=self._rank, picked=picked, program_graph=graph, schedule=schedule,
             key=key, choice=choice, work=work, hardware=self._chooser.hardware,
         )  # fmt: skip
 
-    def lowered(self, program: Graphs, own: Graph) -> Graph:
+    def lowered(self, program: Graphs, graph: Graph) -> Graph:
         """The lowered graph that the machine makes of `own`, this rank's graph of a program.
 
         Verifies a wiring that is new. Local. Raises InternalError.
         """
-        lowered = self._lower(own)
+        lowered = self._lower(graph)
         # By its hash: the wirings of large worlds are large.
-        wiring = hash((program.wiring, own.world_size))
+        wiring = hash((program.wiring, graph.world_size))
         if not self._verified.get(wiring):
-            check_share(own, program.messages(self._rank))
-            if lowered is not own:
+            check_share(graph, program.messages(self._rank))
+            if lowered is not graph:
                 check_graph(lowered)
             self._verified.put(wiring, True)
         return lowered

@@ -308,7 +308,7 @@ class BaseDriver:
         waiting = self._waiting_for()
         if waiting is None:
             raise InternalError("the driver was asked to wait with nothing under way")
-        task, limit_s, own = waiting
+        task, limit_s, is_local = waiting
         if self._options.flight is not None:
             self._options.flight.task(task.name)
         if self._control is not None:
@@ -316,13 +316,15 @@ class BaseDriver:
         lost = self._watch.lost(
             None if self._control is not None else {peer for _, peer in self._about.values()}
         )
-        if lost is None and self._options.one_of_several and not own:
+        if lost is None and self._options.one_of_several and not is_local:
             lost = self._gone_on(backoff)
         if lost:
             return _failed(task, lost)
         # The last sign of life of any rank counts as progress. It says nothing about this rank's
         # own device.
-        heard_s = 0.0 if own else max((when for when, _ in self._watch.alive.values()), default=0.0)
+        heard_s = (
+            0.0 if is_local else max((when for when, _ in self._watch.alive.values()), default=0.0)
+        )
         silent_s = time.perf_counter() - max(backoff.started_s, heard_s)
         return None if silent_s <= limit_s else _failed(task, self._stalled(task, silent_s))
 

@@ -165,15 +165,15 @@ class Watch:
         for peer in self._others():
             self.control.notify(peer, NoticeKind.LEFT, code, error)
 
-    def say_refuses(self, *, here: bool) -> None:
+    def say_refuses(self, *, meant: bool) -> None:
         """Tells every other rank that this rank cannot make its next call. Does not wait.
 
         The notice is a question, too: ranks that wait for this rank here answer, and so do ranks
         that cannot make a call either. Until `stop_refusing` this rank answers such questions when
-        it looks. here: whether this rank meant to make the call in this group.
+        it looks. meant: whether this rank meant to make the call in this group.
         """
         with self._refusing:
-            self.refusing, self._here = {}, here
+            self.refusing, self._here = {}, meant
         self._asked += 1
         for peer in self._others():
             self.control.notify(peer, NoticeKind.REFUSES, self._asked)
@@ -302,10 +302,10 @@ class SharedWatch(Watch):
         with self._lock:
             super().say_left(code, error)
 
-    def say_refuses(self, *, here: bool) -> None:
+    def say_refuses(self, *, meant: bool) -> None:
         """See `Watch.say_refuses`."""
         with self._lock:
-            super().say_refuses(here=here)
+            super().say_refuses(meant=meant)
 
     def stop_refusing(self) -> None:
         """See `Watch.stop_refusing`."""

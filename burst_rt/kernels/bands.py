@@ -300,7 +300,7 @@ def _strips(qkv: QKV, band: KernelCall) -> Iterator[_Strips]:
         (batches, whole, length, (whole - batches) // length),
         (whole, num_rows, num_rows - whole, 1),
     )
-    for batch_row, kv_head, (first, stop, some, many) in product(
+    for batch_row, kv_head, (first, stop, strip_len, many) in product(
         range(batch), range(num_kv_heads), runs
     ):
         if first < stop:
@@ -310,8 +310,8 @@ def _strips(qkv: QKV, band: KernelCall) -> Iterator[_Strips]:
                 columns=slice(band.columns.start + first, band.columns.start + stop + seen - 1),
                 kv_head=kv_head,
                 group=group,
-                length=some,
-                width=some + seen - 1,
+                length=strip_len,
+                width=strip_len + seen - 1,
                 at_once=many,
             )
 

@@ -434,9 +434,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def some_of(runs: tuple[range, ...], rows: slice) -> list[range]:
     """Some of the positions, counted through all runs. Runs without any of them are left out."""
-    found, first = [], 0
+    groups, first = [], 0
     for run in runs:
         part = run[max(rows.start - first, 0) : max(rows.stop - first, 0)]
-        found += [part] if part else []
+        groups += [part] if part else []
         first += len(run)
-    return found
+    return groups

@@ -147,13 +147,13 @@ def decode_plainly(
     """See `Kernel.decode`. By matrix products, in the type of the sums, on any device."""
     (batch, q_len, heads, _), kv_heads, work = q.shape, k.shape[2], into.lse.dtype
     into.start()
-    found = [hull for hull in seen.hulls if hull != (0, 0)]
-    if not found:
+    hulls = [hull for hull in seen.hulls if hull != (0, 0)]
+    if not hulls:
         return
     group, rows, sums = heads // kv_heads, folded(q, kv_heads, work), into.grouped(kv_heads)
     channels = k.shape[3] + v.shape[3]
     column_bytes = batch * (kv_heads * channels + 2 * heads * q_len) * work.itemsize
-    first, last = min(a for a, _ in found), max(b for _, b in found)
+    first, last = min(a for a, _ in hulls), max(b for _, b in hulls)
     for columns in parts_of_columns(first, last, column_bytes):
         length = len(columns)
         keys, values = (x[:, columns.start : columns.stop].to(work).transpose(1, 2) for x in (k, v))

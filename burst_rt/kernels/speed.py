@@ -205,14 +205,14 @@ def _out_of_memory(figure: float | str) -> bool:
     return isinstance(figure, str) and figure.startswith("OutOfMemoryError")
 
 
-def _are_times(names: Sequence[str], found: object) -> bool:
+def _are_times(names: Sequence[str], remembered: object) -> bool:
     """Whether these are the kernels' seconds, or why there are none."""
     return (
-        isinstance(found, dict)
-        and found.keys() == set(names)
+        isinstance(remembered, dict)
+        and remembered.keys() == set(names)
         and all(
             isinstance(x, str) or (isinstance(x, float) and 0 < x < math.inf)
-            for x in found.values()
+            for x in remembered.values()
         )
     )
 
@@ -226,22 +226,22 @@ def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | st
         problem = TileProblem(work, alone=work.ring_size == 1)
     except torch.OutOfMemoryError as error:
         return {kernel.name: told(error) for kernel in candidates}
-    found: dict[str, float | str] = {}
+    results: dict[str, float | str] = {}
     times: dict[str, list[float]] = {kernel.name: [] for kernel in candidates}
     for i in range(_ROUNDS[work.device.type] + 1):
         for kernel in candidates:
-            if kernel.name in found:
+            if kernel.name in results:
                 continue
             try:
                 took_s = _took_s(work.device, partial(problem.run, kernel))
             except failures() as error:
                 # A kernel that fails is not taken, and `explain` says so.
-                found[kernel.name] = told(error)
+                results[kernel.name] = told(error)
                 continue
             if i:  # the first round compiles
                 times[kernel.name].append(took_s)
-    return found | {
-        name: statistics.median(seen) for name, seen in times.items() if name not in found
+    return results | {
+        name: statistics.median(seen) for name, seen in times.items() if name not in results
     }
 
 

@@ -85,18 +85,18 @@ def load_of(mask: Mask, q_len: int, kv_len: int) -> Load:
             apart = None
     rows, before, after = (np.zeros(q_len, np.int64) for _ in range(3))
     edges = np.zeros(kv_len + 1, np.int64)
-    start, some = 0, 1
+    start, num_rows = 0, 1
     while start < q_len:
-        at = slice(start, min(start + some, q_len))
+        at = slice(start, min(start + num_rows, q_len))
         position = np.arange(at.start, at.stop) + kv_len - q_len
         if apart is None:
             spans = mask.outline(position)
-            found = _look(spans, position, edges)
+            loads = _look(spans, position, edges)
         else:
             spans = apart[1].outline(position)
-            found = _look_by_label(apart[0], spans, position, edges)
-        rows[at], before[at], after[at] = found
-        start, some = at.stop, max(1, _SPANS // (len(spans.starts) * spans.width))
+            loads = _look_by_label(apart[0], spans, position, edges)
+        rows[at], before[at], after[at] = loads
+        start, num_rows = at.stop, max(1, _SPANS // (len(spans.starts) * spans.width))
     before[1:] += after[:-1]
     return Load(rows, np.cumsum(edges)[:-1], before)
 
@@ -131,16 +131,14 @@ def _look_by_label(
     _, shown, label = np.unique(labelled.labels(position), return_index=True, return_inverse=True)
     by_label = labelled.spans(position[shown])
     origins, origin = (x[:, None] * (end + 1) for x in (np.arange(len(shown)), label))
-    here, past = (np.clip(x, 0, end)[:, None] + origin for x in (position, position + 1))
-    found = [np.zeros(len(position), np.int64) for _ in range(3)]
+    at, past = (np.clip(x, 0, end)[:, None] + origin for x in (position, position + 1))
+    loads = [np.zeros(len(position), np.int64) for _ in range(3)]
     for row in range(max(len(by_label.starts), len(others.starts))):
         starts, stops = (np.clip(bound[0], 0, end) + origins for bound in by_label.row(row))
         starts, stops = starts[starts < stops], stops[starts < stops]
         first, last = (np.clip(bound[0], 0, end) + origin for bound in others.row(row))
         seen = _counter(starts, stops)
-        for total, (low, high) in zip(
-            found, _before_and_after(first, last, here, past), strict=True
-        ):
+        for total, (low, high) in zip(loads, _before_and_after(first, last, at, past), strict=True):
             total += (seen(high) - seen(low)).sum(1)
         # For one label, the number of queries that see a key is a product: whether the label shows
         # the key, times how many of the label's queries look there. It changes where the second
@@ -152,15 +150,15 @@ def _look_by_label(
         for sign, bound in ((1, starts), (-1, stops)):
             begun, ended = (np.searchsorted(x, bound - 1, "right") for x in (begins, ends))
             np.add.at(edges, bound % (end + 1), sign * (begun - ended))
-    return found
+    return loads
 
 
 def _before_and_after(
-    first: Positions, last: Positions, here: Positions, past: Positions
+    first: Positions, last: Positions, at: Positions, past: Positions
 ) -> Iterator[tuple[Positions, Positions]]:
     """The keys from `first` to `last`: all, those before `here`, and those from `past` on."""
     yield first, last
-    yield np.minimum(first, here), np.minimum(last, here)
+    yield np.minimum(first, at), np.minimum(last, at)
     yield np.maximum(first, past), np.maximum(last, past)
 
 
@@ -269,14 +267,14 @@ def _prices(torn: Positions, runs: list[range], step: int) -> Positions:
 
 def parts_of(runs: Sequence[range], *stretches: tuple[int, int]) -> list[range]:
     """The runs of stretches (start, stop) of a line of runs; runs that touch are joined."""
-    found: list[range] = []
+    parts: list[range] = []
     for start, stop in stretches:
         first = 0
         for run in runs:
             part = run[max(start - first, 0) : max(stop - first, 0)]
             first += len(run)
-            if part and found and found[-1].stop == part.start:
-                part = range(found.pop().start, part.stop)
+            if part and parts and parts[-1].stop == part.start:
+                part = range(parts.pop().start, part.stop)
             if part:
-                found.append(part)
-    return found
+                parts.append(part)
+    return parts

@@ -51,12 +51,12 @@ def evenness_in_words(programs: Sequence[Program]) -> str:
     about = f"layout {q_layout.kind}: largest rank over mean: "
 
     def numbers(q_layout: Layout, kv_layout: Layout) -> str:
-        found = [evenness(program, q_layout, kv_layout) for program in programs]
+        by_program = [evenness(program, q_layout, kv_layout) for program in programs]
         words = (
             f"{even.cells:.2f} {'forward' if program.forward else 'backward'}"
-            for program, even in zip(programs, found, strict=True)
+            for program, even in zip(programs, by_program, strict=True)
         )
-        return f"tokens {found[0].tokens:.2f}, cells {', '.join(words)}"
+        return f"tokens {by_program[0].tokens:.2f}, cells {', '.join(words)}"
 
     def other(kind: str) -> str:
         mask = problem.mask if kind == BALANCED else None

@@ -42,13 +42,13 @@ def meeting(spans: Spans, row: Positions, start: Positions, stop: Positions) -> 
     starts, stops = ((np.minimum(x[0], far - 1) + axis)[there] for x in spans)
     first = np.searchsorted(stops, start + row * far, side="right")
     last = np.searchsorted(starts, stop + row * far)
-    found = []
+    parts = []
     for number, at in _pairs(first, np.where(start < stop, last, first)):
         begin = np.maximum(starts[at] - row[number] * far, start[number])
-        found.append((number, begin, np.minimum(stops[at] - row[number] * far, stop[number])))
-    if not found:
+        parts.append((number, begin, np.minimum(stops[at] - row[number] * far, stop[number])))
+    if not parts:
         return Intervals(*(np.zeros(0, np.int64) for _ in range(3)))
-    return Intervals(*map(np.concatenate, zip(*found, strict=True)))
+    return Intervals(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 class Order:
@@ -116,17 +116,17 @@ class Order:
                 met[q_run[number], place] = True
             return
         places = len(self.parts) + 1
-        for some in slices(len(met), places):
-            a, b = np.searchsorted(q_run, (some.start, some.stop))
+        for group in slices(len(met), places):
+            a, b = np.searchsorted(q_run, (group.start, group.stop))
             if a == b:
                 continue
-            num_runs = q_run[b - 1] + 1 - some.start
-            at = (q_run[a:b] - some.start) * places
+            num_runs = q_run[b - 1] + 1 - group.start
+            at = (q_run[a:b] - group.start) * places
             bounds = np.stack(apart(at + first[a:b], at + last[a:b]), -1).ravel()
             # Up to the first bound nothing is met, then everything up to the next, and so on.
             lengths = np.diff(bounds, prepend=0, append=num_runs * places)
             meets = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
-            met[some.start : some.start + num_runs] |= meets.reshape(-1, places)[:, :-1]
+            met[group.start : group.start + num_runs] |= meets.reshape(-1, places)[:, :-1]
 
 
 def _pairs(first: Positions, last: Positions) -> Iterator[tuple[Positions, Positions]]:

@@ -158,12 +158,12 @@ def _zigzag(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
     Causal work is then equal on all ranks.
     """
     lengths = list(map(len, _cut(range(seq_len), world_size)))
-    own, front = lengths[rank], sum(length // 2 for length in lengths[:rank])
+    num_tokens, front = lengths[rank], sum(length // 2 for length in lengths[:rank])
     behind = sum(lengths[:rank]) - front  # tokens of the ranks before, from the back
-    half = own // 2
+    half = num_tokens // 2
     return (
         range(front, front + half),
-        range(seq_len - behind - (own - half), seq_len - behind),
+        range(seq_len - behind - (num_tokens - half), seq_len - behind),
     )
 
 

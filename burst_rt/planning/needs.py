@@ -120,14 +120,14 @@ def _seen(mask: Mask, q: Side, end: int) -> Iterator[Intervals]:
         return
     sampled = q.part_start[:: max(1, len(q.part_start) // _SAMPLED_ROWS)]
     width = mask.batch * mask.spans(sampled).width * ROWS_TOGETHER
-    for some in slices(len(q.part_len), width):
-        part, places = q.places(some)
+    for group_slice in slices(len(q.part_len), width):
+        part, places = q.places(group_slice)
         begins = np.diff(part, prepend=-1).astype(bool) | mask.changes(places)
         firsts = np.flatnonzero(begins)
         spans = mask.seen_together(places, firsts, end)
         group, number = np.nonzero(spans.starts[0] < spans.stops[0])
         bounds = (x[0, group, number] for x in spans)
-        yield Intervals(some.start + part[firsts][group], *bounds)
+        yield Intervals(group_slice.start + part[firsts][group], *bounds)
 
 
 class _Marks(NamedTuple):

@@ -30,7 +30,7 @@ class Side:
     """All blocks of a side, in parts, which are numbered block by block in local order."""
 
     def __init__(self, blocks: Sequence[Sequence[Block]]) -> None:
-        some = ROWS_TOGETHER
+        rows_together = ROWS_TOGETHER
         flat = [block for own in blocks for block in own]
         num_runs = [len(block) for block in flat]
         self.num_ranks, self.blocks_per_rank = len(blocks), len(blocks[0])
@@ -50,20 +50,20 @@ class Side:
         # Where each run begins in its block.
         block_at = np.cumsum(self.run_len) - self.run_len - np.repeat(block_start, num_runs)
         # Groups are numbered so that one number is left out between two blocks.
-        groups = -(-self.block_len // some) + 1
+        groups = -(-self.block_len // rows_together) + 1
         self._first_group = np.cumsum(groups) - groups
         self._num_groups = int(groups.sum())
         # Parts.
-        first = block_at // some
-        last = (block_at + self.run_len - 1) // some
+        first = block_at // rows_together
+        last = (block_at + self.run_len - 1) // rows_together
         count = np.where(self.run_len > 0, last + 1 - first, 0)
         self.run_part = np.cumsum(count) - count  # the first part of each run
         self.part_run = np.repeat(np.arange(len(self.runs)), count)
         of_run, at = self.part_run, block_at[self.part_run]
         group = first[of_run] + np.arange(len(of_run)) - self.run_part[of_run]
         self._part_group = self._first_group[block_of[of_run]] + group
-        row = np.maximum(group * some - at, 0)  # counted from the start of the run
-        self.part_len = np.minimum((group + 1) * some - at, self.run_len[of_run]) - row
+        row = np.maximum(group * rows_together - at, 0)  # counted from the start of the run
+        self.part_len = np.minimum((group + 1) * rows_together - at, self.run_len[of_run]) - row
         self.part_step = run_step[of_run]
         self.part_start = run_start[of_run] + self.part_step * row
 
@@ -78,11 +78,11 @@ class Side:
 
     def of_runs(self, parts: Flags) -> Flags:
         """`[n, parts]` to `[n, runs]`: whether any part of a run is marked."""
-        found = np.zeros((len(parts), len(self.runs)), bool)
+        in_runs = np.zeros((len(parts), len(self.runs)), bool)
         there = np.flatnonzero(self.run_len)
         if len(there):
-            found[:, there] = np.logical_or.reduceat(parts, self.run_part[there], axis=1)
-        return found
+            in_runs[:, there] = np.logical_or.reduceat(parts, self.run_part[there], axis=1)
+        return in_runs
 
     def rows(self, parts: Flags, *, whole: bool = False) -> Needed:
         """The rows of the groups of which any part is marked for a rank; parts: `[ranks, parts]`.

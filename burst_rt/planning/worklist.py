@@ -100,18 +100,18 @@ def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]
 
 def bounds_of(spans: Spans) -> Integers:
     """`ColumnSpans.bounds` of spans of columns: the empty ones go."""
-    there = spans.starts < spans.stops
-    batch, rows, _ = there.shape
-    most = int(there.sum(-1).max(initial=0))
+    filled = spans.starts < spans.stops
+    batch, rows, _ = filled.shape
+    most = int(filled.sum(-1).max(initial=0))
     width = most if most > MOST_VECTORS else 1 << (max(1, most) - 1).bit_length()
     bounds = np.zeros((batch, 2, width, rows), np.int32)
-    if (there[..., 1:] <= there[..., :-1]).all():  # the empty ones come last already
+    if (filled[..., 1:] <= filled[..., :-1]).all():  # the empty ones come last already
         for side, bound in enumerate(spans):
             into = bounds[:, side, :most].transpose(0, 2, 1)
-            np.copyto(into, bound[..., :most], where=there[..., :most], casting="same_kind")
+            np.copyto(into, bound[..., :most], where=filled[..., :most], casting="same_kind")
         return bounds
-    row = np.nonzero(there)
-    place = (np.cumsum(there, axis=-1) - 1)[row]
+    row = np.nonzero(filled)
+    place = (np.cumsum(filled, axis=-1) - 1)[row]
     for side, bound in enumerate(spans):
         bounds[row[0], side, place, row[1]] = bound[row]
     return bounds
@@ -135,12 +135,12 @@ def _compressed(bounds: Integers) -> Integers:
         fresh[:, 1:] |= bound[:, 1:] != bound[:, :-1]
     row = np.nonzero(fresh)
     lists = bounds[row[0], :, :, row[1]].transpose(0, 2, 1)  # [lists, width, 2]
-    there = lists[..., 0] < lists[..., 1]
-    last = np.cumsum(there.sum(-1))
+    filled = lists[..., 0] < lists[..., 1]
+    last = np.cumsum(filled.sum(-1))
     ends = np.stack([np.concatenate([[0], last[:-1]]), last], -1)
     own = ends[np.cumsum(fresh.reshape(-1)) - 1].reshape(batch, rows, 2)
     own += rows * (batch - np.arange(batch))[:, None, None]
-    return np.concatenate([own.reshape(-1, 2), lists[there]]).astype(np.int32)
+    return np.concatenate([own.reshape(-1, 2), lists[filled]]).astype(np.int32)
 
 
 def work_list(
@@ -190,7 +190,7 @@ def _blocks(
     """0, _FULL or _PARTIAL, by block: int8 `[batch or 1, blocks of rows, blocks of columns]`."""
     batch, _, _, num_rows = spans.bounds.shape
     across, down = -(-spans.num_columns // block_columns), -(-num_rows // block_rows)
-    found = np.empty((batch, down, across), np.int8)
+    kinds = np.empty((batch, down, across), np.int8)
     for row, first, last in _parts(batch, down, across):
         bounds = spans.bounds[row, :, :, first * block_rows : last * block_rows]
         # The lines one after the other; the last place of each is behind its blocks.
@@ -204,8 +204,8 @@ def _blocks(
         in_line = np.minimum(num_rows - (first + place // width) * block_rows, block_rows)
         kind = np.where(count >= in_line * _COVERED, _FULL, (count > 0) * _PARTIAL)
         table = np.repeat(np.append(np.int8(0), kind), np.diff(place, prepend=0, append=places))
-        found[row, first:last] = table.reshape(-1, width)[:, :across]
-    return found
+        kinds[row, first:last] = table.reshape(-1, width)[:, :across]
+    return kinds
 
 
 def _parts(batch: int, down: int, across: int) -> Iterator[tuple[int, int, int]]:
@@ -261,8 +261,8 @@ def _runs(blocks: np.ndarray[Any, np.dtype[np.int8]]) -> tuple[Any, Any, Any]:
     flat[1:].reshape(lines, width + 1)[:, :width] = blocks
     places = np.flatnonzero(flat[1:] != flat[:-1])
     kind = flat[1:][places]
-    there = np.flatnonzero(kind)
+    at = np.flatnonzero(kind)
     # Every entry that is not 0 has a next place: the 0 behind the line, at the latest.
-    line, first = np.divmod(places[there], width + 1)
-    ends = places[there + 1] - line * (width + 1)
-    return line, np.stack([first, ends], -1), kind[there]
+    line, first = np.divmod(places[at], width + 1)
+    ends = places[at + 1] - line * (width + 1)
+    return line, np.stack([first, ends], -1), kind[at]

@@ -34,7 +34,7 @@ def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoRe
         meant.refuse(call, error)
     try:
         for member in shared:
-            member.watch.say_refuses(here=member is meant)
+            member.watch.say_refuses(meant=member is meant)
         backoff = Backoff()
         while backoff.elapsed_s() < meant.timeout_s:
             _look(shared)

@@ -66,11 +66,11 @@ class Dealt:
         rank 1.
         """
         turns, rest = divmod(length, self.block * self.world_size)
-        own = rest - rank * self.block
-        if isinstance(own, int):
+        remainder = rest - rank * self.block
+        if isinstance(remainder, int):
             # numpy takes twenty times as long for one number, and a decode asks for some.
-            return turns * self.block + min(max(own, 0), self.block)
-        return turns * self.block + np.clip(own, 0, self.block)
+            return turns * self.block + min(max(remainder, 0), self.block)
+        return turns * self.block + np.clip(remainder, 0, self.block)
 
     def position(self, column: Positions, rank: int | Positions) -> Positions:
         """The position at a column of a rank."""
@@ -125,14 +125,14 @@ class BatchRows:
         places: `[rows, queries]`, below 0 for none. structure: what a query sees of a whole
         sequence, without regard to padding.
         """
-        found = []
+        rows = []
         for number, at in enumerate(places):
             there = (at >= self.padding[number]) & (at < self.after[number])
             row = structure.spans(np.where(there, at, 0))
             first, last = self.padding[number], self.after[number]
             own = one_span(np.where(there, first, END), np.where(there, last, END), like=at)
-            found.append(intersect(row, own))
-        return beside(found, axis=0)
+            rows.append(intersect(row, own))
+        return beside(rows, axis=0)
 
 
 def _step_of(length: int) -> int:
@@ -202,8 +202,8 @@ class Cached(Mask):
 
     def spans(self, q: Positions) -> Spans:
         """One span for each rank and span of the structure."""
-        found = self.rows.spans(self.structure, self._places(q))
-        return _numbered(found, self.dealt, self._firsts(queries=False))
+        rows = self.rows.spans(self.structure, self._places(q))
+        return _numbered(rows, self.dealt, self._firsts(queries=False))
 
     def columns(self, q: range, kv: range) -> Spans:
         """By the spans of the ranks that the columns are of."""
@@ -225,12 +225,12 @@ class Cached(Mask):
         rank = np.searchsorted(firsts, index, side="right") - 1
         # Ranks without queries begin where the next rank does.
         rank = np.clip(rank, 0, self.dealt.world_size - 1)
-        found = []
+        by_row = []
         for before, after in zip(self.rows.before, self.rows.after, strict=True):
             first = self.dealt.count(np.full_like(index, before), rank)
             position = self.dealt.position(first + index - firsts[rank], rank)
-            found.append(np.where(position < after, position, -1))
-        return np.stack(found)
+            by_row.append(np.where(position < after, position, -1))
+        return np.stack(by_row)
 
     def _firsts(self, *, queries: bool) -> list[int]:
         """The number of each rank's first query, or column."""
@@ -255,9 +255,9 @@ class _Sent(Mask):
             np.where(starts < stops, stops, 0).max((0, 1), keepdims=True).clip(0, self.room),
         )
         rows = BatchRows((0,), (self.room,), (0,), self.room)
-        found = _numbered(hull, self.dealt, _firsts(_layout(self.dealt, rows, False)))
-        shape = (1, len(q), found.width)
-        return Spans(*(np.broadcast_to(bound, shape) for bound in found))
+        numbers = _numbered(hull, self.dealt, _firsts(_layout(self.dealt, rows, False)))
+        shape = (1, len(q), numbers.width)
+        return Spans(*(np.broadcast_to(bound, shape) for bound in numbers))
 
 
 def _numbered(spans: Spans, dealt: Dealt, firsts: Sequence[int]) -> Spans:
@@ -287,12 +287,12 @@ def _layout(dealt: Dealt, rows: BatchRows, queries: bool) -> Layout:
     count = rows.queries if queries else rows.columns
     runs, first = [], 0
     for rank in range(dealt.world_size):
-        own = count(dealt, rank)
+        length = count(dealt, rank)
         # A shard travels as two blocks; nothing travels in a world of one.
-        ends = [0, own] if dealt.world_size == 1 else [0, _half(own), own]
+        ends = [0, length] if dealt.world_size == 1 else [0, _half(length), length]
         runs.append(tuple(range(first + a, first + b) for a, b in pairwise(ends)))
-        first += own
-    lengths = "/".join(str(sum(map(len, own))) for own in runs)
+        first += length
+    lengths = "/".join(str(sum(map(len, of_rank))) for of_rank in runs)
     return Layout("cache", first, dealt.world_size, tuple(runs), lengths)
 
 

@@ -132,13 +132,13 @@ class DecodeRun(SlotRun):
     def _views(self, dtype: torch.dtype) -> _Blocks:
         """The blocks of this run. Made once for a set of slots."""
         part = self._plan.slots[0].id
-        found: _Blocks | None = self.slots.views.get((part, self._rank))
-        if found is None:
+        blocks: _Blocks | None = self.slots.views.get((part, self._rank))
+        if blocks is None:
             # A later call outside inference mode could not write to tensors made inside it.
             with torch.inference_mode(False):
-                found = self._new_blocks(part, sum_dtype(dtype))
-            self.slots.views[part, self._rank] = found
-        return found
+                blocks = self._new_blocks(part, sum_dtype(dtype))
+            self.slots.views[part, self._rank] = blocks
+        return blocks
 
     def _new_blocks(self, part: int, wide: torch.dtype) -> _Blocks:
         world, own = self._program.world_size, self.storage[part]

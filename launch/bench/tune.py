@@ -95,14 +95,14 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
 
 def paste(kind: str, arch: int, head_dim: int, trials: Sequence[Trial], best: Trial) -> str:
     """The line for configs.py."""
-    own, found = trials[0], best.config
+    default, fastest = trials[0], best.config
     was = (
-        f"; {own.config!r} took {1e3 * own.seconds:.3f}"
-        if own.seconds is not None and own is not best
+        f"; {default.config!r} took {1e3 * default.seconds:.3f}"
+        if default.seconds is not None and default is not best
         else ""
     )
     return (
-        f'("{kind}", {arch}), head sizes up to {head_dim}: {found!r}  # '
+        f'("{kind}", {arch}), head sizes up to {head_dim}: {fastest!r}  # '
         f"{1e3 * (best.seconds or 0.0):.3f} ms{was}"
     )
 

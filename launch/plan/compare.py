@@ -143,13 +143,13 @@ class Answer:
         strategy to use instead.
         """
         yield _NOT_OURS.format(taken)
-        own = next((f for f in self.found if f.strategy not in TENSOR_PARALLEL), None)
-        if own is None or own.time_s is None:
+        fastest = next((f for f in self.found if f.strategy not in TENSOR_PARALLEL), None)
+        if fastest is None or fastest.time_s is None:
             yield "None of its own strategies fits here."
         else:
             yield (
-                f"Of its own strategies {own.strategy} is the fastest, and takes "
-                f"{own.time_s / time_s:.2f} times as long."
+                f"The fastest of its own strategies is {fastest.strategy}, which takes "
+                f"{fastest.time_s / time_s:.2f} times as long."
             )
 
     def _of_memory(self, best: ModelForecast) -> Iterator[str]:
@@ -171,17 +171,17 @@ def compare(
     """Forecasts the strategies. The answer names the strategies that cannot use these ranks, with
     the reason.
     """
-    found: list[ModelForecast] = []
+    forecasts: list[ModelForecast] = []
     refused: dict[str, str] = {}
     for strategy in strategies:
         try:
-            found.append(forecast_model(question, strategy, world_size, hardware))
+            forecasts.append(forecast_model(question, strategy, world_size, hardware))
         except InputError as error:
             refused[strategy] = error.message.removeprefix(f"{strategy}: ")
     # Among the strategies that do not fit, the one that lacks least memory comes first.
-    found.sort(key=lambda f: (f.out_of_memory, f.time_s or f.memory_bytes, f.sent_bytes))
-    best = found[0] if found and not found[0].out_of_memory else None
-    return Answer(question, hardware, world_size, found, refused, best)
+    forecasts.sort(key=lambda f: (f.out_of_memory, f.time_s or f.memory_bytes, f.sent_bytes))
+    best = forecasts[0] if forecasts and not forecasts[0].out_of_memory else None
+    return Answer(question, hardware, world_size, forecasts, refused, best)
 
 
 def best_worlds(answers: Sequence[Answer]) -> Iterator[str]:
@@ -199,13 +199,13 @@ def best_worlds(answers: Sequence[Answer]) -> Iterator[str]:
     yield f"{_ranks(cheap.world_size)}: the least ranks x s, which is the time of all devices."
 
 
-def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
+def _alike(forecasts: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
     """Groups of strategies whose forecasts are the same, in the order in which they come.
 
     Two levels on one node, for example, are a plain ring.
     """
     alike: dict[ModelForecast, list[ModelForecast]] = {}
-    for f in found:
+    for f in forecasts:
         alike.setdefault(replace(f, strategy=""), []).append(f)
     return list(alike.values())
 

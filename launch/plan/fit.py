@@ -118,9 +118,9 @@ def _fit(
     for count in range(1, columns.shape[1] + 1):
         for chosen in combinations(range(columns.shape[1]), count):
             part = list(chosen)
-            found, *_ = np.linalg.lstsq(relative[:, part] / scale[part], weight, rcond=None)
-            error = float(((relative[:, part] / scale[part] @ found - weight) ** 2).sum())
-            if (found >= 0).all() and error < best_error * (1 - 1e-9) - rounding:
+            solution, *_ = np.linalg.lstsq(relative[:, part] / scale[part], weight, rcond=None)
+            error = float(((relative[:, part] / scale[part] @ solution - weight) ** 2).sum())
+            if (solution >= 0).all() and error < best_error * (1 - 1e-9) - rounding:
                 best, best_error = np.zeros(columns.shape[1]), error
-                best[part] = found / scale[part]
+                best[part] = solution / scale[part]
     return [float(value) for value in best]

@@ -116,12 +116,12 @@ class LayerGraph:
         self._product(half, "in", reads=[dwide], writes=[dnormed])
         self._reduce(dnormed)
         self._product(half, "in", reads=[dwide, *whole], accumulates=[grads])
-        own, count = [self._own(dnormed), self._own(dout)], 4 * self.own_rows * self.shape.dim
+        reads, count = [self._own(dnormed), self._own(dout)], 4 * self.own_rows * self.shape.dim
         self._element(
             f"{half} norm back",
             "norm",
             count,
-            reads=own,
+            reads=reads,
             writes=[self._own(dx)],
             accumulates=[norm_grad],
         )
@@ -250,11 +250,11 @@ class _Inserted:
         for part in self.graph.parts:
             sizes[part.buffer].append(part.size_bytes)
         # "Core attention" is what Megatron calls it without its projections.
-        here = {
+        buffers = {
             name: g.buffer(f"core {name}", parts=len(each), size_bytes=each)
             for name, each in sizes.items()
         }
-        self.parts = [here[part.buffer][part.index] for part in self.graph.parts]
+        self.parts = [buffers[part.buffer][part.index] for part in self.graph.parts]
         self.bound = [self.parts[part.id] for part in self.graph.parts if part.initialised]
 
     def insert(self, agreed: Buffer) -> None:

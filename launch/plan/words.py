@@ -56,13 +56,13 @@ def parse_tokens(text: str, option: str = "--seq", least: int = 1) -> int:
 
     Raises InputError that names the option.
     """
-    found = re.fullmatch(r"(\d{1,15})([KM]?)", text.strip().upper())
-    if found is None or int(found[1]) < least:
+    match = re.fullmatch(r"(\d{1,15})([KM]?)", text.strip().upper())
+    if match is None or int(match[1]) < least:
         raise InputError(
             f"{option}: expected a number of tokens such as 131072, 128K or 1M, at least {least}, "
             f"got {text[:40]!r}"
         )
-    return int(found[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[found[2]]
+    return int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]
 
 
 def _window(text: str) -> Mask:

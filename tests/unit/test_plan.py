@@ -476,7 +476,7 @@ def test_tensor_parallelism_is_said_to_be_no_strategy_of_burst_attention() -> No
     assert said["take"] == "tensor-parallel+sequence"
     assert "burst_attention has no tensor-parallel+sequence" in said["why"]
     own = next(row["strategy"] for row in said["strategies"] if "tensor" not in row["strategy"])
-    assert f"Of its own strategies {own} is the fastest" in said["why"]
+    assert f"The fastest of its own strategies is {own}, which takes" in said["why"]
     words = "plan --hardware h100-sxm --world 4,8 --seq 4K"
     printed = CliRunner().invoke(cli, words.split()).stdout.splitlines()
     assert "burst_attention has no tensor-parallel+sequence: it is Megatron-LM's." in printed

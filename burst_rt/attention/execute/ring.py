@@ -230,11 +230,11 @@ class Run(SlotRun):
 
         A bound tensor is returned as it is, a slot with the shape of the block that is in it.
         """
-        found = {}
+        sums = {}
         for role, part in tensors:
             bound = self.tensors.get(part)
-            found[role] = self._view(role, part, op.owner, op.block) if bound is None else bound
-        return found
+            sums[role] = self._view(role, part, op.owner, op.block) if bound is None else bound
+        return sums
 
     def reads(self, op: TileOperation) -> dict[Role, torch.Tensor]:
         """The tensors that a tile reads."""
@@ -242,12 +242,12 @@ class Run(SlotRun):
 
     def sums_at(self, op: TileOperation) -> dict[Role, torch.Tensor]:
         """The sums that a tile adds to. With `starts_sums`, travelling sums are zeroed first."""
-        found = self.at(op.adds, op)
+        sums = self.at(op.adds, op)
         if op.starts_sums:
             for role, part in op.adds:
                 if part not in self.tensors:
-                    found[role].zero_()
-        return found
+                    sums[role].zero_()
+        return sums
 
     def _view(self, role: Role, part: int, owner: int, block: int) -> torch.Tensor:
         view = self.slots.views.get((part, owner))
@@ -337,14 +337,14 @@ class QueriesForwardRun(ForwardRun):
             state.m.div_(scale)
 
     def _merge(self, op: Merge) -> None:
-        own = self.states[op.block]
+        state = self.states[op.block]
         arrived = _state(
             {role: self._view(role, part, self.rank, op.block) for role, part in op.arrived}
         )
         for start, stop in op.rows:
             rows = slice(start, stop)
             acc, m, l = arrived.at(rows)  # noqa: E741
-            fold(acc, m, own, rows, weight=l)
+            fold(acc, m, state, rows, weight=l)
 
     def _finish(self, _: Finish) -> None:
         for state in self.states:
@@ -418,13 +418,13 @@ class BackwardRun(Run):
     def delta(self, start: int, stop: int, rows: torch.Tensor) -> None:
         """Writes lse and delta of queries `start` to `stop` of this rank into `rows`."""
         out, lse, dout, dlse = self._results
-        some = Results(
+        results = Results(
             out[:, start:stop],
             lse[:, :, start:stop],
             dout[:, start:stop],
             None if dlse is None else dlse[:, :, start:stop],
         )
-        self.kernel.delta(some, rows)
+        self.kernel.delta(results, rows)
         if self.dsinks is not None:
             assert self._sinks is not None
             # The sink is a key of probability exp(sink - lse) and of value 0: the gradient of its

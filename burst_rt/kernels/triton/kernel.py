@@ -301,11 +301,11 @@ def _cuts_of(
     """
     config = _config_of(kind, device, head_dim, dtype)
     arch = None if device.type == "cpu" else _arch(device)
-    own, other = (
+    default, other = (
         default_config(kind, arch, head_dim, dtype.itemsize, several=several)
         for several in (False, True)
     )
-    several = config if other == own else other._replace(loads=config.loads)
+    several = config if other == default else other._replace(loads=config.loads)
     return CutOfTile(config.blocks, kind == "dkdv", several.blocks), config, several
 
 

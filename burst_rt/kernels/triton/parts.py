@@ -124,16 +124,16 @@ def parts_of(qkv: QKV, tile: Tile) -> Iterator[TileSlice]:
             seen = asked.visible(every, every.rows, columns, qkv.q[:, :, heads])
             assert seen is not None
             cells = seen[(None,) * (4 - seen.ndim)].expand(batch, -1, -1, -1)
-            here = tile._replace(
+            head_tile = tile._replace(
                 kv_positions=tuple(some_of(tile.kv_positions, columns)),
                 first=tile.first and columns is sides[0],
                 last=tile.last and columns is sides[-1],
                 score_options=tile.score_options.of_heads(heads),
             )
             if cells.shape[1] == 1:
-                yield TileSlice(heads, kv_heads, columns, here, cells[:, 0])
+                yield TileSlice(heads, kv_heads, columns, head_tile, cells[:, 0])
                 continue
             for number, head in enumerate(range(heads.start, heads.stop)):
                 own = slice(head, head + 1), slice(head // group, head // group + 1)
-                alone = here._replace(score_options=tile.score_options.of_heads(own[0]))
+                alone = head_tile._replace(score_options=tile.score_options.of_heads(own[0]))
                 yield TileSlice(*own, columns, alone, cells[:, number])

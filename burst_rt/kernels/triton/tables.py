@@ -279,11 +279,11 @@ def _width_of(spans: ColumnSpans) -> int:
     return spans.width if spans.width <= MOST_VECTORS else COMPRESSED
 
 
-def _kept_lists(found: WorkList, device: torch.device) -> _Kept:
-    uploaded = _upload([found.lines, found.runs], device)
+def _kept_lists(work: WorkList, device: torch.device) -> _Kept:
+    uploaded = _upload([work.lines, work.runs], device)
     lines, runs = uploaded.views
-    by_row = int(len(found.lines) > 1)
-    return _Kept(Lists(lines, runs, found.masked, found.single, by_row), uploaded)
+    by_row = int(len(work.lines) > 1)
+    return _Kept(Lists(lines, runs, work.masked, work.single, by_row), uploaded)
 
 
 def _key(tile: Tile, device: torch.device) -> tuple[Hashable, ...]:

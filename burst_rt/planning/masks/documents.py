@@ -201,7 +201,7 @@ class Documents(Mask):
                 f"places of shape {places.shape} for {self!r}"
             )
         ids = np.empty((max(rows, default=1), tokens), np.int64)
-        for number, found in enumerate(ids):
+        for number, labels in enumerate(ids):
             row, place = self._rows[number % len(self._rows)], places[number % len(places)]
             begins = np.zeros(tokens, bool)
             begins[row.kv[:-1]] = True
@@ -214,7 +214,7 @@ class Documents(Mask):
                     f"{int(place[at])} after {int(place[at - 1])} at token {at} of row {number}"
                 )
             begins[1:] |= np.diff(place // size) != 0
-            found[:] = np.where(seen, np.cumsum(begins), _PADDING)
+            labels[:] = np.where(seen, np.cumsum(begins), _PADDING)
         return Documents(ids=ids)
 
     def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -327,7 +327,7 @@ def _vectors(name: str, value: Any) -> list[Positions]:
 
 def _bounds_of(name: str, value: Any) -> list[Positions]:
     """Cumulative sums of lengths, by batch row."""
-    found = []
+    bounds = []
     for lengths in _vectors(name, value):
         for wrong, at in ((lengths.min(), lengths.argmin()), (lengths.max(), lengths.argmax())):
             if not 0 <= wrong <= _MOST_TOKENS:
@@ -335,8 +335,8 @@ def _bounds_of(name: str, value: Any) -> list[Positions]:
                     f"Documents: {name} must be at least 0 and at most 2**48, got {int(wrong)} for "
                     f"document {int(at)}"
                 )
-        found.append(np.concatenate([[0], np.cumsum(lengths)]))
-    return found
+        bounds.append(np.concatenate([[0], np.cumsum(lengths)]))
+    return bounds
 
 
 def _by_both(q_lengths: Any, kv_lengths: Any) -> list[_Row]:

@@ -158,13 +158,13 @@ class Prefix(Mask):
     def __post_init__(self) -> None:
         given: Any = self.length
         several = isinstance(given, Sequence) and not isinstance(given, str)
-        each = tuple(integer(length, 0) for length in (given if several else (given,)))
-        if not each or None in each:
+        lengths = tuple(integer(length, 0) for length in (given if several else (given,)))
+        if not lengths or None in lengths:
             raise InputError(
                 "Prefix: length must be a number of keys of at least 0, or a tuple of one for each "
                 f"batch row, got {given!r}"
             )
-        object.__setattr__(self, "length", each if several else each[0])
+        object.__setattr__(self, "length", lengths if several else lengths[0])
 
     @property
     def batch(self) -> int:

@@ -151,12 +151,12 @@ def beside(parts: Sequence[Spans], axis: int) -> Spans:
     shape = list(parts[0].starts.shape)
     shape[axis] = sum(part.starts.shape[axis] for part in parts)
     shape[2] = max(part.width for part in parts)
-    found = Spans(*(np.full(shape, END) for _ in range(2)))
-    for into, bounds in zip(found, zip(*parts, strict=True), strict=True):
+    joined = Spans(*(np.full(shape, END) for _ in range(2)))
+    for into, bounds in zip(joined, zip(*parts, strict=True), strict=True):
         rows = np.split(into, np.cumsum([x.shape[axis] for x in bounds[:-1]]), axis=axis)
         for some, bound in zip(rows, bounds, strict=True):
             some[..., : bound.shape[2]] = bound
-    return found
+    return joined
 
 
 def intersect(a: Spans, b: Spans) -> Spans:

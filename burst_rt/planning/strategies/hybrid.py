@@ -179,12 +179,12 @@ class Hybrid:
     def places(self, role: Role, rank: int) -> tuple[range, ...]:
         """The places of the tokens of a rank's runs, in local order, in the shard of its group."""
         inner, group = self.ring.problem, rank // self.group_size
-        own = (self.problem.q_runs if role.queries else self.problem.kv_runs)[rank]
+        runs = (self.problem.q_runs if role.queries else self.problem.kv_runs)[rank]
         joined = (inner.q_runs if role.queries else inner.kv_runs)[group]
         starts = accumulate(map(len, joined), initial=0)
         of_group = list(zip(joined, starts, strict=False))
         places = []
-        for run in filter(None, own):
+        for run in filter(None, runs):
             of, start = next((of, start) for of, start in of_group if run[0] in of)
             at, step = start + of.index(run[0]), max(1, run.step // of.step)
             places.append(range(at, at + len(run) * step, step))

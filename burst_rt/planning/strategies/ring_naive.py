@@ -158,11 +158,11 @@ class RingNaive:
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
         """The column at which a block's keys begin in a row of scores, by owner and block."""
-        found, at = [], 0
+        starts, at = [], 0
         for bounds in self.rounds[0].travelling_bounds:
-            found.append(tuple(at + start for start, _ in bounds))
+            starts.append(tuple(at + start for start, _ in bounds))
             at += bounds[-1][1]
-        return tuple(found)
+        return tuple(starts)
 
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`: scores of whole rows among the sums."""

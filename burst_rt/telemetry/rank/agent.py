@@ -210,14 +210,14 @@ class Agent:
         # Counted from here: the first sample would otherwise say what starting cost.
         self._sampled_s = time.perf_counter(), time.thread_time()
 
-        def own() -> None:
+        def of_rank() -> None:
             at_s, used_s = self._sampled_s
             self._sampled_s = time.perf_counter(), time.thread_time()
             percent = 100 * (self._sampled_s[1] - used_s) / max(1e-6, self._sampled_s[0] - at_s)
             self._queue(process.sample(percent + (self._nvml.percent if self._nvml else 0.0)))
 
         if self._gpus is None:
-            return [own]
+            return [of_rank]
         host = HostSampler(self.hello.host)
         self._queue(host.source())
         self._nvml = NvmlThread(self.put, self._gpus, self.hello.host, self.hello.sample_hz)
@@ -225,7 +225,7 @@ class Agent:
         def shared() -> None:
             self._queue(host.sample())
 
-        return [own, shared]
+        return [of_rank, shared]
 
     def _measure_clock(self) -> None:
         """Sends a few pings in a row. Waits at most `_PING_DEADLINE_S` for each answer; stops at
