@@ -20,7 +20,7 @@ import torch
 
 import burst_rt
 from benchmarks.options import MAX_TOKENS, OUT, RANKS, REPEATS, parts_option
-from burst_rt.launch.bench.attention import Bench, Rows, Shape, inputs, run_parts
+from burst_rt.launch.bench.attention import Bench, CallShape, Rows, inputs, run_parts
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import median
 from burst_rt.launch.measure.timing import slowest_s, versus
@@ -121,7 +121,7 @@ class CostBench(Bench):
         rows: Rows = []
         for tokens in (4096, 8192):
             for causal in (False, True):
-                shape = Shape(tokens, 8, causal=causal)
+                shape = CallShape(tokens, 8, causal=causal)
                 tensors = inputs(shape, self.ctx.layout(tokens, "contiguous").shard_len)
                 took = versus(
                     partial(slowest_s, self.ctx, self.ours(shape)),
@@ -175,7 +175,7 @@ class _Nothing(torch.autograd.Function):
 
 def _memory(ctx: burst_rt.Context, tokens: int, dtype: torch.dtype) -> Rows:
     layout = ctx.layout(tokens, "contiguous")
-    q, k, v, dout = inputs(Shape(tokens, 4, dtype), layout.shard_len)
+    q, k, v, dout = inputs(CallShape(tokens, 4, dtype), layout.shard_len)
     plans = burst_rt.explain(q, k, v, layout=layout, strategy="burst")
     assert plans.backward is not None
     held: list[torch.Tensor] = []

@@ -23,7 +23,7 @@ from benchmarks.tensor_parallel import ParallelLayer, whole_weights
 from burst_rt.errors import InputError
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, median, publish
-from burst_rt.launch.measure.timing import progress, slowest_s
+from burst_rt.launch.measure.timing import progress_bar, slowest_s
 from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.launch.where import machine_options
 
@@ -128,7 +128,7 @@ def run_rank(shape: dict[str, int], tokens: list[int], repeats: int, out: str | 
     layer = LayerShape(**shape)
     with burst_rt.init(timeout_s=1200, stall_s=300) as ctx:
         strategies, left_out = allowed(layer, ctx.world_size)
-        with progress(ctx.rank == 0, len(tokens) * len(strategies) * (repeats + 1)) as step:
+        with progress_bar(ctx.rank == 0, len(tokens) * len(strategies) * (repeats + 1)) as step:
             rows = [
                 row
                 for length in tokens

@@ -33,7 +33,7 @@ from burst_rt.planning.masks import Causal, Full, Mask
 from burst_rt.planning.problem import Problem
 from burst_rt.scheduler import Op, Task
 from burst_rt.scheduler.simulator import Hardware, simulate
-from burst_rt.serving.chunks import BatchRows, Cached, Dealt
+from burst_rt.serving.chunks import BatchRows, CachedMask, Dealt
 
 __all__ = ["LLAMA_405B", "PUBLISHED_S", "Prefill", "Prompt", "command", "prefill"]
 
@@ -125,7 +125,7 @@ def prefill(model: Model, prompt: Prompt, hardware: Hardware) -> Prefill:
     for first, new in prompt.chunks():
         linear_s += _linear_s(model, -(-new // num_shares), hardware, tensor_parallel, prompt.fp8)
         rows = BatchRows((first,), (new,), (0,), prompt.tokens)
-        problem = Cached(prompt.structure, Dealt(_BLOCK, num_shares), rows).problem(
+        problem = CachedMask(prompt.structure, Dealt(_BLOCK, num_shares), rows).problem(
             batch=1, num_heads=shape.num_heads // tensor_parallel,
             num_kv_heads=shape.num_kv_heads // tensor_parallel, head_dim=shape.head_dim,
             input_bytes=_BF16_BYTES, sum_bytes=4,

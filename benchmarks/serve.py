@@ -27,7 +27,7 @@ from burst_rt.drivers import BaseDriver
 from burst_rt.launch.generate.models import bytes_source
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, median, publish
-from burst_rt.launch.measure.timing import alone_s, in_turn, progress, slowest_s, versus
+from burst_rt.launch.measure.timing import alone_s, in_turn, progress_bar, slowest_s, versus
 from burst_rt.launch.train.config import ModelConfig
 from burst_rt.launch.train.model import Decoder
 from burst_rt.scheduler import Graph
@@ -314,7 +314,7 @@ def measure(
     with burst_rt.init(timeout_s=1200, stall_s=120) as ctx, torch.inference_mode():
         bench = Bench(ctx, MODEL, pairs=pairs, max_tokens=max_tokens, chunk=chunk, threads=threads)
         first = ctx.rank == 0
-        with progress(first, len(parts or PARTS)) as step:
+        with progress_bar(first, len(parts or PARTS)) as step:
             for part in parts or PARTS:
                 step(part)
                 run, title = PARTS[part]

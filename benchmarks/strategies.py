@@ -29,7 +29,7 @@ from burst_rt.launch.measure.timing import (
     TIMES_OVER,
     have_memory,
     keep_freed_memory,
-    progress,
+    progress_bar,
     slowest_s,
 )
 from burst_rt.launch.where import machine_options
@@ -280,7 +280,7 @@ def measure(
             "compare": CANDIDATES,
             "time": ("auto",),
         }[part]
-        with progress(ctx.rank == 0, len(points) * len(strategies) * (repeats + 1)) as step:
+        with progress_bar(ctx.rank == 0, len(points) * len(strategies) * (repeats + 1)) as step:
             rows = list(getattr(bench, part)(points, step))
         if ctx.rank:
             return

@@ -20,7 +20,7 @@ from benchmarks.options import OUT, REPEATS, WORLDS
 from burst_rt import Context
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, median, publish
-from burst_rt.launch.measure.timing import in_turn, progress, slowest_s
+from burst_rt.launch.measure.timing import in_turn, progress_bar, slowest_s
 
 __all__ = ["command"]
 
@@ -104,7 +104,7 @@ def measure(tokens: list[int], repeats: int, out: str | None) -> None:
     sides = [burst_rt.init(timeout_s=1200), burst_rt.init(group=_group(), timeout_s=1200)]
     world = sides[0]
     calls: list[dict[str, Cell]] = []
-    with progress(world.rank == 0, len(tokens) + 1) as step:
+    with progress_bar(world.rank == 0, len(tokens) + 1) as step:
         for length in tokens:
             step(f"{length:,} tokens")
             mpi_s, torch_s = _in_turn(sides, partial(_attention, tokens=length), repeats)

@@ -23,7 +23,7 @@ from burst_rt.planning.masks import Causal, Chunked, Documents, Full, Mask
 from burst_rt.runtime.mean import weighted_mean
 from burst_rt.runtime.objects import bytes_of
 from burst_rt.runtime.refusing import refuse
-from burst_rt.runtime.sums import RanksOrGroup, described, refuse_in
+from burst_rt.runtime.sums import RanksOrGroup, describe_value, refuse_in
 
 __all__ = ["BATCH_NAMES", "IGNORED_LABEL", "ShardedBatch", "cross_entropy", "shard_batch"]
 
@@ -207,7 +207,7 @@ def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
         if not isinstance(x, torch.Tensor):
             _wrong(name, "a tensor", f"got {type(x).__name__}")
         if not _holds_values(x):
-            _wrong(name, "a dense tensor that holds values", f"got {described(x)}")
+            _wrong(name, "a dense tensor that holds values", f"got {describe_value(x)}")
     first = batch.get("input_ids", batch.get("inputs_embeds"))
     if first is None or first.ndim < 2:
         got = "neither" if first is None else f"shape {tuple(first.shape)}"
@@ -353,11 +353,13 @@ def cross_entropy(
     ):
         error = InputError(
             "cross_entropy: logits: expected dense floating-point numbers [..., classes], got "
-            f"{described(logits)}"
+            f"{describe_value(logits)}"
         )
         refuse_in(group, "cross_entropy", error)
     if not isinstance(labels, torch.Tensor) or not _holds_values(labels):
-        _refuse_labels(f"expected a dense tensor of torch.int64, got {described(labels)}", group)
+        _refuse_labels(
+            f"expected a dense tensor of torch.int64, got {describe_value(labels)}", group
+        )
     if labels.shape != logits.shape[:-1]:
         _refuse_labels(
             f"expected {tuple(logits.shape[:-1])}, one for each of the logits' tokens; got "

@@ -17,7 +17,7 @@ import torch
 from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.attention.state import AttentionState
 from burst_rt.errors import BurstError, InputError
-from burst_rt.job.ending import exit_code_of, in_words
+from burst_rt.job.ending import error_line, exit_code_of
 from burst_rt.kernels import KERNELS, PARTIALS
 from burst_rt.planning.masks import Mask
 from burst_rt.runtime.connections import Comm, Group
@@ -63,7 +63,7 @@ class Context:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(0 if error is None else exit_code_of(error), in_words(error))
+        self.close(0 if error is None else exit_code_of(error), error_line(error))
 
     def __repr__(self) -> str:
         return f"<burst_rt.Context rank {self.rank} of {self.world_size} on {self.device}>"

@@ -10,7 +10,7 @@ import torch
 
 from burst_rt.context import Context, init
 from burst_rt.errors import PeerLost
-from burst_rt.job.ending import exit_code_of, in_words
+from burst_rt.job.ending import error_line, exit_code_of
 from burst_rt.runtime.connections import LocalRank, this_thread
 from burst_rt.runtime.process import process
 from burst_rt.transport import LocalWorld
@@ -40,7 +40,7 @@ def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> l
                 try:
                     results[rank] = fn(ctx)
                 except BaseException as error:
-                    process.close_here(exit_code_of(error), in_words(error))
+                    process.close_here(exit_code_of(error), error_line(error))
                     raise
                 process.close_here(0, "")
         except BaseException as error:  # noqa: BLE001  (handed to the caller's thread)

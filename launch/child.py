@@ -36,7 +36,7 @@ from burst_rt.job.reports import (
     say_started,
     waiting_for,
 )
-from burst_rt.job.telling import FIRST_WORD_S, is_of_another, shortened
+from burst_rt.job.telling import FIRST_WORD_S, is_of_another, shorten_text
 
 __all__ = ["main"]
 
@@ -169,7 +169,7 @@ def _describe(error: BaseException, rank: int) -> RankReport:
         exit_code, peer = error.exit_code, error.peer
     else:
         exit_code, peer = (130 if isinstance(error, KeyboardInterrupt) else 1), None
-    with shortened(error):
+    with shorten_text(error):
         text = "".join(
             traceback.format_exception(type(error), error, _program_frames(error.__traceback__))
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from burst_rt.launch.generate.options import Options
+from burst_rt.launch.generate.options import GenerateOptions
 from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, find_checkpoint, save_checkpoint
 from burst_rt.launch.train.config import TrainConfig
 from burst_rt.launch.train.model import Decoder
@@ -26,9 +26,9 @@ PROMPT = "Bären and other animals, " * 26
 _LETTERS = slice(ord(" "), ord("~") + 1)
 
 
-def make_options(**changes: Any) -> Options:
+def make_options(**changes: Any) -> GenerateOptions:
     """Those of `burst-rt generate` with their defaults."""
-    options = Options(
+    options = GenerateOptions(
         checkpoint=None, model=None, prompt=None, prompt_file=None, max_new_tokens=200,
         temperature=0.8, top_p=0.95, seed=0, dtype="float32",
     )  # fmt: skip

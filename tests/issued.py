@@ -13,7 +13,7 @@ from fake_device import FakeDevice, FakeWire, _Event
 from burst_rt.attention.state import AttentionState
 from burst_rt.context import Context
 from burst_rt.errors import DeviceError
-from burst_rt.runtime.choosing import Choice
+from burst_rt.runtime.choosing import TransportChoice
 from burst_rt.runtime.machine import Machine
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import CONTROL, NCCL_LANES, Graph, GraphBuilder, Op
@@ -76,7 +76,7 @@ def context_of(control: ControlGroup, timeout_s: float) -> tuple[Context, HeldDe
     device = HeldDevice()
     wire = HeldWire(device, control.rank, control.size)
     machine = Machine(
-        torch.device("cpu"), Choice("nccl", "a double", wire="nccl"), wire, streams=device
+        torch.device("cpu"), TransportChoice("nccl", "a double", wire="nccl"), wire, streams=device
     )
     runtime = Runtime(machine, control, timeout_s=timeout_s, stall_s=20.0)
     attention = AttentionState(runtime, kernel="auto", partials="exact", check_finite=False)

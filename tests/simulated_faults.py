@@ -28,7 +28,7 @@ from simulated_memory import Memory, Values
 from burst_rt.errors import BurstError, PeerLost, Stalled
 from burst_rt.scheduler.engine import Engine, Event, PeerGone, Schedule, TaskFailed
 from burst_rt.scheduler.simulator.hardware import Hardware
-from burst_rt.scheduler.simulator.progress import Happening, Kind, Side, SimulatedRank, Transfer
+from burst_rt.scheduler.simulator.progress import Happening, Kind, MessageFlow, Side, SimulatedRank
 from burst_rt.scheduler.simulator.simulate import Simulation
 from burst_rt.scheduler.trace import Span
 
@@ -280,7 +280,7 @@ class _Run(Simulation):
         *_, version, flow = happening
         ranks = (
             (flow.send[1].number, flow.recv[1].number)
-            if isinstance(flow, Transfer)
+            if isinstance(flow, MessageFlow)
             else (happening[0],)
         )
         if any(rank in self._gone for rank in ranks):

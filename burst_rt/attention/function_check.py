@@ -11,9 +11,9 @@ import hashlib
 import numpy as np
 import torch
 
-from burst_rt.attention.mask_check import parts_of
+from burst_rt.attention.mask_check import simple_masks
 from burst_rt.errors import InputError
-from burst_rt.kernels.cells import ask, told
+from burst_rt.kernels.cells import ask, function_in_words
 from burst_rt.planning.masks import Function, Mask
 
 __all__ = ["cells_said"]
@@ -32,7 +32,7 @@ def cells_said(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
     its contract.
     """
     words = ""
-    for part in parts_of(mask):
+    for part in simple_masks(mask):
         if isinstance(part, Function):
             digest = _digest(part, sizes, device)
             words += "" if part.key is not None else f", {_DRAWN} cells {digest}"
@@ -48,7 +48,8 @@ def _digest(mask: Function, sizes: tuple[int, int, int, int], device: torch.devi
     answer, again = (ask(mask, batch, head, q, kv).expand(_DRAWN) for _ in range(2))
     if not torch.equal(answer, again):
         raise InputError(
-            f"{told(mask)} must say the same each time, got other answers about the same cells"
+            f"{function_in_words(mask)} must say the same each time, got other answers "
+            "about the same cells"
         )
     shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
     indices = [
@@ -60,7 +61,7 @@ def _digest(mask: Function, sizes: tuple[int, int, int, int], device: torch.devi
     same = torch.equal(together.reshape(-1), ask(mask, *alone).expand(alone[0].shape))
     if not same or singly != answer[:_TOGETHER].tolist():
         raise InputError(
-            f"{told(mask)} must decide on each cell by itself, got other answers about cells that "
-            "were asked about together"
+            f"{function_in_words(mask)} must decide on each cell by itself, got other answers "
+            "about cells that were asked about together"
         )
     return hashlib.sha256(np.packbits(answer.cpu().numpy()).tobytes()).hexdigest()[:32]

@@ -30,7 +30,7 @@ from burst_rt.planning.masks import (
 )
 from burst_rt.planning.numbers import UNNUMBERED
 
-__all__ = ["check_mask", "parts_of"]
+__all__ = ["check_mask", "simple_masks"]
 
 # Number of positions of each sampled range.
 _SAMPLE = 5
@@ -56,21 +56,21 @@ def check_mask(mask: Mask, q_len: int, kv_len: int, *, batch: int = 1, shared: b
     misfit = _ask(mask, "refuses", mask.refuses, q_len, kv_len, batch)
     if misfit is not None:
         raise InputError(f"burst_attention: mask {misfit}")
-    for part in parts_of(mask.bound(q_len, kv_len)):
+    for part in simple_masks(mask.bound(q_len, kv_len)):
         # Tests of this package check its own masks; `Mask` itself is none of them.
         if type(part) is Mask or not type(part).__module__.startswith(f"{masks.__name__}."):
             _check(part, q_len, kv_len, shared)
 
 
-def parts_of(mask: Mask) -> Iterator[Mask]:
+def simple_masks(mask: Mask) -> Iterator[Mask]:
     """The masks that `&`, `|` and `from_function` have made the mask from."""
     if isinstance(mask, (Both, Either)) and type(mask) in (Both, Either):
-        yield from parts_of(mask.first)
-        yield from parts_of(mask.second)
+        yield from simple_masks(mask.first)
+        yield from simple_masks(mask.second)
     else:
         yield mask
     if isinstance(mask, Function):
-        yield from parts_of(mask.within)
+        yield from simple_masks(mask.within)
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedConfig
 
-__all__ = ["Length", "lengths_beyond", "shortened"]
+__all__ = ["Length", "lengths_beyond", "shorten_lengths"]
 
 # Pattern of the names that configurations have for numbers of tokens, and of names that only look
 # like one.
@@ -45,7 +45,9 @@ def lengths_beyond(model: torch.nn.Module, tokens: int) -> list[Length]:
 
 
 @contextmanager
-def shortened(model: torch.nn.Module, lengths: Sequence[Length], short: int) -> Iterator[None]:
+def shorten_lengths(
+    model: torch.nn.Module, lengths: Sequence[Length], short: int
+) -> Iterator[None]:
     """Replaces each of these lengths by a small number, in a model's configuration and layers.
 
     Afterwards the model is as it was, buffers included: some keep frequencies chosen by a length.

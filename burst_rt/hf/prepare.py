@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.context import Context, require_context
 from burst_rt.errors import InputError
-from burst_rt.hf.lengths import Length, lengths_beyond, shortened
+from burst_rt.hf.lengths import Length, lengths_beyond, shorten_lengths
 from burst_rt.hf.masks import MaskIsRead
 from burst_rt.hf.rotary import hook_of, hook_positions
 from burst_rt.hf.shard import KEYWORD, ShardInfo, require_attended, set_prepared, shard
@@ -265,7 +265,7 @@ def _off_beyond(
 
     0, with a warning, where one process cannot compute them.
     """
-    with shortened(model, lengths, _SHORT):
+    with shorten_lengths(model, lengths, _SHORT):
         try:
             whole = _alone(model, batch, ctx)
         except torch.OutOfMemoryError:

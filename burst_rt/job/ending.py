@@ -16,7 +16,7 @@ from typing import NoReturn
 from burst_rt.errors import BurstError
 from burst_rt.job.telling import named_once
 
-__all__ = ["end_job", "exit_code_of", "in_words", "mpi_takes_threads", "report_with"]
+__all__ = ["end_job", "error_line", "exit_code_of", "mpi_takes_threads", "report_with"]
 
 # Seconds until the process ends, whatever else holds up its end.
 _LAST_RESORT_S = 10.0
@@ -34,7 +34,7 @@ def exit_code_of(error: BaseException) -> int:
     return error.exit_code if isinstance(error, BurstError) else 1
 
 
-def in_words(error: BaseException | None) -> str:
+def error_line(error: BaseException | None) -> str:
     """An error in one line, for the other ranks; "" for a program that ended well."""
     if error is None or not exit_code_of(error):
         return ""

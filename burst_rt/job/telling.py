@@ -21,7 +21,7 @@ from burst_rt.job import launched
 
 __all__ = [
     "FIRST_WORD_S", "OF_ONE_RANK", "in_full", "in_one_line", "is_of_another", "named_once",
-    "shortened",
+    "shorten_text",
 ]  # fmt: skip
 
 # Names of the errors that a rank raises for itself, whichever rank they name. All ranks raise the
@@ -53,7 +53,7 @@ def in_one_line(error: BaseException) -> str:
     if not is_of_another(error) and not (isinstance(error, PeerLost) and _is_a_rank()):
         return ""
     name = f"{type(error).__module__}.{type(error).__name__}"
-    with shortened(error):
+    with shorten_text(error):
         user = [tb for tb in _walk(error.__traceback__) if not _is_ours(tb.tb_frame)]
     where = f" (at {user[-1].tb_frame.f_code.co_filename}:{user[-1].tb_lineno})" if user else ""
     told = named_once(name, " ".join(error.message.split()), error.rank)
@@ -85,7 +85,7 @@ def named_once(kind: str, message: str, rank: int | None) -> str:
 
 
 @contextmanager
-def shortened(error: BaseException) -> Iterator[None]:
+def shorten_text(error: BaseException) -> Iterator[None]:
     """Inside, the traceback ends in the first of burst_rt's frames that found the error, and a
     cause that burst_rt met in itself is left out.
 

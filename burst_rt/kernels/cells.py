@@ -13,7 +13,7 @@ from burst_rt.errors import InputError
 from burst_rt.planning.masks import MOST_SPANS, Function, Mask, Piece, Shape, positions_of, spans_of
 from burst_rt.planning.masks.spans import Positions
 
-__all__ = ["Asked", "ask", "outside", "positions_at", "told"]
+__all__ = ["Asked", "ask", "function_in_words", "outside", "positions_at"]
 
 
 class Asked(NamedTuple):
@@ -91,7 +91,9 @@ def ask(mask: Function, *cells: torch.Tensor) -> torch.Tensor:
     try:
         answer = mask.function(*cells)
     except Exception as error:
-        raise InputError(f"{told(mask)} raised {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"{function_in_words(mask)} raised {type(error).__name__}: {error}"
+        ) from error
     if isinstance(answer, torch.Tensor):
         fits = len(shape) >= answer.ndim and all(
             here in (1, there)
@@ -104,12 +106,12 @@ def ask(mask: Function, *cells: torch.Tensor) -> torch.Tensor:
         got = repr(answer)
     asked = ", ".join(str(list(x.shape)) for x in cells)
     raise InputError(
-        f"{told(mask)} must return a tensor of booleans on {cells[0].device} that broadcasts to "
-        f"{list(shape)} for (batch, head, q, kv) of shapes {asked}, got {got}"
+        f"{function_in_words(mask)} must return a tensor of booleans on {cells[0].device} "
+        f"that broadcasts to {list(shape)} for (batch, head, q, kv) of shapes {asked}, got {got}"
     )
 
 
-def told(mask: Function) -> str:
+def function_in_words(mask: Function) -> str:
     """A mask's function, for errors."""
     return f"burst_attention: mask {mask!r}: the function"
 

@@ -41,7 +41,7 @@ from burst_rt.kernels.base import (
     sum_dtype,
 )
 from burst_rt.kernels.cells import outside
-from burst_rt.kernels.cpu_calls import KernelCall, PartSize, parts_of, parts_under_the_mask
+from burst_rt.kernels.cpu_calls import KernelCall, PartSize, kernel_calls, parts_under_the_mask
 from burst_rt.kernels.cpu_memory import (
     DISTANCES_PART,
     MOST_MASKED,
@@ -242,7 +242,7 @@ def _parts(
     """The tile in runs of rows of bounded size, each with its calls."""
     if any(piece.shape is Shape.MASKED for piece in tile.pieces):
         return parts_under_the_mask(tile, part, batched)
-    return parts_of(tile.pieces, part, batched)
+    return kernel_calls(tile.pieces, part, batched)
 
 
 def _some_heads(qkv: QKV, part: PartSize) -> Iterator[tuple[slice, slice]]:

@@ -32,7 +32,14 @@ from typing import NamedTuple, TypeAlias
 from burst_rt.kernels.base import Tile
 from burst_rt.planning.masks import Piece, Relation, Shape
 
-__all__ = ["STRIP", "STRIP_COLUMNS", "KernelCall", "PartSize", "parts_of", "parts_under_the_mask"]
+__all__ = [
+    "STRIP",
+    "STRIP_COLUMNS",
+    "KernelCall",
+    "PartSize",
+    "kernel_calls",
+    "parts_under_the_mask",
+]
 
 # The relation of the mask to some rows and columns of a tile.
 _Relation: TypeAlias = Callable[[slice, slice], Relation]
@@ -100,7 +107,7 @@ class _Seen(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def parts_of(
+def kernel_calls(
     pieces: tuple[Piece, ...], part: PartSize, batched: bool
 ) -> tuple[tuple[slice, tuple[KernelCall, ...]], ...]:
     """The pieces of a tile in runs of rows of bounded size, each with its calls.
@@ -115,7 +122,7 @@ def parts_of(
 def parts_under_the_mask(
     tile: Tile, part: PartSize, batched: bool
 ) -> Iterator[tuple[slice, Iterator[KernelCall]]]:
-    """The calls that `parts_of` returns, for a tile that has pieces under the mask."""
+    """The calls that `kernel_calls` returns, for a tile that has pieces under the mask."""
     return _parts(tile.pieces, part, batched, tile.relation)
 
 

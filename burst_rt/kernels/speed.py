@@ -33,12 +33,12 @@ __all__ = [
     "KIND",
     "TileProblem",
     "Timed",
+    "error_in_words",
     "failures",
     "fastest_kernel",
     "issue_timed",
     "seconds_of",
     "speed_key",
-    "told",
 ]
 
 # The answers' name in `remembered`.
@@ -225,7 +225,7 @@ def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | st
     try:
         problem = TileProblem(work, alone=work.ring_size == 1)
     except torch.OutOfMemoryError as error:
-        return {kernel.name: told(error) for kernel in candidates}
+        return {kernel.name: error_in_words(error) for kernel in candidates}
     results: dict[str, float | str] = {}
     times: dict[str, list[float]] = {kernel.name: [] for kernel in candidates}
     for i in range(_ROUNDS[work.device.type] + 1):
@@ -236,7 +236,7 @@ def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | st
                 took_s = _took_s(work.device, partial(problem.run, kernel))
             except failures() as error:
                 # A kernel that fails is not taken, and `explain` says so.
-                results[kernel.name] = told(error)
+                results[kernel.name] = error_in_words(error)
                 continue
             if i:  # the first round compiles
                 times[kernel.name].append(took_s)
@@ -336,7 +336,7 @@ def failures() -> tuple[type[Exception], ...]:
     return (RuntimeError,) if triton is None else (RuntimeError, triton.TritonError)
 
 
-def told(error: Exception) -> str:
+def error_in_words(error: Exception) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 

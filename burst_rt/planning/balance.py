@@ -28,7 +28,7 @@ from burst_rt.errors import InputError
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.masks.spans import Positions, Spans
 
-__all__ = ["Load", "deal", "load_of", "parts_of", "step_of"]
+__all__ = ["Load", "cut_runs", "deal", "load_of", "step_of"]
 
 # The most tokens of the step in which cuts move, about a kernel's block; and how many steps a shard
 # has at least, unless it has fewer tokens.
@@ -208,8 +208,8 @@ def deal(load: Load, world_size: int) -> tuple[tuple[range, ...], ...]:
         tokens = bounds[middle] - bounds[ranks.start]
         x, y, z = _cuts(sums, _prices(load.torn, runs, step), tokens, step, at_most)
         total = sum(map(len, runs))
-        yield from share(parts_of(runs, (0, x), (y, z)), range(ranks.start, middle))
-        yield from share(parts_of(runs, (x, y), (z, total)), range(middle, ranks.stop))
+        yield from share(cut_runs(runs, (0, x), (y, z)), range(ranks.start, middle))
+        yield from share(cut_runs(runs, (x, y), (z, total)), range(middle, ranks.stop))
 
     return tuple(share([range(seq_len)], range(world_size)))
 
@@ -265,7 +265,7 @@ def _prices(torn: Positions, runs: list[range], step: int) -> Positions:
     return line
 
 
-def parts_of(runs: Sequence[range], *stretches: tuple[int, int]) -> list[range]:
+def cut_runs(runs: Sequence[range], *stretches: tuple[int, int]) -> list[range]:
     """The runs of stretches (start, stop) of a line of runs; runs that touch are joined."""
     parts: list[range] = []
     for start, stop in stretches:

@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from burst_rt.errors import InputError
-from burst_rt.planning.balance import deal, load_of, parts_of
+from burst_rt.planning.balance import cut_runs, deal, load_of
 from burst_rt.planning.masks import Mask
 
 __all__ = ["BALANCED", "KINDS", "Block", "Layout", "blocks_of", "fitting", "make_layout"]
@@ -120,7 +120,7 @@ def _balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
 def _halved(runs: tuple[range, ...]) -> tuple[range, ...]:
     """The same positions, with a run that ends at half of them, so that both blocks are as long."""
     tokens = sum(map(len, runs))
-    halves = parts_of(runs, (0, tokens // 2)), parts_of(runs, (tokens // 2, tokens))
+    halves = cut_runs(runs, (0, tokens // 2)), cut_runs(runs, (tokens // 2, tokens))
     return tuple(run for half in halves for run in half or [range(0)])
 
 

@@ -18,9 +18,9 @@ __all__ = [
     "Add",
     "BackwardTile",
     "Delta",
-    "Finish",
+    "FinishRows",
     "ForwardTile",
-    "Merge",
+    "MergeRows",
     "Tensors",
     "TileOperation",
 ]
@@ -86,7 +86,7 @@ class Add:
 
 
 @dataclass(frozen=True)
-class Merge:
+class MergeRows:
     """Merges the running state of a block that has arrived at home into the rank's own state of
     it.
     """
@@ -98,7 +98,7 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class Finish:
+class FinishRows:
     """Writes out and lse from the running state, where no tile writes them."""
 
     name: ClassVar[str] = "finish"

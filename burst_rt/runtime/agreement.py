@@ -23,7 +23,7 @@ from burst_rt.transport import ControlGroup
 if TYPE_CHECKING:
     from burst_rt.drivers import Watch
 
-__all__ = ["Agreed", "AgreedWhen", "Agreement", "Contract"]
+__all__ = ["AgreedBefore", "AgreedWhen", "Agreement", "Contract"]
 
 _FORWARD = "the call whose backward this is"
 
@@ -132,7 +132,7 @@ class Agreement:
         return _common_error([json.loads(text) for text in pending.result()], self._control.rank)
 
 
-class Agreed:
+class AgreedBefore:
     """The `Opening` of a call that the ranks have agreed on before; number: of the call."""
 
     def __init__(self, number: int) -> None:

@@ -17,7 +17,14 @@ from burst_rt.errors import ConfigError
 from burst_rt.runtime.facts import Facts, facts_of, resolve_device
 from burst_rt.transport import KINDS, Meeting, Wire
 
-__all__ = ["AUTO", "REFUSED", "Choice", "Ranks", "choose_transport", "describe_choice"]
+__all__ = [
+    "AUTO",
+    "REFUSED",
+    "GroupFacts",
+    "TransportChoice",
+    "choose_transport",
+    "describe_choice",
+]
 
 _IN_WORDS: dict[Meeting, str] = {
     "threads": "threads of one process",
@@ -30,7 +37,7 @@ _HOST_TRANSPORT = {kind.meeting: name for name, kind in KINDS.items() if kind.me
 _NCCL_MULTI_RANK = 23000
 
 
-class Choice(NamedTuple):
+class TransportChoice(NamedTuple):
     """A transport for a group of ranks."""
 
     name: str  # as users know it
@@ -39,7 +46,7 @@ class Choice(NamedTuple):
     staged: bool = False  # whether graphs are lowered to copies and chunks of host memory
 
 
-class Ranks:
+class GroupFacts:
     """A group of ranks as the tables see it. The ranks are all on GPUs, or all on CPUs."""
 
     def __init__(self, facts: Sequence[Facts]) -> None:
@@ -98,7 +105,7 @@ class Ranks:
 class Row(NamedTuple):
     """A row of "auto": the first whose condition holds is taken."""
 
-    holds: Callable[[Ranks], bool]
+    holds: Callable[[GroupFacts], bool]
     # Formats with the ranks as `ranks`.
     name: str
     reason: str
@@ -133,16 +140,16 @@ AUTO = (
 class Refusal(NamedTuple):
     """A row of what these ranks cannot use, though it was asked for by name."""
 
-    holds: Callable[[Ranks, str], bool]
-    why: Callable[[Ranks, str], str]
+    holds: Callable[[GroupFacts, str], bool]
+    why: Callable[[GroupFacts, str], str]
     use: str
 
 
-def _met_otherwise(ranks: Ranks, name: str) -> bool:
+def _met_otherwise(ranks: GroupFacts, name: str) -> bool:
     return KINDS[name].meeting is not None and name != ranks.host and not ranks.alone
 
 
-def _lacks_nccl(ranks: Ranks, name: str) -> bool:
+def _lacks_nccl(ranks: GroupFacts, name: str) -> bool:
     kind = KINDS[name]
     # Where ranks that met through a store are on CPUs, their sockets carry the messages.
     needed = kind.wire != "host" and (kind.meeting is None or (ranks.on_gpus and not ranks.alone))
@@ -163,7 +170,7 @@ REFUSED = (
 )
 
 
-def choose_transport(asked: str, facts: Sequence[Facts]) -> Choice:
+def choose_transport(asked: str, facts: Sequence[Facts]) -> TransportChoice:
     """The transport for these ranks. Pure: the same on every rank.
 
     asked: one of `TRANSPORTS`. Raises ConfigError for a transport that these ranks cannot use.
@@ -175,7 +182,7 @@ def choose_transport(asked: str, facts: Sequence[Facts]) -> Choice:
             f"init: ranks {without} compute on the CPU, the other ranks on GPUs; give every rank "
             "device='cuda', or every rank device='cpu'"
         )
-    ranks = Ranks(facts)
+    ranks = GroupFacts(facts)
     if asked == "auto":
         row = next(row for row in AUTO if row.holds(ranks))
         return _choice(ranks, row.name.format(ranks=ranks), row.reason.format(ranks=ranks))
@@ -188,9 +195,9 @@ def choose_transport(asked: str, facts: Sequence[Facts]) -> Choice:
     return _choice(ranks, asked, "asked for")
 
 
-def _choice(ranks: Ranks, name: str, reason: str) -> Choice:
+def _choice(ranks: GroupFacts, name: str, reason: str) -> TransportChoice:
     kind = KINDS[name]
-    return Choice(name, reason, kind.wire if ranks.on_gpus else "host", kind.staged)
+    return TransportChoice(name, reason, kind.wire if ranks.on_gpus else "host", kind.staged)
 
 
 def describe_choice(meeting: Meeting = "mpi") -> str:

@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.runtime.sums import Ranks, RanksOrGroup, differs, ranks_of, refuse_in, sum_in_place
+from burst_rt.runtime.sums import (
+    RanksOrGroup,
+    SummingRanks,
+    differs,
+    ranks_of,
+    refuse_in,
+    sum_in_place,
+)
 
 __all__ = ["average_gradients"]
 
@@ -101,7 +108,7 @@ def _wanted(parameters: object, group: RanksOrGroup | None) -> list[torch.Tensor
 
 
 def _have_gradients(
-    wanted: list[torch.Tensor], ranks: dist.ProcessGroup | Ranks, size: int
+    wanted: list[torch.Tensor], ranks: dist.ProcessGroup | SummingRanks, size: int
 ) -> list[torch.Tensor]:
     """The parameters that have a gradient on some rank.
 
@@ -134,7 +141,7 @@ def _have_gradients(
     return [p for p, count in zip(wanted, counts, strict=True) if count]
 
 
-def _device_of(ranks: dist.ProcessGroup | Ranks) -> torch.device:
+def _device_of(ranks: dist.ProcessGroup | SummingRanks) -> torch.device:
     """Where a rank without parameters meets the others: NCCL reduces on GPUs only."""
     nccl = isinstance(ranks, dist.ProcessGroup) and dist.get_backend(ranks) == "nccl"
     return torch.device("cuda" if nccl else "cpu")

@@ -37,7 +37,7 @@ from burst_rt.drivers import (
 )
 from burst_rt.drivers.device import DeviceEvent, Stream, StreamDevice, TorchDevice
 from burst_rt.errors import ConfigError
-from burst_rt.runtime.choosing import Choice
+from burst_rt.runtime.choosing import TransportChoice
 from burst_rt.runtime.stats import Stats
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
 from burst_rt.scheduler.simulator import Hardware
@@ -76,7 +76,7 @@ class Machine:
     def __init__(
         self,
         device: torch.device,
-        choice: Choice,
+        choice: TransportChoice,
         carrier: Transport | OrderedTransport,
         cluster: Cluster = _UNKNOWN,
         streams: StreamDevice | None = None,

@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from burst_rt.errors import InputError
-from burst_rt.runtime.sums import RanksOrGroup, described, refuse_in, sum_over_ranks
+from burst_rt.runtime.sums import RanksOrGroup, describe_value, refuse_in, sum_over_ranks
 
 __all__ = ["mean_over_ranks", "weighted_mean"]
 
@@ -63,7 +63,7 @@ def weighted_mean(
     """`mean_over_ranks` by the name of the function that was called, for errors."""
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
         _wrong(group, name, f"values must be a tensor of floating-point numbers, got "
-               f"{described(values)}")  # fmt: skip
+               f"{describe_value(values)}")  # fmt: skip
     if weights is None:
         weights = torch.ones_like(values, requires_grad=False)
     elif (
@@ -74,7 +74,7 @@ def weighted_mean(
     ):
         _wrong(
             group, name, "weights must be a tensor of real numbers or booleans, of values' shape "
-            f"{tuple(values.shape)}, that does not require grad; got {described(weights)}",
+            f"{tuple(values.shape)}, that does not require grad; got {describe_value(weights)}",
         )  # fmt: skip
     weights = weights.double()
     number = None if count is None else _as_count(count, group, name)
@@ -91,7 +91,9 @@ def _as_count(count: object, group: RanksOrGroup | None, name: str) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not 0 < number < math.inf or isinstance(count, (bool, str)):
-        got = described(count) if isinstance(count, torch.Tensor) and count.ndim else repr(count)
+        got = (
+            describe_value(count) if isinstance(count, torch.Tensor) and count.ndim else repr(count)
+        )
         _wrong(group, name, "count must be a number above 0, or a scalar tensor of one: the "
                f"labelled tokens of the whole step, on all ranks; got {got}")  # fmt: skip
     return number

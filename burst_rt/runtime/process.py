@@ -23,8 +23,8 @@ from typing import Protocol
 
 from burst_rt.errors import BurstError, PeerLost, Stalled
 from burst_rt.job import launched
-from burst_rt.job.ending import exit_code_of, in_words
-from burst_rt.job.telling import FIRST_WORD_S, in_full, in_one_line, is_of_another, shortened
+from burst_rt.job.ending import error_line, exit_code_of
+from burst_rt.job.telling import FIRST_WORD_S, in_full, in_one_line, is_of_another, shorten_text
 
 __all__ = ["Member", "Process", "process"]
 
@@ -109,7 +109,7 @@ class Process:
         if line:
             print(line, file=sys.stderr)
             return
-        with shortened(error):
+        with shorten_text(error):
             if not isinstance(error, BurstError):
                 self._print_uncaught(kind, error, trace)
             elif self._print_uncaught is sys.__excepthook__:
@@ -126,7 +126,7 @@ class Process:
         failure = next(iter([*broken, *self._uncaught[-1:]]), None)
         code = 0 if failure is None else exit_code_of(failure) or 1
         for member in members:
-            _close(member, code, in_words(failure))
+            _close(member, code, error_line(failure))
         for farewell in self._farewells:
             farewell(code, failure)
         if failure is not None:

@@ -34,10 +34,10 @@ from burst_rt.errors import (
     PeerLost,
     Stalled,
 )
-from burst_rt.job.ending import end_job, exit_code_of, in_words, mpi_takes_threads
+from burst_rt.job.ending import end_job, error_line, exit_code_of, mpi_takes_threads
 from burst_rt.job.flight import own_flight
 from burst_rt.runtime import unusable
-from burst_rt.runtime.agreement import Agreed, AgreedWhen, Agreement, Contract
+from burst_rt.runtime.agreement import AgreedBefore, AgreedWhen, Agreement, Contract
 from burst_rt.runtime.bound_schedule import BoundSchedule
 from burst_rt.runtime.machine import CallCounts, Machine
 from burst_rt.runtime.observer import Observer
@@ -190,10 +190,10 @@ class Runtime:
                 self.check_usable()
             several = agreed is AgreedWhen.WITH_OTHERS
             mark = self._counts.mark()
-            opening: Agreement | Agreed = (
+            opening: Agreement | AgreedBefore = (
                 Agreement(self.control, self._number, contract, forward=self.forward)
                 if agreed is AgreedWhen.OPENING
-                else Agreed(self._number)
+                else AgreedBefore(self._number)
             )
             options = DriverOptions(
                 operations=bound.operations, memory=bound.memory, watch=self.watch,
@@ -234,7 +234,7 @@ class Runtime:
         self,
         bound: BoundSchedule,
         driver: BaseDriver,
-        opening: Agreement | Agreed,
+        opening: Agreement | AgreedBefore,
         raised: BaseException,
     ) -> BaseException:
         """The error of a call that failed, which breaks the runtime.
@@ -396,7 +396,11 @@ class Runtime:
         with _InCall(self, contract.call), self._unbroken():
             agreement.start()
             self.watch.wait_for(
-                agreement, within_s or self.timeout_s, contract.call, self._number, in_words(error)
+                agreement,
+                within_s or self.timeout_s,
+                contract.call,
+                self._number,
+                error_line(error),
             )
         if agreement.failure():
             self._settle(agreement)
@@ -438,7 +442,7 @@ class Runtime:
         self.broken = error
         if not isinstance(error, (PeerLost, Stalled)):
             # Even sys.exit(0) is a failure in the middle of a call.
-            self.watch.say_left(exit_code_of(error) or 1, in_words(error))
+            self.watch.say_left(exit_code_of(error) or 1, error_line(error))
 
     def _give_up(self, error: BurstError) -> None:
         """Ends the job, because an issued call cannot end. Runs in the watchdog's thread."""

@@ -24,7 +24,13 @@ from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.runtime import Runtime
 
 __all__ = [
-    "Ranks", "RanksOrGroup", "described", "differs", "ranks_of", "refuse_in", "sum_in_place",
+    "RanksOrGroup",
+    "SummingRanks",
+    "describe_value",
+    "differs",
+    "ranks_of",
+    "refuse_in",
+    "sum_in_place",
     "sum_over_ranks",
 ]  # fmt: skip
 
@@ -35,7 +41,7 @@ _DIGESTS = 1 << 20
 
 
 @runtime_checkable
-class Ranks(Protocol):
+class SummingRanks(Protocol):
     """Ranks that add up tensors without torch.distributed: a `Context`."""
 
     @property
@@ -46,7 +52,7 @@ class Ranks(Protocol):
         """See `Context.all_reduce`."""
 
 
-RanksOrGroup: TypeAlias = "Group | Ranks"
+RanksOrGroup: TypeAlias = "Group | SummingRanks"
 
 
 def sum_over_ranks(
@@ -67,7 +73,7 @@ def sum_over_ranks(
     return total
 
 
-def ranks_of(group: RanksOrGroup | None, name: str) -> dist.ProcessGroup | Ranks:
+def ranks_of(group: RanksOrGroup | None, name: str) -> dist.ProcessGroup | SummingRanks:
     """The ranks that a user's object denotes.
 
     Raises InputError in the name of the function that was called, and then blocks as `refuse`
@@ -81,7 +87,7 @@ def ranks_of(group: RanksOrGroup | None, name: str) -> dist.ProcessGroup | Ranks
             )
         if group is None:
             return dist.group.WORLD  # type: ignore[return-value]  # set, as there is one
-        if isinstance(group, Ranks):
+        if isinstance(group, SummingRanks):
             return group
         ranks: dist.ProcessGroup = process_group(group, name)
     except InputError as error:
@@ -93,7 +99,7 @@ def ranks_of(group: RanksOrGroup | None, name: str) -> dist.ProcessGroup | Ranks
     return ranks
 
 
-def described(x: object) -> str:
+def describe_value(x: object) -> str:
     """What was given in place of a tensor that is wanted, for the words of an error."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
@@ -120,7 +126,7 @@ def _runtime_of(ranks: object) -> Runtime | None:
 
 
 def sum_in_place(
-    x: torch.Tensor, ranks: dist.ProcessGroup | Ranks, about: Mapping[str, str] | None = None
+    x: torch.Tensor, ranks: dist.ProcessGroup | SummingRanks, about: Mapping[str, str] | None = None
 ) -> None:
     """Sums x in place. about: what a Context's ranks compare before, in words.
 

@@ -6,9 +6,9 @@ and column c of rank r is position c // block * block * W + r * block + c % bloc
 
 A chunk of new tokens is an attention problem like any other. Its queries and its keys are numbered
 rank by rank: first the queries (columns) of rank 0, then those of rank 1. Where rows of the batch
-have different lengths, one number means another position in each row; `Cached` knows which. Which
-rows are sent is decided by lengths that are rounded up (`BatchRows.room`), so that few chunks need
-a new graph.
+have different lengths, one number means another position in each row; `CachedMask` knows which.
+Which rows are sent is decided by lengths that are rounded up (`BatchRows.room`), so that few chunks
+need a new graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from burst_rt.planning.masks.spans import END, beside, intersect, one_span
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.planning.problem import Problem, ScoreFlags
 
-__all__ = ["BatchRows", "Cached", "Dealt", "in_columns"]
+__all__ = ["BatchRows", "CachedMask", "Dealt", "in_columns"]
 
 # The least that lengths are rounded to, in tokens of all ranks.
 _LEAST_ROOM = 1024
@@ -145,7 +145,7 @@ def _rounded_up(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Cached(Mask):
+class CachedMask(Mask):
     """What the queries of a chunk see of a cache, by the numbers of the module's text."""
 
     structure: Mask  # what a query sees by its position in its row
@@ -162,7 +162,7 @@ class Cached(Mask):
         """See `Mask.alike`: one row of rounded lengths, without padding."""
         tokens, room = min(_rounded_up(max(self.rows.tokens)), self.rows.capacity), self.rows.room
         rows = BatchRows((max(0, room - tokens),), (tokens,), (0,), max(room, tokens))
-        return Cached(self.structure, self.dealt, rows)
+        return CachedMask(self.structure, self.dealt, rows)
 
     @property
     def sent(self) -> Mask:
@@ -303,12 +303,12 @@ def _half(length: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def _positions_seen(mask: Cached, q: range) -> Spans:
+def _positions_seen(mask: CachedMask, q: range) -> Spans:
     return mask.rows.spans(mask.structure, mask._places(positions_of(q)))
 
 
 @lru_cache(maxsize=64)
-def _of_tile(mask: Cached, q: range, kv: range) -> Spans:
+def _of_tile(mask: CachedMask, q: range, kv: range) -> Spans:
     """What the queries see of some columns, by columns of the run `kv`."""
     firsts = mask._firsts(queries=False)
     lengths = [mask.layout(queries=False).shard_len(r) for r in range(mask.dealt.world_size)]

@@ -11,7 +11,7 @@ from burst_rt.kernels.decode import Seen
 from burst_rt.planning.masks import Mask
 from burst_rt.serving.decode_plan import DecodePlan
 
-__all__ = ["LayerCall", "in_words"]
+__all__ = ["LayerCall", "calls_in_words"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class LayerCall:
     decode: tuple[DecodePlan, Seen] | None  # None: the tokens are spread
 
 
-def in_words(called: Sequence[tuple[int, LayerCall]]) -> str:
+def calls_in_words(called: Sequence[tuple[int, LayerCall]]) -> str:
     """The layers of a step in the order of their calls, and what each was called with."""
     groups = []
     for words, group in groupby(called, lambda layer_and_call: layer_and_call[1].words):

@@ -26,11 +26,11 @@ from burst_rt.planning.problem import ScoreFlags
 from burst_rt.planning.strategies import check_name
 from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.runtime.reductions import all_reduce
-from burst_rt.serving.chunks import BatchRows, Cached, in_columns
+from burst_rt.serving.chunks import BatchRows, CachedMask, in_columns
 from burst_rt.serving.decode_plan import DecodePlan, plan_decode
 from burst_rt.serving.decode_run import run_decode
 from burst_rt.serving.history import History
-from burst_rt.serving.layer_call import LayerCall, in_words
+from burst_rt.serving.layer_call import LayerCall, calls_in_words
 from burst_rt.serving.memory import KVMemory, Layer
 from burst_rt.serving.step_check import ATTEND, check_qkv, look_of, structure_of
 
@@ -274,7 +274,7 @@ class Step:
             self._done = True
             rows = len(self._rows)
             padding = self._rows.padding * (self._shape.batch if rows == 1 else 1)
-            self._history.commit(self._tokens, padding, in_words(self._called))
+            self._history.commit(self._tokens, padding, calls_in_words(self._called))
             if self.sharded:  # all layers have been cleared behind the step's tokens
                 self._memory.cleared(self._rows)
 
@@ -401,7 +401,7 @@ class Step:
         key = (structure, num_heads, scores, strategy)
         plan = self._plans.get(key)
         if plan is None:
-            problem = Cached(structure, self._dealt, self._rows).problem(
+            problem = CachedMask(structure, self._dealt, self._rows).problem(
                 batch=shape.batch, num_heads=num_heads, num_kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim, v_head_dim=shape.v_head_dim,
                 input_bytes=shape.dtype.itemsize, sum_bytes=sum_dtype(shape.dtype).itemsize,

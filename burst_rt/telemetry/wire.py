@@ -29,7 +29,7 @@ __all__ = [
     "TELEMETRY_VARIABLE",
     "Frames",
     "Settings",
-    "connect",
+    "connect_to_hub",
     "frame",
     "read_settings",
     "readable",
@@ -121,7 +121,7 @@ class Frames:
             yield payload
 
 
-def connect(address: str, timeout_s: float) -> socket.socket:
+def connect_to_hub(address: str, timeout_s: float) -> socket.socket:
     """A connected socket. Blocks at most `timeout_s`. Raises OSError if nobody answers, and
     InputError for a text that is not an address.
     """

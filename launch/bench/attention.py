@@ -27,18 +27,18 @@ from burst_rt.launch.measure.timing import (
     WorstIdle,
     alone_s,
     in_turn,
-    progress,
+    progress_bar,
     slowest_s,
     versus,
     worst_idle,
 )
 
-__all__ = ["TITLES", "Bench", "Rows", "Shape", "inputs", "measure", "run_parts"]
+__all__ = ["TITLES", "Bench", "CallShape", "Rows", "inputs", "measure_attention", "run_parts"]
 
 Rows: TypeAlias = list[dict[str, Cell]]
 
 
-class Shape(NamedTuple):
+class CallShape(NamedTuple):
     """One attention: forward and backward, batch 1."""
 
     tokens: int
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
         return "auto" if self.mask else "zigzag" if self.causal else "contiguous"
 
 
-def inputs(shape: Shape, tokens: int) -> list[torch.Tensor]:
+def inputs(shape: CallShape, tokens: int) -> list[torch.Tensor]:
     """q, k, v, dout of standard normal numbers; q, k, v want gradients.
 
     `[1, tokens, heads, head_dim]`.
@@ -81,7 +81,7 @@ class Bench:
         """Seconds of `fn` on rank 0, with a thread for each rank, while the other ranks sleep."""
         return alone_s(self.ctx, fn, self.ctx.world_size)
 
-    def ours(self, shape: Shape, ctx: Context | None = None) -> Callable[[], object]:
+    def ours(self, shape: CallShape, ctx: Context | None = None) -> Callable[[], object]:
         """A function that runs forward and backward over the ranks.
 
         ctx: a context of the same ranks with settings of its own.
@@ -97,7 +97,7 @@ class Bench:
 
         return run
 
-    def torch_alone(self, shape: Shape) -> Callable[[], object]:
+    def torch_alone(self, shape: CallShape) -> Callable[[], object]:
         """A function that runs forward and backward of torch's own attention in one process.
 
         A mask other than Causal becomes a dense matrix.
@@ -137,7 +137,7 @@ class Bench:
             for causal in (False, True):
                 if tokens > self.max_tokens:
                     continue
-                shape = Shape(tokens, heads, dtype, causal)
+                shape = CallShape(tokens, heads, dtype, causal)
                 took = self.versus_torch(shape, ctx)
                 rows.append(
                     {
@@ -148,7 +148,7 @@ class Bench:
                 )  # fmt: skip
         return rows
 
-    def versus_torch(self, shape: Shape, ctx: Context) -> Versus:
+    def versus_torch(self, shape: CallShape, ctx: Context) -> Versus:
         """The ranks against torch's attention in one process."""
         ours, theirs = self.ours(shape, ctx), self.torch_alone(shape)
         return versus(
@@ -182,7 +182,7 @@ class Bench:
             capped: Causal(),
         }
         shapes = {
-            name: Shape(tokens, 2, mask=mask, softcap=30.0 if name == capped else None)
+            name: CallShape(tokens, 2, mask=mask, softcap=30.0 if name == capped else None)
             for name, mask in masks.items()
         }
         ours = {name: partial(slowest_s, self.ctx, self.ours(s)) for name, s in shapes.items()}
@@ -227,7 +227,7 @@ class Bench:
         return rows
 
     def _exposed(self, tokens: int, causal: bool, strategy: str) -> Rows:
-        shape = Shape(tokens, 4, causal=causal)
+        shape = CallShape(tokens, 4, causal=causal)
         layout = self.ctx.layout(tokens, shape.kind)
         q, k, v, dout = inputs(shape, layout.shard_len)
         idle: dict[str, list[WorstIdle]] = {"forward": [], "backward": []}
@@ -255,7 +255,7 @@ class Bench:
         """
         rows: Rows = []
         torch.manual_seed(1)
-        full = [x.detach() for x in inputs(Shape(2048, 4), 2048)]
+        full = [x.detach() for x in inputs(CallShape(2048, 4), 2048)]
         for causal in (False, True):
             exact = _torch_attention([x.double() for x in full], causal)
             plain = _errors(_torch_attention(full, causal), exact)
@@ -312,7 +312,7 @@ TITLES = {
 }
 
 
-def measure(parts: Sequence[str], repeats: int, max_tokens: int, out: str | None) -> None:
+def measure_attention(parts: Sequence[str], repeats: int, max_tokens: int, out: str | None) -> None:
     """Runs the parts asked for, or all, on all ranks; rank 0 prints, writes and draws."""
     bench = Bench(repeats, max_tokens)
     run_parts(bench, {part: TITLES[part] for part in parts or TITLES}, out)
@@ -321,7 +321,7 @@ def measure(parts: Sequence[str], repeats: int, max_tokens: int, out: str | None
 def run_parts(bench: Bench, titles: dict[str, str], out: str | None) -> None:
     """Runs methods of a bench by their names, and publishes their rows by their titles."""
     first = bench.ctx.rank == 0
-    with bench.ctx, progress(first, len(titles)) as step:
+    with bench.ctx, progress_bar(first, len(titles)) as step:
         for part, title in titles.items():
             step(part)
             rows: Rows = getattr(bench, part)()

@@ -137,7 +137,7 @@ def attention(num_ranks: int, **options: object) -> None:
     """Attention over MPI ranks against torch's fused attention in one process: speed, masks,
     exposed communication, accuracy.
     """
-    from burst_rt.launch.bench.attention import measure
+    from burst_rt.launch.bench.attention import measure_attention
     from burst_rt.launch.measure.ranks import run_on_ranks
 
-    run_on_ranks(measure, num_ranks, options, threads=1)
+    run_on_ranks(measure_attention, num_ranks, options, threads=1)

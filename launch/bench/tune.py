@@ -29,7 +29,7 @@ import torch
 
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, Work
-from burst_rt.kernels.speed import KIND, TileProblem, failures, issue_timed, told
+from burst_rt.kernels.speed import KIND, TileProblem, error_in_words, failures, issue_timed
 from burst_rt.kernels.triton.configs import Config, arch_of
 from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying
 from burst_rt.launch.measure.report import Cell, median, publish
@@ -370,7 +370,7 @@ def trials_of(
             trials.append(Trial(config, None, str(error), stuck=True))
             break
         except failures() as error:
-            trials.append(Trial(config, None, told(error)))
+            trials.append(Trial(config, None, error_in_words(error)))
         else:
             trials.append(Trial(config, took))
     return trials

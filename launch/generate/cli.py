@@ -19,7 +19,7 @@ from burst_rt.launch.command import (
     num_ranks_option,
     relaunch,
 )
-from burst_rt.launch.generate.options import Options
+from burst_rt.launch.generate.options import GenerateOptions
 from burst_rt.launch.train.checkpoint import find_manifest
 from burst_rt.launch.train.config import DTYPES
 from burst_rt.launch.where import machine_options, telemetry_options
@@ -96,7 +96,7 @@ def command(context: click.Context, /, num_ranks: int | None, **values: object) 
     Each rank runs a part of the prompt through the model and keeps a part of the cache. The same
     seed gives the same text on any number of ranks, up to rounding.
     """
-    options = Options(**values)  # type: ignore[arg-type]  # the options above are its fields
+    options = GenerateOptions(**values)  # type: ignore[arg-type]  # the options above are its fields
     if options.checkpoint is None and options.model is None:
         raise click.UsageError("Missing option '--checkpoint' or '--model'", context)
     if (options.prompt is None) == (options.prompt_file is None):

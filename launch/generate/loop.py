@@ -14,19 +14,19 @@ from torch import Tensor
 
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError, DeviceError
-from burst_rt.launch.generate.models import Cached, Source, bytes_source, folder_source
-from burst_rt.launch.generate.options import Options
+from burst_rt.launch.generate.models import CachedModel, Source, bytes_source, folder_source
+from burst_rt.launch.generate.options import GenerateOptions
 from burst_rt.launch.train.model import Decoder
 from burst_rt.launch.train.shared import open_same_folder, read_shared
 from burst_rt.launch.train.summary import table
 from burst_rt.telemetry import TokenMeter
 
-__all__ = ["choose", "generate"]
+__all__ = ["generate", "sample"]
 
 _NOT_A_NUMBER = -1
 
 
-def generate(world: Context, options: Options) -> None:
+def generate(world: Context, options: GenerateOptions) -> None:
     """Print prompt and text, then a table of figures on standard error, on rank 0. Collective.
 
     Raises ConfigError or InputError, the same on every rank, for what cannot run.
@@ -48,7 +48,7 @@ def generate(world: Context, options: Options) -> None:
         _show(meter, model, source.unit, len(tokens), bytes_sent, cache_bytes)
 
 
-def choose(
+def sample(
     scores_V: Tensor, *, temperature: float, top_p: float, generator: torch.Generator
 ) -> int:
     """The next token: drawn among the most likely ones that together have the probability `top_p`,
@@ -69,16 +69,16 @@ def choose(
 
 def _run(
     world: Context,
-    model: Cached,
+    model: CachedModel,
     prompt: list[int],
     ends: frozenset[int],
-    options: Options,
+    options: GenerateOptions,
     meter: TokenMeter,
 ) -> None:
     generator = torch.Generator().manual_seed(options.seed)
 
     def draw(scores_V: Tensor) -> int:
-        return choose(
+        return sample(
             scores_V.cpu(),
             temperature=options.temperature,
             top_p=options.top_p,
@@ -102,7 +102,7 @@ def _run(
     meter.end()
 
 
-def _open(world: Context, options: Options) -> Source:
+def _open(world: Context, options: GenerateOptions) -> Source:
     """The model with its weights, the same on every rank. Collective."""
     shared = read_shared(world, options.checkpoint) if options.checkpoint else None
     begun = shared.manifest.config if shared else None
@@ -121,14 +121,14 @@ def _open(world: Context, options: Options) -> Source:
     return folder_source(folder, model, world, dtype=dtype)
 
 
-def _prompt(options: Options) -> bytes:
+def _prompt(options: GenerateOptions) -> bytes:
     if options.prompt_file is None:
         assert options.prompt is not None  # one of the two is given
         return os.fsencode(options.prompt)  # the bytes that the shell gave
     return Path(options.prompt_file).read_bytes()
 
 
-def _encode(source: Source, prompt: bytes, options: Options) -> list[int]:
+def _encode(source: Source, prompt: bytes, options: GenerateOptions) -> list[int]:
     tokens = source.encode(prompt)
     if not tokens:
         raise ConfigError("--prompt: expected at least one token, got an empty text; write one.")
@@ -144,7 +144,7 @@ def _encode(source: Source, prompt: bytes, options: Options) -> list[int]:
 
 def _show(
     meter: TokenMeter,
-    model: Cached,
+    model: CachedModel,
     unit: str,
     num_prompt: int,
     bytes_sent: int,

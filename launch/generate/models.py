@@ -26,10 +26,10 @@ from burst_rt.runtime.objects import bytes_of
 if TYPE_CHECKING:
     from burst_rt.launch.train.pretrained import ModelFolder
 
-__all__ = ["ByteStreamer", "Cached", "Source", "bytes_source", "folder_source"]
+__all__ = ["ByteStreamer", "CachedModel", "Source", "bytes_source", "folder_source"]
 
 
-class Cached(Protocol):
+class CachedModel(Protocol):
     """A model with a cache of one sequence."""
 
     @property
@@ -57,7 +57,7 @@ class Source:
     unit: str  # the word for a token
     longest: int | None  # tokens of a sequence that the model was made for
     streamer: Callable[[], _Streamer]  # prints tokens as text as they come
-    cached: Callable[[int], Cached]  # for that many tokens; collective
+    cached: Callable[[int], CachedModel]  # for that many tokens; collective
 
 
 class _ByteModel:

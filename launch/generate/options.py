@@ -8,11 +8,11 @@ from pathlib import Path
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import TrainConfig, require_model
 
-__all__ = ["Options"]
+__all__ = ["GenerateOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class GenerateOptions:
     """The options of `burst-rt generate`, which have its help."""
 
     checkpoint: Path | None

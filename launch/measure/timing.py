@@ -27,7 +27,7 @@ __all__ = [
     "have_memory",
     "in_turn",
     "keep_freed_memory",
-    "progress",
+    "progress_bar",
     "slowest_s",
     "versus",
     "worst_idle",
@@ -137,7 +137,7 @@ def worst_idle(ctx: burst_rt.Context) -> WorstIdle:
 
 
 @contextmanager
-def progress(shown: bool, total: int) -> Iterator[Callable[[str], None]]:
+def progress_bar(shown: bool, total: int) -> Iterator[Callable[[str], None]]:
     """Yields a function to call at the beginning of each of `total` steps.
 
     Shows a bar where `shown` is true and the job has a terminal, else nothing.

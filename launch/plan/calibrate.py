@@ -29,7 +29,7 @@ from burst_rt.launch.measure.timing import (
     TIMES_OVER,
     have_memory,
     keep_freed_memory,
-    progress,
+    progress_bar,
     slowest_s,
 )
 from burst_rt.launch.plan.doubts import BusyCores, doubts
@@ -38,7 +38,7 @@ from burst_rt.planning.machines import to_toml
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node
 
-__all__ = ["Calibration", "measure"]
+__all__ = ["Calibration", "measure_machine"]
 
 # Tokens of a rank, and the strategies whose operations are sampled. Whole matrices of scores are
 # sampled at sizes that no cache holds.
@@ -256,7 +256,7 @@ def _nothing(rank: int, ctx: burst_rt.Context) -> Graph:
     return g.build()
 
 
-def measure(made: str, doubts: str, repeats: int, max_tokens: int, **shape: Any) -> None:
+def measure_machine(made: str, doubts: str, repeats: int, max_tokens: int, **shape: Any) -> None:
     """Measures on all ranks; rank 0 writes the machine file and the file of doubts.
 
     made, doubts: the paths of the two; reasons not to trust the figures are one a line.
@@ -273,7 +273,7 @@ def measure(made: str, doubts: str, repeats: int, max_tokens: int, **shape: Any)
         about = "{heads} heads x {head_dim}, {dtype}".format(**shape)
         shape["dtype"] = getattr(torch, shape["dtype"])
         calibration = Calibration(ctx, **shape, repeats=repeats, max_tokens=max_tokens)
-        with progress(first, len(_STRATEGIES) + 2) as step:
+        with progress_bar(first, len(_STRATEGIES) + 2) as step:
             hardware = calibration.hardware(step)
         doubtful = calibration.doubts(hardware)
         if first:

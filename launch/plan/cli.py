@@ -33,11 +33,11 @@ from burst_rt.launch.plan.model import (
 from burst_rt.launch.plan.printed import (
     about_model,
     answer_to_json,
-    described,
     print_forecasts,
     print_machine,
     print_worlds,
-    progress,
+    question_to_json,
+    strategy_progress,
     where,
 )
 from burst_rt.launch.plan.words import MASK_HELP, fitting_mask, parse_tokens
@@ -249,7 +249,7 @@ def simulate(**options: Any) -> None:  # see `_Simulated`
     with _not_collecting():
         forecast = forecast_model(question, strategy, asked.world, machine)
     if asked.as_json:
-        print(json.dumps(described(question, machine, asked.world) | forecast.to_json()))
+        print(json.dumps(question_to_json(question, machine, asked.world) | forecast.to_json()))
     else:
         title = f"{about_model(question, forecast.layout)}, {where(asked.world, machine)}"
         print_forecasts([forecast], title, forecast.layout, asked.phase, machine)
@@ -266,14 +266,14 @@ def plan(**options: Any) -> None:  # see `_Planned`
     asked = _Planned(**options)
     question = asked.question(asked.mask)
     machines = {world: asked.machine(world) for world in asked.worlds}
-    with _not_collecting(), progress(len(COMPARED) * len(machines)) as strategies_of:
+    with _not_collecting(), strategy_progress(len(COMPARED) * len(machines)) as strategies_of:
         answers = [
             compare(question, machine, world, strategies_of(f"{world} ranks", COMPARED))
             for world, machine in machines.items()
         ]
     if asked.as_json:
         said = [
-            described(question, answer.hardware, answer.world_size)
+            question_to_json(question, answer.hardware, answer.world_size)
             | {"phase": question.phase, "mask": question.mask}
             | answer_to_json(answer)
             for answer in answers
@@ -353,7 +353,7 @@ def calibrate(num_ranks: int, out: Path | None, force: bool, **options: object) 
 
     from burst_rt.job.launched import DEVICE_VARIABLE
     from burst_rt.launch.measure.ranks import run_on_ranks
-    from burst_rt.launch.plan.calibrate import measure
+    from burst_rt.launch.plan.calibrate import measure_machine
     from burst_rt.runtime.facts import resolve_device
 
     path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
@@ -365,7 +365,7 @@ def calibrate(num_ranks: int, out: Path | None, force: bool, **options: object) 
         raise InputError(f"--out: cannot write to {path.parent}: {error.strerror}") from error
     with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
         made, doubts = Path(folder, "machine.toml"), Path(folder, "doubts")
-        run_on_ranks(measure, num_ranks, {**options, "made": made, "doubts": doubts})
+        run_on_ranks(measure_machine, num_ranks, {**options, "made": made, "doubts": doubts})
         measured, doubtful = load_hardware(made), doubts.read_text(encoding="utf-8").splitlines()
         text = made.read_text(encoding="utf-8")
     print_machine(measured)

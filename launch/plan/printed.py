@@ -16,8 +16,14 @@ from burst_rt.launch.plan.model import ModelForecast, Phase, Question
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
-    "about_model", "answer_to_json", "described", "print_forecasts", "print_machine",
-    "print_worlds", "progress", "where",
+    "about_model",
+    "answer_to_json",
+    "print_forecasts",
+    "print_machine",
+    "print_worlds",
+    "question_to_json",
+    "strategy_progress",
+    "where",
 ]  # fmt: skip
 
 # Number of columns of a table that is not printed on a terminal.
@@ -62,7 +68,7 @@ def print_machine(machine: Hardware) -> None:
     print(f"link: {link.latency_s * 1e6:.3g} us, {link.bytes_per_s / 1e9:.3g} GB/s each way")
 
 
-def described(question: Question, hardware: Hardware, world: int) -> dict[str, object]:
+def question_to_json(question: Question, hardware: Hardware, world: int) -> dict[str, object]:
     """What was asked, for JSON."""
     return {
         "model": question.model.name,
@@ -147,7 +153,7 @@ def _seconds(value: float) -> str:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[str, Sequence[str]], Iterator[str]]]:
+def strategy_progress(total: int) -> Iterator[Callable[[str, Sequence[str]], Iterator[str]]]:
     """Yields what goes through strategies; shows on a terminal how far along they are."""
     with Progress(
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()

@@ -13,7 +13,14 @@ from burst_rt.scheduler.graph import COMPUTE, Task
 from burst_rt.scheduler.simulator.network import Flow, Resource
 
 __all__ = [
-    "Happening", "Kind", "Rotated", "Side", "SimulatedRank", "TaskTables", "Transfer", "Work",
+    "Happening",
+    "Kind",
+    "MessageFlow",
+    "Rotated",
+    "Side",
+    "SimulatedRank",
+    "TaskFlow",
+    "TaskTables",
 ]  # fmt: skip
 
 
@@ -123,7 +130,7 @@ class SimulatedRank:
 Side: TypeAlias = "tuple[bool, SimulatedRank, int, int, int]"
 
 
-class Transfer(Flow):
+class MessageFlow(Flow):
     """A message under way; its two sides."""
 
     __slots__ = ("recv", "send")
@@ -136,7 +143,7 @@ class Transfer(Flow):
         self.recv = recv
 
 
-class Work(Flow):
+class TaskFlow(Flow):
     """A task under way that shares something: cores, or the way to the host."""
 
     __slots__ = ("rank", "task")

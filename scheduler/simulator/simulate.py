@@ -33,12 +33,12 @@ from burst_rt.scheduler.simulator.network import Flow, Network, Path, Traffic
 from burst_rt.scheduler.simulator.progress import (
     Happening,
     Kind,
+    MessageFlow,
     Rotated,
     Side,
     SimulatedRank,
+    TaskFlow,
     TaskTables,
-    Transfer,
-    Work,
 )
 from burst_rt.scheduler.trace import Span
 
@@ -309,7 +309,7 @@ class Simulation:
             latency_s, resources = self._network.to_or_from_host(rank.number, plan.to_host[task])
             size = plan.tasks[task].cost.size_bytes
             self._launch(
-                Work(self._next_flow(), size, resources, float("inf"), rank, task),
+                TaskFlow(self._next_flow(), size, resources, float("inf"), rank, task),
                 latency_s + more_s,
             )
         else:
@@ -318,7 +318,8 @@ class Simulation:
                 self._at(self.now_s + plan.seconds[task] + more_s, (rank.number, task, 0, 0, None))
             else:
                 self._launch(
-                    Work(self._next_flow(), plan.seconds[task], (cores,), 1.0, rank, task), more_s
+                    TaskFlow(self._next_flow(), plan.seconds[task], (cores,), 1.0, rank, task),
+                    more_s,
                 )
 
     def _enter(self, rank: SimulatedRank, task: int) -> None:
@@ -355,7 +356,7 @@ class Simulation:
             latency_s, resources = self._network.between(
                 send[1].number, recv[1].number, send[1].plan.staged
             )
-        self._launch(Transfer(self._next_flow(), resources, send, recv), latency_s + more_s)
+        self._launch(MessageFlow(self._next_flow(), resources, send, recv), latency_s + more_s)
 
     def _next_flow(self) -> int:
         self._num_flows += 1
@@ -371,10 +372,10 @@ class Simulation:
             self._traffic.join(flow)
 
     def _arrive(self, flow: Flow) -> None:
-        if isinstance(flow, Work):
+        if isinstance(flow, TaskFlow):
             self._end(flow.rank, flow.task)
             return
-        assert isinstance(flow, Transfer)
+        assert isinstance(flow, MessageFlow)
         self._on_move(flow.send, flow.recv)
         flow.send[1].sent_bytes += flow.send[4]
         for _, rank, task, _, _ in (flow.send, flow.recv):

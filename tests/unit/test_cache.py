@@ -45,7 +45,7 @@ from burst_rt.planning.choose import choose
 from burst_rt.planning.masks import Positions, Spans, spans_of
 from burst_rt.planning.problem import Problem
 from burst_rt.scheduler import Schedule, check_world
-from burst_rt.serving.chunks import BatchRows, Cached, Dealt
+from burst_rt.serving.chunks import BatchRows, CachedMask, Dealt
 from burst_rt.serving.decode_plan import DecodePlan
 from burst_rt.transport.base import PendingInts
 
@@ -612,7 +612,7 @@ def _twice(cache: KVCache) -> None:
         step.attend(0, *_tensors(step))
 
 
-_BY_ROW = Cached(Causal(), Dealt(4, 1), BatchRows((0, 0), (1, 2), (0, 0), 99))
+_BY_ROW = CachedMask(Causal(), Dealt(4, 1), BatchRows((0, 0), (1, 2), (0, 0), 99))
 
 
 def _shorter(ctx: Context, cache: KVCache) -> None:
@@ -887,7 +887,7 @@ def test_a_chunk_sees_by_the_numbers_of_its_columns(world: int) -> None:
     rows = BatchRows((30, 0, 7), (20, 41, 1), (3, 0, 5), 99)
     dealt = Dealt(4, world)
     for structure in (Causal(), Causal() & (SlidingWindow(9) | First(2))):
-        mask = Cached(structure, dealt, rows)
+        mask = CachedMask(structure, dealt, rows)
         q_map, kv_map = mask.layout(queries=True), mask.layout(queries=False)
         truth = np.zeros((3, q_map.seq_len, kv_map.seq_len), bool)
         for b, (before, after) in enumerate(zip(rows.before, rows.after, strict=True)):
@@ -919,7 +919,7 @@ def test_a_chunk_sees_by_the_numbers_of_its_columns(world: int) -> None:
 
 def test_the_chunk_that_forecasts_are_made_for_has_no_more_tokens_than_there_is_room() -> None:
     """Its mask may be for no more."""
-    mask = Cached(
+    mask = CachedMask(
         Causal() & Documents([60, 40]), Dealt(16, 2), BatchRows((10,), (90,), (0,), 100)
     ).alike
     q_layout, kv_layout = mask.layouts or (None, None)
@@ -932,7 +932,7 @@ def test_the_chunk_that_forecasts_are_made_for_has_no_more_tokens_than_there_is_
 @pytest.mark.parametrize("strategy", ["ring-kv", "ring-q"])
 def test_graphs_of_a_chunk_are_rehearsed(strategy: str) -> None:
     """Every value is made from the right ones, in any order of events."""
-    mask = Cached(Causal(), Dealt(16, 4), BatchRows((200,), (120,), (0,), 999))
+    mask = CachedMask(Causal(), Dealt(16, 4), BatchRows((200,), (120,), (0,), 999))
     problem = mask.problem(
         batch=1, num_heads=2, num_kv_heads=1, head_dim=8, input_bytes=4, sum_bytes=4
     )  # fmt: skip
@@ -993,7 +993,7 @@ def test_the_ranks_agree_once_a_step(tokens: int) -> None:
 
 def _chunk(before: int, tokens: int, structure: Mask, world: int = 4) -> Problem:
     rows = BatchRows((before,), (tokens,), (0,), 1 << 20)
-    return Cached(structure, Dealt(128, world), rows).problem(
+    return CachedMask(structure, Dealt(128, world), rows).problem(
         batch=1, num_heads=8, num_kv_heads=8, head_dim=64, input_bytes=2, sum_bytes=4
     )  # fmt: skip
 

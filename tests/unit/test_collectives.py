@@ -14,12 +14,12 @@ from benchmarks.tensor_parallel import Collectives
 from burst_rt import Context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.runtime.collectives import (
-    all_gather,
-    all_reduce,
+    add_all_gather,
+    add_all_reduce,
+    add_reduce_scatter,
     even_parts,
     gather_ranges,
     reduce_ranges,
-    reduce_scatter,
     scan,
 )
 from burst_rt.scheduler import (
@@ -39,7 +39,7 @@ _LENGTHS: dict[str, Callable[[int], int]] = {
     "ragged": lambda rank: 2 + rank % 2,
     "one has all": lambda rank: 7 * (rank == 1),
 }
-_COLLECTIVES = (all_gather, reduce_scatter, all_reduce)
+_COLLECTIVES = (add_all_gather, add_reduce_scatter, add_all_reduce)
 
 
 def graphs(
@@ -70,9 +70,11 @@ def test_graphs_fit_and_send_what_they_say(world: int, kind: str, lanes: tuple[L
             sent = sum(m.size_bytes for task in graph.tasks for m in task.sends)
             assert (
                 sent
-                == {all_gather: gathered, reduce_scatter: reduced, all_reduce: gathered + reduced}[
-                    collective
-                ]
+                == {
+                    add_all_gather: gathered,
+                    add_reduce_scatter: reduced,
+                    add_all_reduce: gathered + reduced,
+                }[collective]
             )
 
 

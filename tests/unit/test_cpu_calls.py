@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burst_rt import Causal
-from burst_rt.kernels.cpu_calls import KernelCall, PartSize, parts_of
+from burst_rt.kernels.cpu_calls import KernelCall, PartSize, kernel_calls
 from burst_rt.planning.masks import Piece, Shape
 from burst_rt.planning.masks.pieces import split
 from burst_rt.planning.masks.spans import Spans
@@ -75,7 +75,9 @@ def test_calls_are_what_is_seen_each_once(
     begun = torch.zeros(200, dtype=torch.bool)  # rows that a call has had
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("burst_rt.kernels.cpu_calls.STRIP", strip)
-        parts = parts_of.__wrapped__((piece,), part, batched)  # kept ones may be of other strips
+        parts = kernel_calls.__wrapped__(
+            (piece,), part, batched
+        )  # kept ones may be of other strips
         found_calls = [(rows, call) for rows, calls in parts for call in calls]
     for rows, one in found_calls:
         assert batched or one.num_blocks == 1
@@ -137,5 +139,5 @@ def test_alike_blocks_are_one_call() -> None:
     """
     for size, edge, expected in ((4, 1, [4, 2, 1]), (1000, 128, [7, 1, 3, 1, 1, 1, 1])):
         (piece,) = Causal().pieces(range(size), range(size))
-        ((_, calls),) = parts_of((piece,), PartSize(4096, 4096, 1, edge, largest=1024), True)
+        ((_, calls),) = kernel_calls((piece,), PartSize(4096, 4096, 1, edge, largest=1024), True)
         assert [call.num_blocks for call in calls] == expected

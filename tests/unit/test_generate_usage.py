@@ -16,7 +16,7 @@ from generating import PROMPT, SEQ_LEN, make_options, make_run, plain_text
 
 from burst_rt import run_local
 from burst_rt.errors import ConfigError, DeviceError
-from burst_rt.launch.generate.loop import choose, generate
+from burst_rt.launch.generate.loop import generate, sample
 from burst_rt.launch.generate.models import ByteStreamer
 from burst_rt.launch.main import cli
 from burst_rt.launch.mpirun import MpiLauncher
@@ -38,7 +38,7 @@ def test_tokens_are_drawn_by_their_probabilities_among_the_most_likely() -> None
 
     def drawn(temperature: float, top_p: float) -> Counter[int]:
         return Counter(
-            choose(shares.log(), temperature=temperature, top_p=top_p, generator=generator)
+            sample(shares.log(), temperature=temperature, top_p=top_p, generator=generator)
             for _ in range(4000)
         )
 
@@ -60,13 +60,13 @@ def test_scores_that_are_no_numbers_are_no_token() -> None:
     generator = torch.Generator()
     for scores in ([0.0, torch.nan], [torch.inf, 0.0]):
         for temperature in (0.0, 1.0):
-            chosen = choose(
+            chosen = sample(
                 torch.tensor(scores), temperature=temperature, top_p=0.9, generator=generator
             )
             assert chosen == -1
     # A model may rule a token out, and temperatures may be tiny.
     ruled_out = torch.tensor([-torch.inf, 80.0, 81.0])
-    assert choose(ruled_out, temperature=1e-320, top_p=1.0, generator=generator) == 2
+    assert sample(ruled_out, temperature=1e-320, top_p=1.0, generator=generator) == 2
 
 
 def test_characters_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ def test_rank_0_chooses_for_all(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     letters = iter(b"xyz")
-    monkeypatch.setattr("burst_rt.launch.generate.loop.choose", lambda *_, **__: next(letters))
+    monkeypatch.setattr("burst_rt.launch.generate.loop.sample", lambda *_, **__: next(letters))
     _generate(3, checkpoint=run, prompt="abc", max_new_tokens=3)
     assert capsys.readouterr().out == "abcxyz\n"
     assert list(letters) == []
@@ -206,7 +206,7 @@ def test_only_open_mpi_5_is_told_to_pass_on_what_is_no_line_yet() -> None:
 def test_weights_that_are_no_numbers_are_said(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("burst_rt.launch.generate.loop.choose", lambda *_, **__: -1)
+    monkeypatch.setattr("burst_rt.launch.generate.loop.sample", lambda *_, **__: -1)
     with pytest.raises(ConfigError, match="scores are not numbers"):
         _generate(2, checkpoint=run, prompt="a")
     assert capsys.readouterr().out == "a"

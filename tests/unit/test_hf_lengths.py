@@ -18,7 +18,7 @@ import burst_rt
 import burst_rt.hf
 from burst_rt import Chunked
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.hf.lengths import lengths_beyond, shortened
+from burst_rt.hf.lengths import lengths_beyond, shorten_lengths
 from burst_rt.hf.masks import mask_of
 
 _SIZE = 8
@@ -224,7 +224,7 @@ def test_lengths_are_short_within_and_as_they_were_afterwards() -> None:
     rope = phi.config.rope_parameters
     assert ("original_max_position_embeddings", 40) in lengths_beyond(phi, 16)
     buffers = {name: x.clone() for name, x in phi.named_buffers()}
-    with shortened(phi, lengths_beyond(phi, 16), 5):
+    with shorten_lengths(phi, lengths_beyond(phi, 16), 5):
         assert rope["original_max_position_embeddings"] == 5
         phi(torch.ones(1, 16, dtype=torch.int64))  # which chooses the other frequencies
     assert rope["original_max_position_embeddings"] == 40

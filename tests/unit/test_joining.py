@@ -24,7 +24,7 @@ from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceErr
 from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.runtime import joining
 from burst_rt.runtime.calibrated import fitted
-from burst_rt.runtime.choosing import AUTO, REFUSED, Ranks, choose_transport
+from burst_rt.runtime.choosing import AUTO, REFUSED, GroupFacts, choose_transport
 from burst_rt.runtime.connections import LocalRank
 from burst_rt.runtime.facts import Facts, facts_of, resolve_device
 from burst_rt.runtime.machine import SlotPool, Slots
@@ -165,7 +165,7 @@ def test_every_row_of_the_choice_is_taken_by_a_case() -> None:
     taken = set()
     for facts, asked, name, reason in _CHOICES.values():
         if asked == "auto":
-            ranks = Ranks(facts)
+            ranks = GroupFacts(facts)
             number, row = next((i, row) for i, row in enumerate(AUTO) if row.holds(ranks))
             assert row.name.format(ranks=ranks) == name
             assert re.search(reason, row.reason.format(ranks=ranks))
@@ -177,7 +177,7 @@ def test_every_row_of_the_refusals_refuses_a_case() -> None:
     refusing = set()
     for facts, asked, message in _REFUSED.values():
         if asked != "auto":
-            ranks = Ranks(facts)
+            ranks = GroupFacts(facts)
             number, row = next((i, r) for i, r in enumerate(REFUSED) if r.holds(ranks, asked))
             words = f"transport {asked!r} was asked for, but {row.why(ranks, asked)}; use "
             assert re.search(message, words + row.use.format(ranks=ranks))

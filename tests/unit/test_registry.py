@@ -26,7 +26,7 @@ import burst_rt
 from burst_rt import Causal, Full
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, Kernel, Work, pick, speed
-from burst_rt.kernels.speed import KIND, TileProblem, fastest_kernel, told
+from burst_rt.kernels.speed import KIND, TileProblem, error_in_words, fastest_kernel
 from burst_rt.remembered import alone, forget, recall, remember
 
 _WORK = Work(torch.device("cuda"), torch.bfloat16, 128, Causal())
@@ -159,7 +159,11 @@ def test_only_kernels_that_can_and_repeat_themselves_are_measured(
 def test_a_kernel_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     _measure_by(
         monkeypatch,
-        Clock(triton=2e-3, cudnn=told(RuntimeError("no execution plan\nat line 3")), flash=3e-3),
+        Clock(
+            triton=2e-3,
+            cudnn=error_in_words(RuntimeError("no execution plan\nat line 3")),
+            flash=3e-3,
+        ),
     )
     picked = pick(_square())
     assert picked.kernel.name == "triton"
@@ -167,7 +171,7 @@ def test_a_kernel_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
     # What failed for want of memory may do another time, and is not written down.
     speed._known.clear()
     forget(KIND)
-    full = told(torch.OutOfMemoryError("CUDA out of memory"))
+    full = error_in_words(torch.OutOfMemoryError("CUDA out of memory"))
     clock = Clock(triton=full, cudnn=full, flash=full)
     _measure_by(monkeypatch, clock)
     picked = pick(_square())

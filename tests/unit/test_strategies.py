@@ -31,7 +31,7 @@ from burst_rt.planning import sides
 from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import KINDS
 from burst_rt.planning.masks import Piece, Relation, Shape
-from burst_rt.planning.operations import BackwardTile, Finish, ForwardTile, Merge
+from burst_rt.planning.operations import BackwardTile, FinishRows, ForwardTile, MergeRows
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies import Ring
@@ -396,9 +396,9 @@ def test_states_that_have_come_home_are_merged_before_the_end() -> None:
     p = problem(64, 64, 4)
     for graph in graphs_of(forward_ring(p, queries_travel=True)):
         *others, last = (task.op for task in graph.tasks if task.lane == "compute")
-        assert [op.block for op in others if isinstance(op, Merge)] == [0, 1]
-        assert isinstance(last, Finish)
-        assert not any(isinstance(op, Finish) for op in others)
+        assert [op.block for op in others if isinstance(op, MergeRows)] == [0, 1]
+        assert isinstance(last, FinishRows)
+        assert not any(isinstance(op, FinishRows) for op in others)
         own = {part.id for part in graph.parts if part.buffer in ("acc", "ml")}
         assert set(graph.tasks[-1].accumulates) == own
 

@@ -33,7 +33,7 @@ from burst_rt.telemetry.rank.agent import Agent
 from burst_rt.telemetry.rank.call_log import CallLog, Totals
 from burst_rt.telemetry.read.record import Record
 from burst_rt.telemetry.read.viewer import HubViewer
-from burst_rt.telemetry.wire import Frames, connect, frame, read_settings
+from burst_rt.telemetry.wire import Frames, connect_to_hub, frame, read_settings
 from burst_rt.transport import LocalWorld
 
 _DEADLINE_S = 10.0
@@ -58,7 +58,7 @@ def _rank(
     running: RunningHub, rank: int, world_size: int = 2, secret: str | None = None
 ) -> socket.socket:
     """A rank's connection, by hand."""
-    connection = connect(running.address, _DEADLINE_S)
+    connection = connect_to_hub(running.address, _DEADLINE_S)
     said = msgspec.structs.replace(hello(rank, world_size), secret=secret or running.secret)
     _say(connection, said)
     return connection
@@ -339,14 +339,14 @@ def test_strangers_are_not_heard(hub: RunningHub) -> None:
         b"GET / HTTP/1.1\r\n\r\n",
         frame(msgspec.msgpack.encode(beat(0, 0.0))),
     ):
-        with connect(hub.address, _DEADLINE_S) as stranger:
+        with connect_to_hub(hub.address, _DEADLINE_S) as stranger:
             stranger.sendall(first)
             assert stranger.recv(100) == b""
     for said in (
         hello(0, 1),
         msgspec.structs.replace(hello(0, 1), secret=hub.secret, version=VERSION + 1),
     ):
-        with connect(hub.address, _DEADLINE_S) as stranger:
+        with connect_to_hub(hub.address, _DEADLINE_S) as stranger:
             _say(stranger, said)
             assert stranger.recv(100) == b""
     with HubViewer(hub.address, hub.secret) as viewer:
@@ -356,7 +356,7 @@ def test_strangers_are_not_heard(hub: RunningHub) -> None:
 def test_strangers_write_nothing_into_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     running = start_hub(one_host=True, held=True)
     for _ in range(20):
-        with connect(running.address, _DEADLINE_S) as stranger:
+        with connect_to_hub(running.address, _DEADLINE_S) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert stranger.recv(100) == b""
     with _rank(running, 0) as rank:
@@ -377,7 +377,7 @@ def test_over_tcp_with_the_secret() -> None:
         ) as viewer:
             assert viewer.snapshot().ranks == []
         with pytest.raises(InputError, match="expected an address"):
-            connect("tcp:nowhere", 1.0)
+            connect_to_hub("tcp:nowhere", 1.0)
     finally:
         running.release()
 

@@ -11,14 +11,14 @@ import torch
 
 import burst_rt
 from burst_rt.errors import BurstError, DeviceError, InputError, PeerLost
-from burst_rt.job.ending import in_words
+from burst_rt.job.ending import error_line
 from burst_rt.job.reports import RankReport, primary_failure
-from burst_rt.job.telling import in_one_line, named_once, shortened
+from burst_rt.job.telling import in_one_line, named_once, shorten_text
 from burst_rt.launch.verdict import _headline
 
 
 def _printed(error: BaseException) -> str:
-    with shortened(error):
+    with shorten_text(error):
         return "".join(traceback.format_exception(error))
 
 
@@ -87,7 +87,7 @@ def test_all_frames_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_one_sentence_names_one_rank(rank: int | None, message: str, expected: str) -> None:
     assert named_once("InputError", message, rank) == expected
-    assert in_words(InputError(message, rank=rank)) == expected
+    assert error_line(InputError(message, rank=rank)) == expected
 
 
 def test_only_a_rank_of_a_job_prints_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

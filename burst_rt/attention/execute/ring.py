@@ -30,9 +30,9 @@ from burst_rt.planning.operations import (
     Add,
     BackwardTile,
     Delta,
-    Finish,
+    FinishRows,
     ForwardTile,
-    Merge,
+    MergeRows,
     Tensors,
     TileOperation,
 )
@@ -285,7 +285,7 @@ class ForwardRun(Run):
         out = self.fresh(*self.shape(Role.OUT), dtype=dtype)
         acc = out if dtype == self.wide else self.fresh(*self.shape(Role.OUT), dtype=self.wide)
         self.out, self.lse = out, self.fresh(*self.shape(Role.LSE), dtype=self.wide)
-        self.operations |= {ForwardTile: self._forward, Finish: self._finish}
+        self.operations |= {ForwardTile: self._forward, FinishRows: self._finish}
         self.bind_state(acc)
 
     def bind_state(self, acc: torch.Tensor) -> None:
@@ -297,7 +297,7 @@ class ForwardRun(Run):
         x = self.reads(op)
         self.kernel.forward(_qkv(x), self.tile(op), self.state)
 
-    def _finish(self, _: Finish) -> None:
+    def _finish(self, _: FinishRows) -> None:
         """Finishes queries that have no tile at all, because they see no key."""
         self.state.start(self.score_options.sinks)
         self.state.finish()
@@ -313,7 +313,7 @@ class QueriesForwardRun(ForwardRun):
     def bind_state(self, acc: torch.Tensor) -> None:
         """Makes and starts the states of this rank's own queries."""
         batch, heads = self.problem.batch, self.problem.num_heads
-        self.operations[Merge] = self._merge
+        self.operations[MergeRows] = self._merge
         self.states: list[State] = []
         for part, (start, stop) in enumerate(self.bounds(queries=True)):
             ml = self.fresh(2, batch, heads, stop - start, dtype=self.wide)
@@ -336,7 +336,7 @@ class QueriesForwardRun(ForwardRun):
         if scale != 1.0:
             state.m.div_(scale)
 
-    def _merge(self, op: Merge) -> None:
+    def _merge(self, op: MergeRows) -> None:
         state = self.states[op.block]
         arrived = _state(
             {role: self._view(role, part, self.rank, op.block) for role, part in op.arrived}
@@ -346,7 +346,7 @@ class QueriesForwardRun(ForwardRun):
             acc, m, l = arrived.at(rows)  # noqa: E741
             fold(acc, m, state, rows, weight=l)
 
-    def _finish(self, _: Finish) -> None:
+    def _finish(self, _: FinishRows) -> None:
         for state in self.states:
             state.finish()
 

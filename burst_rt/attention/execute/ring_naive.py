@@ -12,7 +12,7 @@ import torch
 from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run, RunTypes
 from burst_rt.attention.planner import Plan
 from burst_rt.kernels.naive import dense_scores, per_group, per_head
-from burst_rt.planning.operations import Finish, TileOperation
+from burst_rt.planning.operations import FinishRows, TileOperation
 from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies import Ring, RingNaive
 from burst_rt.planning.strategies.ring_naive import (
@@ -72,7 +72,7 @@ class RingNaiveForwardRun(_Rows, ForwardRun):
             Scores: self._scores,
             Softmax: self._softmax,
             Weigh: self._weigh,
-            Finish: self._end,
+            FinishRows: self._end,
         }
 
     def _blank(self, _: Blank) -> None:
@@ -98,7 +98,7 @@ class RingNaiveForwardRun(_Rows, ForwardRun):
         for p, rows, columns in self.parts(op):
             self.state.acc[:, rows].add_((p @ v[:, :, columns]).transpose(1, 2))
 
-    def _end(self, _: Finish) -> None:
+    def _end(self, _: FinishRows) -> None:
         self.state.finish()
 
 

@@ -19,7 +19,7 @@ from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.launch import LOG2_E, strides
 from burst_rt.kernels.triton.scores import tanh
 from burst_rt.kernels.triton.tables import table_of_decode
-from burst_rt.kernels.triton.work import bounds_of, of_batch_row, seen_of
+from burst_rt.kernels.triton.work import load_bounds, of_batch_row, seen_of
 
 __all__ = ["combine_kernel", "decode_kernel", "launch_decode"]
 
@@ -111,7 +111,7 @@ def decode_kernel(
     p_seen += i_b * by_row * 2
     first = tl.load(p_seen)
     last = tl.load(p_seen + 1)
-    bounds = bounds_of(p_spans, o_t, q_len, WIDTH, True)
+    bounds = load_bounds(p_spans, o_t, q_len, WIDTH, True)
     share = tl.cdiv(tl.cdiv(last - first, num_splits), BLOCK_N) * BLOCK_N
     start = first + tl.program_id(1) * share
     stop = tl.minimum(start + share, last)

@@ -26,8 +26,8 @@ from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
 from burst_rt.kernels.triton.scores import Shaping, places_of, sloped, tanh
 from burst_rt.kernels.triton.work import (
     VARYING,
-    bounds_of,
     line_of,
+    load_bounds,
     of_batch_row,
     only_run_of,
     run_of,
@@ -122,7 +122,7 @@ def _add_rows(b_dk, b_dv, block, start, stop, META: tl.constexpr, MASKED: tl.con
             b_rows = places_of(shaping.p_rows, o_m, q_len)
             b_s = sloped(b_s, shaping.p_slopes + i_g, b_rows, b_columns, scale_log2, True)
         if MASKED:
-            bounds = bounds_of(p_spans, o_m, q_len, META.WIDTH, META.EVEN_M)
+            bounds = load_bounds(p_spans, o_m, q_len, META.WIDTH, META.EVEN_M)
             b_seen = seen_of(
                 bounds, p_spans, o_m, column, q_len, META.WIDTH, META.BLOCK_N, META.EVEN_M, True
             )

@@ -20,8 +20,8 @@ from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
 from burst_rt.kernels.triton.scores import Shaping, places_of, sloped, tanh
 from burst_rt.kernels.triton.work import (
     VARYING,
-    bounds_of,
     line_of,
+    load_bounds,
     of_batch_row,
     only_run_of,
     run_of,
@@ -56,7 +56,7 @@ def _add_columns(b_dq, block, start, stop, META: tl.constexpr, MASKED: tl.conste
     """
     EVEN: tl.constexpr = META.EVEN_N or not MASKED
     b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, scale_log2, shaping = block
-    bounds = bounds_of(p_spans, o_m, q_len, META.WIDTH, META.EVEN_M) if MASKED else ()
+    bounds = load_bounds(p_spans, o_m, q_len, META.WIDTH, META.EVEN_M) if MASKED else ()
     if META.ALIBI:
         b_rows = places_of(shaping.p_rows, o_m, q_len)
         unit = 1.0  # argument of `sloped`

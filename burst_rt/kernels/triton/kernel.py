@@ -34,7 +34,7 @@ from burst_rt.kernels.base import (
 from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.kernels.triton.configs import CELLS, Config, arch_of, default_config, takes_more
 from burst_rt.kernels.triton.launch import LOG2_E, TileArguments
-from burst_rt.kernels.triton.parts import ascending, in_order, parts_of, places_of_parts
+from burst_rt.kernels.triton.parts import ascending, in_order, places_of_parts, slices_of
 from burst_rt.kernels.triton.tables import (
     CutOfTile,
     bytes_of_tables,
@@ -121,7 +121,7 @@ class TritonKernel(Kernel):
         if tile.mask.has_spans:
             self._forward(qkv, tile, state, None)
             return
-        for part in parts_of(qkv, tile):
+        for part in slices_of(qkv, tile):
             views = State(*map(part.rows, state))
             dense = State(*(x.contiguous() for x in views))
             if state.out is state.acc:
@@ -190,7 +190,7 @@ class TritonKernel(Kernel):
             self._backward(qkv, upstream, tile, grads, None)
             return
         tile = tile._replace(first=False)  # no part is the only one
-        for part in parts_of(qkv, tile):
+        for part in slices_of(qkv, tile):
             dout, lse, delta = map(part.rows, upstream)
             some = Upstream(dout, lse.contiguous(), delta.contiguous())
             sums = Gradients(*part.sides(*grads))

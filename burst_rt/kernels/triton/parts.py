@@ -16,7 +16,7 @@ from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.planning.problem import TileShape
 
-__all__ = ["TileSlice", "ascending", "in_order", "parts_of", "places_of_parts"]
+__all__ = ["TileSlice", "ascending", "in_order", "places_of_parts", "slices_of"]
 
 # Maximum number of cells about which a mask without spans is asked at once, and minimum number of
 # columns, which may exceed it. Parts, and the blocks of columns in a part, are cut at multiples of
@@ -74,7 +74,7 @@ def in_order(tile: Tile) -> Iterator[tuple[slice, Tile]]:
 
 
 def places_of_parts(mask: Mask, places: Places, shape: TileShape) -> Iterator[Places]:
-    """A tile's rows with the columns of each of its parts (`parts_of`); itself, if it has none.
+    """A tile's rows with the columns of each of its parts (`slices_of`); itself, if it has none.
 
     shape: batch and heads are the tile's; the lengths may be a larger tile's.
     """
@@ -104,7 +104,7 @@ def _columns_of_parts(mask: Mask, places: Places, apart: int) -> list[slice]:
     return list(filter(seen_by_a_row, parts)) or parts[:1]
 
 
-def parts_of(qkv: QKV, tile: Tile) -> Iterator[TileSlice]:
+def slices_of(qkv: QKV, tile: Tile) -> Iterator[TileSlice]:
     """A tile in parts of bounded size, under a mask that gives booleans only.
 
     As many heads as fit are asked about together. Where they see the same, they are one part.

@@ -18,7 +18,13 @@ import triton.language as tl
 from burst_rt.kernels.triton.configs import CELLS, COMPRESSED
 
 __all__ = [
-    "VARYING", "bounds_of", "line_of", "of_batch_row", "only_run_of", "run_of", "seen_of",
+    "VARYING",
+    "line_of",
+    "load_bounds",
+    "of_batch_row",
+    "only_run_of",
+    "run_of",
+    "seen_of",
 ]  # fmt: skip
 
 _COMPRESSED = tl.constexpr(COMPRESSED)
@@ -91,7 +97,7 @@ def _bounds(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
 
 
 @triton.jit
-def bounds_of(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
+def load_bounds(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
     """The bounds of the spans of the rows `o_m`, which `seen_of` needs, to be kept in registers.
 
     Empty if WIDTH is not a number of spans. p_spans: int32 `[2, WIDTH, num_rows]`, starts and
@@ -166,7 +172,7 @@ def seen_of(
     EVEN_M: tl.constexpr,
     ROWS_LAST: tl.constexpr,
 ):
-    """Which cells of the rows `o_m`, whose `bounds_of` are given, and the block's columns are seen.
+    """Which cells of the rows `o_m`, whose bounds are given, and the block's columns are seen.
 
     column: the first of BLOCK_N. Booleans `[rows, columns]`, or with ROWS_LAST `[columns, rows]`.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from burst_rt.planning.masks import Piece, Shape
 from burst_rt.planning.needs import Rows, num_rows
-from burst_rt.planning.operations import Add, Delta, Finish, Merge
+from burst_rt.planning.operations import Add, Delta, FinishRows, MergeRows
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies.hops import num_tokens
@@ -150,7 +150,7 @@ class RingBuilder:
             state, queries = [self.resident_sums[Role.STATE]], ring.resident[self.rank]
         if any(queries) and (ring.queries_travel or not self.tiles):
             cost = Cost(0, num_tokens(queries) * ring.problem.out_sum_bytes)
-            self.g.compute("finish", Finish(), accumulates=state, cost=cost)
+            self.g.compute("finish", FinishRows(), accumulates=state, cost=cost)
 
     def _owner(self, hop: int, block: int) -> int:
         return self.route.owner(self.rank, hop, block)
@@ -325,7 +325,7 @@ class RingBuilder:
         size = sum(size for _, size in self.ring.sums)
         self.g.compute(
             f"merge state{block}",
-            Merge(block, _ids(arrived), rows),
+            MergeRows(block, _ids(arrived), rows),
             reads=arrived.values(),
             accumulates=state,
             cost=Cost(0, 3 * num_rows(rows) * size),

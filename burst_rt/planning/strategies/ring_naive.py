@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import ClassVar
 
-from burst_rt.planning.operations import Finish, TileOperation
+from burst_rt.planning.operations import FinishRows, TileOperation
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies.hops import num_blocks
@@ -131,7 +131,7 @@ class RingNaive:
         if self.forward and any(self.problem.q_runs[rank]):
             cost = Cost(0, 3 * self.problem.q_layout.shard_len(rank) * self.problem.out_sum_bytes)
             g.compute(
-                "finish", Finish(), accumulates=[rest[0].resident_sums[Role.STATE]], cost=cost
+                "finish", FinishRows(), accumulates=[rest[0].resident_sums[Role.STATE]], cost=cost
             )
         return g.build()
 

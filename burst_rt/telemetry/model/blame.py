@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from burst_rt.telemetry.messages import Bye, HubReport, Severity
 from burst_rt.telemetry.model.events import EventLog
-from burst_rt.telemetry.model.ranks import Rank, Ranks
+from burst_rt.telemetry.model.ranks import JoinedRanks, Rank
 from burst_rt.telemetry.model.views import Lost
 
 __all__ = ["Blame"]
@@ -16,7 +16,7 @@ _SECONDARY = ("PeerLost:", "Stalled:")
 class Blame:
     """began_at_s: when the hub began, in seconds since the epoch."""
 
-    def __init__(self, began_at_s: float, ranks: Ranks, events: EventLog) -> None:
+    def __init__(self, began_at_s: float, ranks: JoinedRanks, events: EventLog) -> None:
         self._began_at_s = began_at_s
         self._ranks = ranks
         self._events = events

@@ -34,7 +34,7 @@ from burst_rt.telemetry.messages import (
 from burst_rt.telemetry.model.blame import Blame
 from burst_rt.telemetry.model.events import EventLog
 from burst_rt.telemetry.model.plans import Plans
-from burst_rt.telemetry.model.ranks import Rank, Ranks
+from burst_rt.telemetry.model.ranks import JoinedRanks, Rank
 from burst_rt.telemetry.model.sources import Sources
 from burst_rt.telemetry.model.views import (
     EventView,
@@ -60,7 +60,7 @@ class JobModel:
         self.revision = 0  # grows with every message: a viewer can tell whether anything is new
         self._first: Hello | None = None  # what the first rank that joined said
         self._events = EventLog()
-        self.ranks = Ranks(self._events)
+        self.ranks = JoinedRanks(self._events)
         self.sources = Sources(self._events)
         self.plans = Plans(self._events)
         self._blame = Blame(began_at_s, self.ranks, self._events)

@@ -21,7 +21,7 @@ from burst_rt.telemetry.model.timeline import (
     RecentCalls,
     flow_views,
     num_spans,
-    spans_of,
+    spans_of_calls,
     wait_views,
 )
 from burst_rt.telemetry.model.views import (
@@ -187,7 +187,7 @@ class Plans:
 
 def _call_view(rank: int, call: EndedCall, plan: PlanSummary) -> CallView:
     spans = []
-    for span in spans_of(plan, call):
+    for span in spans_of_calls(plan, call):
         task = plan.tasks[span.task]
         messages = len(task.sends), len(task.recvs)
         spans.append(SpanView(*span, *messages))  # type: ignore[arg-type]  # a tuple of many types

@@ -8,7 +8,7 @@ from burst_rt.telemetry.messages import Counters, EndedCall, Heartbeat, Hello, S
 from burst_rt.telemetry.model.events import EventLog
 from burst_rt.telemetry.model.views import RankView, shared, update
 
-__all__ = ["SILENT_S", "Rank", "Ranks"]
+__all__ = ["SILENT_S", "JoinedRanks", "Rank"]
 
 # Seconds until a rank is silent: four heartbeats are missing.
 SILENT_S = 2.0
@@ -89,7 +89,7 @@ class Rank:
         return f"last heard {max(0.0, now_s - self.seen_s):.1f} s before, {what}"
 
 
-class Ranks(dict[int, Rank]):
+class JoinedRanks(dict[int, Rank]):
     """All ranks that have joined, by number."""
 
     def __init__(self, events: EventLog) -> None:

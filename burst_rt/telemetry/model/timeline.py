@@ -40,7 +40,7 @@ __all__ = [
     "WholeCall",
     "flow_views",
     "num_spans",
-    "spans_of",
+    "spans_of_calls",
     "wait_views",
 ]
 
@@ -130,7 +130,7 @@ class CallMatcher:
         matched = self._match(members, complete) if len(complete) == len(members) else None
         if matched is None:
             return None
-        traces = [spans_of(plan, call) for plan, call in zip(complete, calls, strict=True)]
+        traces = [spans_of_calls(plan, call) for plan, call in zip(complete, calls, strict=True)]
         for plan, trace in zip(complete, traces, strict=True):
             if len({span.task for span in trace}) != len(plan.tasks):
                 return None
@@ -223,7 +223,7 @@ def _messages(infos: Sequence[MessageInfo]) -> tuple[Message, ...]:
     return tuple(Message(0, peer, tag, size_bytes) for peer, tag, size_bytes in infos)
 
 
-def spans_of(plan: PlanSummary, call: EndedCall) -> list[Span]:
+def spans_of_calls(plan: PlanSummary, call: EndedCall) -> list[Span]:
     """A call's spans, in the call's time, with hops as messages say them (-1: none). A task on a
     stream counts as issued when the device comes to it.
     """

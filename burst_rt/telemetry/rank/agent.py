@@ -37,7 +37,7 @@ from burst_rt.telemetry.messages import (
 from burst_rt.telemetry.rank.call_log import NOTHING, CallLog, Totals
 from burst_rt.telemetry.rank.host import HostSampler, ProcessSampler
 from burst_rt.telemetry.rank.nvml import GpuId, NvmlThread
-from burst_rt.telemetry.wire import Frames, connect, frame, until_beat_s
+from burst_rt.telemetry.wire import Frames, connect_to_hub, frame, until_beat_s
 
 __all__ = ["Agent"]
 
@@ -168,7 +168,7 @@ class Agent:
     def _run(self) -> None:
         period_s = 1.0 / self.hello.sample_hz
         host_period_s = max(period_s, _HOST_PERIOD_S)
-        self._connection = connect(self.address, _CONNECT_DEADLINE_S)
+        self._connection = connect_to_hub(self.address, _CONNECT_DEADLINE_S)
         with self._connection as self._socket:
             self._socket.setblocking(False)
             self._queue(self.hello)

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.telemetry.messages import Hello, JobReport, SourceInfo, SourceSample
-from burst_rt.telemetry.model.timeline import flow_views, spans_of, wait_views
+from burst_rt.telemetry.model.timeline import flow_views, spans_of_calls, wait_views
 from burst_rt.telemetry.read.calls import CallOfAll, calls_of
 from burst_rt.telemetry.read.record import Clocks, Record, replay
 
@@ -114,7 +114,7 @@ def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_TraceEvent]:
     threads: dict[tuple[int, int], int] = {}
     ends: dict[tuple[int, int], tuple[float, float]] = {}
     for rank, (plan, part) in call.ranks.items():
-        for span in sorted(spans_of(plan, part), key=lambda s: s.started_s):
+        for span in sorted(spans_of_calls(plan, part), key=lambda s: s.started_s):
             task, times = plan.tasks[span.task], (span.started_s, span.ended_s)
             threads[rank, span.task] = rows.place(rank, span.lane, *times)
             ends[rank, span.task] = times

@@ -16,7 +16,7 @@ import msgspec
 from burst_rt.errors import ConfigError, Stalled
 from burst_rt.telemetry.messages import Ask, Stopping
 from burst_rt.telemetry.model.views import Lost, SeriesView, Snapshot, TimelineView
-from burst_rt.telemetry.wire import Frames, connect, frame
+from burst_rt.telemetry.wire import Frames, connect_to_hub, frame
 
 if TYPE_CHECKING:
     # A launcher asks a hub, and needs no model.
@@ -163,7 +163,7 @@ class HubViewer:
         if self._socket is None:
             self._frames = Frames(max_bytes=256 << 20)
             try:
-                self._socket = connect(self._address, self._timeout_s)
+                self._socket = connect_to_hub(self._address, self._timeout_s)
             except TimeoutError as error:
                 raise self._late() from error
             except OSError as error:
