@@ -24,8 +24,8 @@ from burst_rt.kernels.triton.configs import (
     CELLS,
     Config,
     Loads,
+    block_width,
     default_config,
-    padded,
     takes_more,
 )
 from burst_rt.kernels.triton.launch import Meta
@@ -248,8 +248,8 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
     ends, even = request.only, not request.ragged
     v_head_dim = request.v_head_dim or request.head_dim
     return {
-        "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim),
-        "V_HEAD_DIM": v_head_dim, "BLOCK_DV": padded(v_head_dim),
+        "HEAD_DIM": request.head_dim, "BLOCK_D": block_width(request.head_dim),
+        "V_HEAD_DIM": v_head_dim, "BLOCK_DV": block_width(v_head_dim),
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "MASKED": request.masked, "WIDTH": request.width, "SINGLE": request.single,
         "FIRST": ends, "LAST": ends, "SINKS": "sinks" in request.scores,

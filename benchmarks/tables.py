@@ -22,7 +22,7 @@ import torch
 
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.kernels.base import Tile
-from burst_rt.kernels.triton.parts import ascending
+from burst_rt.kernels.triton.parts import ascending_groups
 from burst_rt.kernels.triton.tables import CutOfTile, lists_for, same_tables, spans_of_tile
 from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.planning.choose import choose
@@ -135,7 +135,7 @@ def _triton_tables(plan: Plan) -> None:
     """
     device = torch.device("cpu")
     for rows, runs in plan.choice.program.tiles(plan.rank):
-        for columns in ascending(runs):
+        for columns in ascending_groups(runs):
             tile = Tile((), rows, columns, plan.key.problem.mask, scale=1.0, progress=lambda: None)
             tile = same_tables(tile)
             width = spans_of_tile(tile, device).width

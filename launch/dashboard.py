@@ -38,11 +38,11 @@ def command(
     Prints a link that carries a token. Open the link on this machine, or through a tunnel (ssh -L
     8870:127.0.0.1:8870 HOST). Ctrl-C ends the dashboard.
     """
-    from burst_rt.dashboard.server import Served, Where
+    from burst_rt.dashboard.server import RunningDashboard, Where
     from burst_rt.telemetry.read.viewer import Viewer
 
     async def show(viewer: Viewer) -> None:
-        served = Served(viewer, Where.parse(at, metrics_port))
+        served = RunningDashboard(viewer, Where.parse(at, metrics_port))
         for line in served.lines:
             click.echo(f"burst-rt: {line}", err=True)
         await served.run()

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from burst_rt.job.reports import (
-    Waiting,
+    RankWait,
     pipe_path,
     read_reports,
     read_started,
@@ -90,7 +90,7 @@ class Ranks:
         # A process may take longer to go than mpirun.
         self.ended_at_s = self._closed_at_s | self.ended_at_s
 
-    def stuck(self) -> tuple[Waiting, int] | None:
+    def stuck(self) -> tuple[RankWait, int] | None:
         """A rank that waits to join ranks of which one has ended; None where there is none.
 
         Returns the wait, and the awaited rank that ended first. Does not block.

@@ -27,7 +27,7 @@ import psutil
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.job.reports import (
-    Waiting,
+    RankWait,
     primary_failure,
     read_reports,
     read_resume,
@@ -340,7 +340,7 @@ def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
 
 def _wait(
     mpirun: subprocess.Popen[bytes], job_dir: Path, ranks: Ranks, stop: _Stop
-) -> tuple[Waiting, int] | None:
+) -> tuple[RankWait, int] | None:
     """Blocks until mpirun has ended; once a rank has failed or a signal came, 3 s longer at most.
 
     Also ends the job where a rank waits to join a rank that has ended, and then returns the wait
@@ -349,7 +349,7 @@ def _wait(
     ending_since_s: float | None = None
     looked_at_s = time.monotonic()
     stuck_since_s: float | None = None
-    stuck: tuple[Waiting, int] | None = None
+    stuck: tuple[RankWait, int] | None = None
     while mpirun.poll() is None:
         ranks.wait(_POLL_S)
         now_s = time.monotonic()

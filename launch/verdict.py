@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from burst_rt.errors import PeerLost
 from burst_rt.job.flight import read_flight
-from burst_rt.job.reports import RankReport, Waiting, crash_path, primary_failure, read_reports
+from burst_rt.job.reports import RankReport, RankWait, crash_path, primary_failure, read_reports
 from burst_rt.launch.ranks import Ranks
 from burst_rt.telemetry.model.views import Lost
 
@@ -48,7 +48,7 @@ class JobEnd:
     mpirun_code: int
     owed: Collection[int]
     ranks: Ranks
-    stuck_by: tuple[Waiting, int] | None
+    stuck_by: tuple[RankWait, int] | None
     lost: Lost | None = None
 
     @cached_property
@@ -93,7 +93,7 @@ class JobEnd:
         return self.told or (PeerLost.exit_code if gone else 0)
 
     @cached_property
-    def stuck(self) -> tuple[Waiting, int] | None:
+    def stuck(self) -> tuple[RankWait, int] | None:
         """As `stuck_by`. mpirun may have noticed by itself that a rank ended before it joined."""
         noticed = self.ranks.stuck() if self.code and self.failure is None else None
         return noticed if noticed is not None and noticed[1] not in self.silent else self.stuck_by

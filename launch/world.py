@@ -20,13 +20,13 @@ from burst_rt.context import Context
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.stopping import LastWord, leave_word
 
-__all__ = ["Stopped", "job_world", "same_everywhere"]
+__all__ = ["StoppedBySignal", "job_world", "same_everywhere"]
 
 # Seconds that other ranks wait before they exit if `init` failed: rank 0 prints the error first.
 _SPEAKING_S = 1.0
 
 
-class Stopped(Exception):
+class StoppedBySignal(Exception):
     """The ranks were asked to stop by a signal, and have stopped. The text says where and what to
     do next.
     """
@@ -63,7 +63,7 @@ def job_world() -> Iterator[Context]:
                 # Here it is no user's mistake: `together` made it of a defect's exception.
                 traceback.print_exception(error.__cause__)
             _leave(world, _complaint(error))
-        except Stopped as stopped:
+        except StoppedBySignal as stopped:
             _leave(world, LastWord(f"burst-rt: {stopped}", 128 + stopped.number))
 
 

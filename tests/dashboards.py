@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from burst_rt.dashboard.server import Served, Where
+from burst_rt.dashboard.server import RunningDashboard, Where
 from burst_rt.launch.run import kill_job
 from burst_rt.telemetry.model.job_model import JobModel
 from burst_rt.telemetry.read.viewer import ModelViewer
@@ -49,7 +49,7 @@ def installed(*names: str, package: str) -> str:
 class Serving:
     """A dashboard that listens."""
 
-    served: Served
+    served: RunningDashboard
     model: JobModel  # to be changed by `do` alone, which runs in the server's thread
     _loop: asyncio.AbstractEventLoop
 
@@ -77,8 +77,8 @@ def serving(model: JobModel, where: Where | None = None) -> Iterator[Serving]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
-    async def start() -> Served:
-        return Served(ModelViewer(model), where or Where(port=0))
+    async def start() -> RunningDashboard:
+        return RunningDashboard(ModelViewer(model), where or Where(port=0))
 
     served = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
     running = asyncio.run_coroutine_threadsafe(served.run(), loop)

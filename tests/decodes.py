@@ -10,7 +10,7 @@ from spec import reference
 
 from burst_rt import Context
 from burst_rt.kernels import QKV, ScoreOptions, sum_dtype
-from burst_rt.kernels.decode import Seen
+from burst_rt.kernels.decode import SeenColumns
 from burst_rt.planning.masks.spans import END, Spans
 from burst_rt.runtime.agreement import Contract
 from burst_rt.serving.decode_plan import plan_decode
@@ -114,14 +114,14 @@ def decode(ctx: Context, case: Case) -> torch.Tensor:
         cache = torch.full((x.shape[0], len(own) + 3, *x.shape[2:]), torch.nan, dtype=x.dtype)
         cache[:, : len(own)] = x[:, own].masked_fill(~hull[..., None, None], torch.nan)
         caches.append(cache[:, : len(own)])
-    what_is_seen = Seen(spans_of(cells[:, :, own]), len(own))
+    what_is_seen = SeenColumns(spans_of(cells[:, :, own]), len(own))
     return run_one(ctx, QKV(q, *caches), what_is_seen, k.shape[1], case.score_options(), case.scale)
 
 
 def run_one(
     ctx: Context,
     qkv: QKV,
-    seen: Seen,
+    seen: SeenColumns,
     keys: int,
     score_options: ScoreOptions,
     scale: float | None = None,

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from burst_rt.transport import Completed
+from burst_rt.transport import Completion
 
 __all__ = ["FakeDevice", "FakeMessages", "FakeWire", "Part", "Race"]
 
@@ -154,12 +154,12 @@ class FakeMessages:
     def irecv(self, buffer: Part, peer: int, tag: int) -> int:
         return self._start([], [buffer.name])
 
-    def poll(self) -> list[Completed]:
+    def poll(self) -> list[Completion]:
         done = [handle for handle in self._open if self._device.random.random() < 0.5]
         for handle in done:
             self._open.remove(handle)
             self._device.merge("host", self._device.clocks[f"message {handle}"])
-        return [Completed(handle) for handle in done]
+        return [Completion(handle) for handle in done]
 
     def cancel(self) -> None:
         self._open.clear()

@@ -7,7 +7,7 @@ library and is imported only when asked for.
 from burst_rt.transport.base import (
     KINDS,
     TRANSPORTS,
-    Completed,
+    Completion,
     ControlGroup,
     Meeting,
     Memory,
@@ -24,7 +24,7 @@ from burst_rt.transport.base import (
 from burst_rt.transport.local import LocalControl, LocalTransport, LocalWorld
 
 __all__ = [
-    "KINDS", "TRANSPORTS", "Completed", "ControlGroup", "LocalControl", "LocalTransport",
+    "KINDS", "TRANSPORTS", "Completion", "ControlGroup", "LocalControl", "LocalTransport",
     "LocalWorld", "Meeting", "Memory", "Notice", "NoticeKind", "OrderedTransport", "Pending",
     "PendingBytes", "PendingInts", "Transport", "TransportKind", "Wire",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ __all__ = [
     "KINDS",
     "TRANSPORTS",
     "UNKNOWN_CODE",
-    "Completed",
+    "Completion",
     "ControlGroup",
     "Meeting",
     "Memory",
@@ -64,7 +64,7 @@ KINDS: dict[str, TransportKind] = {
 TRANSPORTS = ("auto", *KINDS)
 
 
-class Completed(NamedTuple):
+class Completion(NamedTuple):
     """A send or receive that has finished."""
 
     handle: int  # handle that `isend` or `irecv` returned
@@ -94,7 +94,7 @@ class Transport(Protocol):
     def irecv(self, buffer: Memory, peer: int, tag: int) -> int:
         """Starts receiving exactly `len(buffer)` bytes and returns a handle."""
 
-    def poll(self) -> list[Completed]:
+    def poll(self) -> list[Completion]:
         """Makes progress and returns what has completed since the last poll.
 
         Raises ProtocolError for a received message of the wrong size.

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from burst_rt.errors import InputError, ProtocolError
-from burst_rt.transport.base import Completed, Memory, Notice, NoticeKind
+from burst_rt.transport.base import Completion, Memory, Notice, NoticeKind
 
 __all__ = ["LocalControl", "LocalTransport", "LocalWorld"]
 
@@ -174,7 +174,7 @@ class LocalTransport:
         """See `Transport.irecv`."""
         return self._start(False, buffer, peer, tag)
 
-    def poll(self) -> list[Completed]:
+    def poll(self) -> list[Completion]:
         """See `Transport.poll`."""
         done = []
         while self._landed:
@@ -192,7 +192,7 @@ class LocalTransport:
                 self.bytes_sent += size
             else:
                 self.bytes_received += size
-            done.append(Completed(handle))
+            done.append(Completion(handle))
         return done
 
     def cancel(self) -> None:

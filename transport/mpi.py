@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from burst_rt.errors import ConfigError, ProtocolError, Stalled
-from burst_rt.transport.base import Completed, Memory, Notice, NoticeKind
+from burst_rt.transport.base import Completion, Memory, Notice, NoticeKind
 from burst_rt.transport.start import who_is_missing
 
 __all__ = ["MpiControl", "MpiTransport", "duplicate", "numbers_in_job"]
@@ -111,7 +111,7 @@ class MpiTransport:
         """See `Transport.irecv`."""
         return self._start(False, buffer, peer, tag)
 
-    def poll(self) -> list[Completed]:
+    def poll(self) -> list[Completion]:
         """See `Transport.poll`."""
         if not self._requests:
             return []
@@ -140,7 +140,7 @@ class MpiTransport:
             self._num_left[handle] -= 1
             if not self._num_left[handle]:
                 del self._num_left[handle]
-                done.append(Completed(handle))
+                done.append(Completion(handle))
         gone = set(finished)
         self._requests = [r for i, r in enumerate(self._requests) if i not in gone]
         self._about = [a for i, a in enumerate(self._about) if i not in gone]

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from burst_rt.errors import ProtocolError
-from burst_rt.transport.base import UNKNOWN_CODE, Completed, Memory, Notice, NoticeKind
+from burst_rt.transport.base import UNKNOWN_CODE, Completion, Memory, Notice, NoticeKind
 from burst_rt.transport.links import Links
 
 __all__ = ["SocketControl", "SocketTransport"]
@@ -64,7 +64,7 @@ class SocketTransport:
         self._sends: dict[tuple[int, int], deque[tuple[int, Memory]]] = defaultdict(deque)
         self._recvs: dict[tuple[int, int], deque[tuple[int, Memory]]] = defaultdict(deque)
         self._ready: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # sizes
-        self._done: list[Completed] = []
+        self._done: list[Completion] = []
         self._links: Links
 
     def open(self, links: Links) -> None:
@@ -85,7 +85,7 @@ class SocketTransport:
         self._links.send(peer, _Kind.READY, tag, _ints([len(buffer)]))
         return handle
 
-    def poll(self) -> list[Completed]:
+    def poll(self) -> list[Completion]:
         """See `Transport.poll`."""
         self._links.poll()
         done, self._done = self._done, []
@@ -121,7 +121,7 @@ class SocketTransport:
                 peer=peer,
             )
         self.bytes_received += len(buffer)
-        self._done.append(Completed(handle))
+        self._done.append(Completion(handle))
 
     def _new_handle(self) -> int:
         self._next_handle += 1
@@ -141,7 +141,7 @@ class SocketTransport:
 
     def _sent(self, handle: int, size: int) -> None:
         self.bytes_sent += size
-        self._done.append(Completed(handle))
+        self._done.append(Completion(handle))
 
 
 class _Frames:

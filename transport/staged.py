@@ -30,7 +30,7 @@ from typing import ClassVar, NamedTuple
 from burst_rt.errors import ConfigError
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Lane, Message, Part, Task
 
-__all__ = ["CHUNK_BYTES", "COPY_LANES", "ToDevice", "ToHost", "staged"]
+__all__ = ["CHUNK_BYTES", "COPY_LANES", "ToDevice", "ToHost", "stage_graph"]
 
 # Maximum size of a chunk: large enough for PCIe and the wire to run at full speed, small enough
 # that a message of a few dozen MiB has several.
@@ -81,7 +81,7 @@ class _Chunk(NamedTuple):
     tag: int
 
 
-def staged(graph: Graph, chunk_bytes: int | None = None) -> Graph:
+def stage_graph(graph: Graph, chunk_bytes: int | None = None) -> Graph:
     """The graph with its exchanges staged through host chunks of at most `chunk_bytes`. Pure.
 
     chunk_bytes: None takes CHUNK_BYTES, or a 32nd of the message where that is more. Where the

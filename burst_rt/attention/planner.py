@@ -24,7 +24,7 @@ import torch
 
 from burst_rt.attention.predict import predicted_s
 from burst_rt.attention.recent import Recent
-from burst_rt.kernels import Kernel, Picked, Work, pick
+from burst_rt.kernels import Kernel, KernelChoice, Work, pick
 from burst_rt.planning.choose import Chooser
 from burst_rt.planning.layouts import Layout
 from burst_rt.planning.operations import BackwardTile, ForwardTile
@@ -100,7 +100,7 @@ class RankPlan:
     """The verified graph of one rank, and the kernel of its tasks: what every plan is."""
 
     rank: int
-    picked: Picked  # the kernel, and why it was picked
+    picked: KernelChoice  # the kernel, and why it was picked
     program_graph: Graph  # the graph that the program built
     schedule: Schedule  # schedule of `graph`, which the machine lowered from `program_graph`
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["Kept", "Recent"]
+__all__ = ["KeptEntries", "Recent"]
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -29,10 +29,10 @@ class Recent(dict[_K, _V]):
 
 
 # Any: the entries of a type are found by that type alone.
-class Kept(dict[type, Recent[object, Any]]):
+class KeptEntries(dict[type, Recent[object, Any]]):
     """Entries of several types: for each type a `Recent` of `capacity`, made on first use.
 
-    The owner of a `Kept` need not know the types. Two threads may use it.
+    The owner of a `KeptEntries` need not know the types. Two threads may use it.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -15,7 +15,7 @@ from burst_rt.drivers import raw_bytes
 from burst_rt.errors import InputError
 from burst_rt.kernels import DTYPES, sum_dtype
 from burst_rt.opaque import opaque
-from burst_rt.planning.layouts import BALANCED, Layout, fitting, make_layout
+from burst_rt.planning.layouts import BALANCED, Layout, make_layout, mask_for_layout
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.numbers import Numbers
 from burst_rt.planning.problem import Problem
@@ -162,7 +162,7 @@ def choose_layout(
     if kind not in (AUTO, BALANCED):
         return make_layout(kind, seq_len, world_size, mask)
     plain = make_layout("zigzag", seq_len, world_size)
-    mask = fitting(kind, mask, seq_len)
+    mask = mask_for_layout(kind, mask, seq_len)
     check_mask(mask, seq_len, seq_len, batch=mask.batch, shared=world_size > 1)
     if kind == BALANCED:
         return make_layout(kind, seq_len, world_size, mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from burst_rt.attention.planner import Planner
-from burst_rt.attention.recent import Kept, Recent
+from burst_rt.attention.recent import KeptEntries, Recent
 from burst_rt.runtime.runtime import Runtime
 
 __all__ = ["AttentionState"]
@@ -32,7 +32,7 @@ class AttentionState:
             runtime.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware
         )
         # What the files above this one keep with the context, such as checked calls.
-        self.kept = Kept(_KEPT)
+        self.kept = KeptEntries(_KEPT)
         # Layouts and masks of calls that went through the dispatcher. A compiled program knows only
         # their numbers, and asks for the objects again in its backward.
         self.held: Recent[int, object] = Recent(_HELD)

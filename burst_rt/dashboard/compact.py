@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from burst_rt.telemetry.model.views import CallView, FlowView, TimelineView, WaitView, shared
+from burst_rt.telemetry.model.views import CallView, FlowView, TimelineView, WaitView, shared_fields
 
 __all__ = ["UNITS_PER_S", "compact"]
 
@@ -47,7 +47,8 @@ def compact(view: TimelineView, now_s: float) -> bytes:
     """The JSON of a `CompactTimeline`. now_s: the hub's time, for the page."""
     names: dict[str, int] = {}
     timeline = CompactTimeline(
-        **shared(view, CompactTimeline) | {"calls": [_rows(call, names) for call in view.calls]},
+        **shared_fields(view, CompactTimeline)
+        | {"calls": [_rows(call, names) for call in view.calls]},
         now_s=now_s,
         units_per_s=UNITS_PER_S,
         names=list(names),
@@ -67,4 +68,4 @@ def _rows(call: CallView, names: dict[str, int]) -> CallRows:
         name, lane = (names.setdefault(word, len(names)) for word in (span.name, span.lane))
         bits = (span.sends > 0) | (span.receives > 0) << 1
         rows.append((name, lane, span.hop, bits, *times, span.size_bytes, span.flops, span.task))
-    return CallRows(**shared(call, CallRows) | {"spans": rows}, started_s=start_s)
+    return CallRows(**shared_fields(call, CallRows) | {"spans": rows}, started_s=start_s)

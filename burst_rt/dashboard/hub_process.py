@@ -26,7 +26,7 @@ from burst_rt.telemetry.wire import SECRET_VARIABLE
 from burst_rt.version import __version__
 
 if TYPE_CHECKING:
-    from burst_rt.dashboard.server import Served
+    from burst_rt.dashboard.server import RunningDashboard
 
 __all__ = ["main"]
 
@@ -82,16 +82,18 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> Served | None:
+def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> RunningDashboard | None:
     """The dashboard, where one is asked for. Without it telemetry goes on."""
     if not dashboard and metrics_port is None:
         return None
     # A hub without a dashboard starts sooner without a web server, and takes less memory.
-    from burst_rt.dashboard.server import Served, Where
+    from burst_rt.dashboard.server import RunningDashboard, Where
     from burst_rt.telemetry.read.viewer import ModelViewer
 
     try:
-        return Served(ModelViewer(hub.model, hub.now_s), Where.parse(dashboard, metrics_port))
+        return RunningDashboard(
+            ModelViewer(hub.model, hub.now_s), Where.parse(dashboard, metrics_port)
+        )
     except BurstError as error:
         hub.lines.append(f"no dashboard: {error}")
         return None

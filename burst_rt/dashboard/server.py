@@ -22,7 +22,7 @@ from burst_rt.errors import ConfigError, InputError
 from burst_rt.telemetry.hub.starting import is_port
 from burst_rt.telemetry.read.viewer import Viewer
 
-__all__ = ["DEFAULT_PORT", "Served", "Where"]
+__all__ = ["DEFAULT_PORT", "RunningDashboard", "Where"]
 
 DEFAULT_PORT = 8870
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -121,7 +121,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Served:
+class RunningDashboard:
     """A dashboard that listens. For the person who started it there are `link`, which carries the
     token, and `lines` to print.
     """

@@ -12,11 +12,11 @@ from burst_rt.attention.api import burst_attention
 from burst_rt.batches import ShardedBatch
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.hf.cache import StepInfo
-from burst_rt.hf.masks import Handed, mask_of
+from burst_rt.hf.masks import MaskHandover, mask_of
 from burst_rt.hf.prepare import is_prepared
 from burst_rt.hf.rotary import hook_of
 from burst_rt.hf.shard import KEYWORD, ShardInfo
-from burst_rt.hf.temperature import rescaled
+from burst_rt.hf.temperature import rescale_queries
 from burst_rt.planning.masks import Causal, Chunked, Full, Mask, SlidingWindow
 from burst_rt.runtime.refusing import refuse
 
@@ -54,7 +54,7 @@ def _make_mask(
     q_offset: int = 0,
     kv_length: int = 0,
     **others: Any,
-) -> Handed:
+) -> MaskHandover:
     """The mask of a kind of layers, for whole sequences. Arguments: as transformers names them.
 
     attention_mask, the padding of one rank's tokens, is not used: `shard` has seen all tokens.
@@ -69,7 +69,7 @@ def _make_mask(
         refuse(_NAME, error)
     if mask != Full() and kv_length > q_offset + q_length:
         _refuse(f"a static cache or a prefix is not done; expected none, or {_CACHE}", None)
-    return Handed(mask_function)
+    return MaskHandover(mask_function)
 
 
 def attend(
@@ -77,7 +77,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Handed | torch.Tensor | None,
+    attention_mask: MaskHandover | torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -112,7 +112,7 @@ def attend(
         # As for torch's own attention. Rotary embeddings have left q and k in float32.
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     assert isinstance(info, (ShardInfo, StepInfo))
-    query = rescaled(module, query, info)
+    query = rescale_queries(module, query, info)
     if isinstance(info, StepInfo):
         try:
             structure = _structure(module, attention_mask, None, is_causal, sliding_window)
@@ -148,7 +148,7 @@ def _structure(
     """The mask of a layer apart from documents and padding. batch: its queries'; None: over a
     cache.
     """
-    if isinstance(handed, Handed):
+    if isinstance(handed, MaskHandover):
         return handed.mask(batch)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     structure: Mask = Causal() if causal else Full()
@@ -178,7 +178,7 @@ def _unsupported_argument(
         return "position_bias (T5's) is not done; expected none; use a model with rotary positions"
     if cache is not None:
         return "a paged cache is not done; expected none"
-    if attention_mask is not None and not isinstance(attention_mask, Handed):
+    if attention_mask is not None and not isinstance(attention_mask, MaskHandover):
         shape = tuple(getattr(attention_mask, "shape", ()))
         return (
             f"attention_mask: expected [batch, tokens] or none, got {type(attention_mask).__name__}"

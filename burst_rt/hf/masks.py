@@ -19,7 +19,7 @@ from burst_rt.errors import InputError
 from burst_rt.hf.release import unknown_release
 from burst_rt.planning.masks import Causal, Chunked, First, Full, Mask, SlidingWindow
 
-__all__ = ["Handed", "MaskIsRead", "mask_of"]
+__all__ = ["MaskHandover", "MaskIsRead", "mask_of"]
 
 
 class MaskIsRead(InputError, AttributeError):
@@ -30,7 +30,7 @@ class MaskIsRead(InputError, AttributeError):
 Chunks: TypeAlias = Callable[[int, Any], Mask]
 
 
-class Handed:
+class MaskHandover:
     """A mask on its way through a model, from its mask function to its attention."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["rescaled"]
+__all__ = ["rescale_queries"]
 
 
 class _CallInfo(Protocol):
@@ -27,7 +27,7 @@ class _CallInfo(Protocol):
         """`[batch or 1, tokens]`: the places of this rank's tokens, as one process counts them."""
 
 
-def rescaled(module: torch.nn.Module, query: torch.Tensor, info: _CallInfo) -> torch.Tensor:
+def rescale_queries(module: torch.nn.Module, query: torch.Tensor, info: _CallInfo) -> torch.Tensor:
     """Queries `[batch, heads, tokens, head_dim]` of one rank, scaled by their own places.
 
     The queries of other models are returned unchanged. In packed rows places count within their

@@ -26,8 +26,8 @@ from burst_rt.job.telling import OF_ONE_RANK, named_once
 __all__ = [
     "JOB_DIR_VARIABLE",
     "RankReport",
-    "Started",
-    "Waiting",
+    "RankStart",
+    "RankWait",
     "crash_path",
     "job_folder",
     "pipe_path",
@@ -90,7 +90,7 @@ class RankReport:
         return self.kind in _SECONDARY_KINDS
 
 
-class Started(NamedTuple):
+class RankStart(NamedTuple):
     """A rank whose process has started."""
 
     rank: int
@@ -98,7 +98,7 @@ class Started(NamedTuple):
     where: str  # `whereabouts()`: the same for processes that see each other's pids
 
 
-class Waiting(NamedTuple):
+class RankWait(NamedTuple):
     """A rank that waits until other ranks reach the same place."""
 
     rank: int
@@ -174,7 +174,7 @@ def say_started(job_dir: Path, rank: int) -> None:
         # Open until the process is gone. Its children do not keep it open.
         pipe = os.open(pipe_path(job_dir, rank), os.O_WRONLY | os.O_NONBLOCK)
         os.register_at_fork(after_in_child=partial(_close, pipe, os.fstat(pipe).st_ino))
-    _write(job_dir / f"started-{rank}.json", Started(rank, os.getpid(), whereabouts())._asdict())
+    _write(job_dir / f"started-{rank}.json", RankStart(rank, os.getpid(), whereabouts())._asdict())
 
 
 def _close(descriptor: int, inode: int) -> None:
@@ -198,10 +198,10 @@ def whereabouts() -> str:
         return socket.gethostname()
 
 
-def read_started(job_dir: Path) -> list[Started]:
+def read_started(job_dir: Path) -> list[RankStart]:
     """The ranks whose processes have said that they have started, in no order."""
     return [
-        Started(**json.loads(path.read_text(encoding="utf-8")))
+        RankStart(**json.loads(path.read_text(encoding="utf-8")))
         for path in job_dir.glob("started-*.json")
     ]
 
@@ -215,7 +215,7 @@ def waiting_for(what: str, ranks: Iterable[int]) -> Iterator[None]:
         return
     path = folder / f"waiting-{rank}.json"
     with suppress(OSError):
-        _write(path, Waiting(rank, what, list(ranks))._asdict())
+        _write(path, RankWait(rank, what, list(ranks))._asdict())
     try:
         yield
     finally:
@@ -223,13 +223,13 @@ def waiting_for(what: str, ranks: Iterable[int]) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def read_waiting(job_dir: Path) -> list[Waiting]:
+def read_waiting(job_dir: Path) -> list[RankWait]:
     """The ranks that wait for others to join, in no order."""
     waiting = []
     for path in job_dir.glob("waiting-*.json"):
         # The rank may remove the file at any moment.
         with suppress(FileNotFoundError):
-            waiting.append(Waiting(**json.loads(path.read_text(encoding="utf-8"))))
+            waiting.append(RankWait(**json.loads(path.read_text(encoding="utf-8"))))
     return waiting
 
 

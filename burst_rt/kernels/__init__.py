@@ -37,7 +37,7 @@ from burst_rt.kernels.triton import TritonKernel
 from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
 __all__ = [
-    "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "Picked", "Results",
+    "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "KernelChoice", "Results",
     "ScoreOptions", "State", "Tile", "Upstream", "Work", "deterministic", "pick", "pick_decode",
     "sum_dtype",
 ]  # fmt: skip
@@ -59,14 +59,14 @@ KERNELS: dict[str, Kernel] = {
 _ON_GPU, _ON_CPU, _ON_CPU_BF16 = ("triton", "cudnn", "flash"), ("cpu",), ("cpu", "cpu-bf16")
 
 
-class Picked(NamedTuple):
+class KernelChoice(NamedTuple):
     """A kernel and the reason why it was taken."""
 
     kernel: Kernel
     reason: str
 
 
-def pick(work: Work, name: str = "auto") -> Picked:
+def pick(work: Work, name: str = "auto") -> KernelChoice:
     """The kernel for some work; `name` insists on one kernel.
 
     "auto" takes the fastest of the kernels that can do the work and give the same bits every time.
@@ -105,7 +105,7 @@ def pick(work: Work, name: str = "auto") -> Picked:
     return _picked(taken.kernel, "; ".join((taken.reason, *refusals)), work)
 
 
-def pick_decode(work: Work, name: str = "auto") -> Picked:
+def pick_decode(work: Work, name: str = "auto") -> KernelChoice:
     """The kernel for a decode; `name` insists on one kernel. Does not block.
 
     Every kernel has a decode, in the type of the sums; where "auto" finds no kernel that has one of
@@ -116,9 +116,9 @@ def pick_decode(work: Work, name: str = "auto") -> Picked:
     kernel = KERNELS["triton" if work.device.type == "cuda" else "cpu"]
     reason = kernel.refuses(work)
     if reason is None:
-        return Picked(kernel, "the decode of its own here")
-    return Picked(KERNELS["untiled"], f"torch's own operators; {reason}")
+        return KernelChoice(kernel, "the decode of its own here")
+    return KernelChoice(KERNELS["untiled"], f"torch's own operators; {reason}")
 
 
-def _picked(kernel: Kernel, reason: str, work: Work) -> Picked:
-    return Picked(kernel, "; ".join((reason, *kernel.remarks(work))))
+def _picked(kernel: Kernel, reason: str, work: Work) -> KernelChoice:
+    return KernelChoice(kernel, "; ".join((reason, *kernel.remarks(work))))

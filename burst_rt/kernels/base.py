@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from burst_rt.kernels.cells import Asked, positions_at
-from burst_rt.kernels.decode import Partial, Seen, decode_plainly
+from burst_rt.kernels.cells import CellQuery, positions_at
+from burst_rt.kernels.decode import Partial, SeenColumns, decode_plainly
 from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.problem import ScoreFlags, TileShape
 
@@ -219,7 +219,7 @@ class Tile(NamedTuple):
             kv = positions_at(some_of(self.kv_positions, columns), device)
             heads = range(self.first_head, self.first_head + queries.shape[2])
             runs = tuple(some_of(self.q_positions, rows))
-            seen: torch.Tensor = self.mask.seen_cells(Asked(runs, kv, queries.shape[0], heads))
+            seen: torch.Tensor = self.mask.seen_cells(CellQuery(runs, kv, queries.shape[0], heads))
             seen = seen.expand(*seen.shape[:-2], rows.stop - rows.start, len(kv))
             return seen[0, 0] if seen.shape[:-2] == (1, 1) else seen
         if piece.shape is Shape.RECTANGLE:
@@ -337,7 +337,7 @@ class Kernel(Protocol):
         """
 
     def decode(
-        self, qkv: QKV, seen: Seen, scale: float, softcap: float | None, into: Partial
+        self, qkv: QKV, seen: SeenColumns, scale: float, softcap: float | None, into: Partial
     ) -> None:
         """Writes out and lse of a few queries: not folded into what `into` holds.
 

@@ -13,10 +13,10 @@ from burst_rt.errors import InputError
 from burst_rt.planning.masks import MOST_SPANS, Function, Mask, Piece, Shape, positions_of, spans_of
 from burst_rt.planning.masks.spans import Positions
 
-__all__ = ["Asked", "ask", "function_in_words", "outside", "positions_at"]
+__all__ = ["CellQuery", "ask", "function_in_words", "outside", "positions_at"]
 
 
-class Asked(NamedTuple):
+class CellQuery(NamedTuple):
     """Rows and columns of a tile, of all batch rows and some heads. See `Cells`."""
 
     q: tuple[range, ...]  # positions of the rows

@@ -50,7 +50,7 @@ from burst_rt.kernels.cpu_memory import (
     matrix_part,
     scratch_bytes,
 )
-from burst_rt.kernels.decode import Partial, Seen, folded, lowest, parts_of_columns
+from burst_rt.kernels.decode import Partial, SeenColumns, fold_heads, lowest, parts_of_columns
 from burst_rt.kernels.naive import NaiveKernel, UntiledKernel, attend_few_keys
 from burst_rt.kernels.stand_in import stand_in_for_out
 from burst_rt.planning.masks import Piece, Shape
@@ -123,7 +123,7 @@ class CpuKernel(Kernel):
             state.finish()
 
     def decode(
-        self, qkv: QKV, seen: Seen, scale: float, softcap: float | None, into: Partial
+        self, qkv: QKV, seen: SeenColumns, scale: float, softcap: float | None, into: Partial
     ) -> None:
         """See `Kernel.decode`. Sequences that see the same columns are done together."""
         if softcap is not None:
@@ -329,11 +329,13 @@ def _hidden(
     return False, seen, bias
 
 
-def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Partial) -> None:
+def _decode(
+    qkv: QKV, seen: SeenColumns, hull: tuple[int, int], scale: float, into: Partial
+) -> None:
     """Does `CpuKernel.decode` for sequences that see only columns within one hull."""
     (q, k, v), dtype = qkv, into.lse.dtype
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
-    sums, q = into.grouped(kv_heads), folded(q, kv_heads, dtype)
+    sums, q = into.grouped(kv_heads), fold_heads(q, kv_heads, dtype)
     first, last = hull
     if first == last:
         into.start()

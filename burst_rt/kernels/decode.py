@@ -17,7 +17,7 @@ import torch
 
 from burst_rt.planning.masks.spans import Spans
 
-__all__ = ["Partial", "Seen", "decode_plainly", "folded", "lowest", "parts_of_columns"]
+__all__ = ["Partial", "SeenColumns", "decode_plainly", "fold_heads", "lowest", "parts_of_columns"]
 
 _T = TypeVar("_T")
 
@@ -65,12 +65,12 @@ class Partial(NamedTuple):
         torch.logaddexp(self.lse, lse, out=self.lse)
 
 
-def folded(q: torch.Tensor, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+def fold_heads(q: torch.Tensor, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
     """[B, n, H, D] -> [B, kv heads, H / kv heads * n, D] in a type: the rows of each kv head."""
     return q.to(dtype).transpose(1, 2).reshape(q.shape[0], num_kv_heads, -1, q.shape[3])
 
 
-class Seen:
+class SeenColumns:
     """The columns of a rank that the rows of a decode see. One object serves all layers of a step.
 
     spans: by columns, whose number is `num_columns`. Kernels' tables of them are kept: see `once`.
@@ -88,9 +88,11 @@ class Seen:
         made: _T = self._made[key]
         return made
 
-    def row(self, number: int) -> Seen:
+    def row(self, number: int) -> SeenColumns:
         """The same of one batch row."""
-        return self.once(("row", number), lambda: Seen(self.spans.row(number), self.num_columns))
+        return self.once(
+            ("row", number), lambda: SeenColumns(self.spans.row(number), self.num_columns)
+        )
 
     @cached_property
     def hulls(self) -> list[tuple[int, int]]:
@@ -139,7 +141,7 @@ def decode_plainly(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    seen: Seen,
+    seen: SeenColumns,
     scale: float,
     softcap: float | None,
     into: Partial,
@@ -150,7 +152,7 @@ def decode_plainly(
     hulls = [hull for hull in seen.hulls if hull != (0, 0)]
     if not hulls:
         return
-    group, rows, sums = heads // kv_heads, folded(q, kv_heads, work), into.grouped(kv_heads)
+    group, rows, sums = heads // kv_heads, fold_heads(q, kv_heads, work), into.grouped(kv_heads)
     channels = k.shape[3] + v.shape[3]
     column_bytes = batch * (kv_heads * channels + 2 * heads * q_len) * work.itemsize
     first, last = min(a for a, _ in hulls), max(b for _, b in hulls)

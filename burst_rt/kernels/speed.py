@@ -31,8 +31,8 @@ from burst_rt.remembered import alone, recall, remember
 
 __all__ = [
     "KIND",
+    "KernelTimes",
     "TileProblem",
-    "Timed",
     "error_in_words",
     "failures",
     "fastest_kernel",
@@ -59,7 +59,7 @@ _lock = threading.Lock()
 _known: dict[tuple[str, ...], _Figures] = {}
 
 
-class Timed(NamedTuple):
+class KernelTimes(NamedTuple):
     """The fastest kernel, and the figures that decided."""
 
     kernel: Kernel
@@ -149,7 +149,7 @@ def fastest_kernel(
     work: Work,
     candidates: Sequence[Kernel],
     measure: _Measure | None = None,
-) -> Timed:
+) -> KernelTimes:
     """The fastest of several kernels that can do this work.
 
     Remembered figures decide; where there are none, the kernels are measured now. Blocks while this
@@ -166,7 +166,7 @@ def fastest_kernel(
     }
     failed = ", ".join(f"{name} failed: {x}" for name, x in figures.items() if isinstance(x, str))
     if not times:
-        return Timed(candidates[0], f"no kernel could be measured ({failed})")
+        return KernelTimes(candidates[0], f"no kernel could be measured ({failed})")
     best = min(times, key=times.__getitem__)
     in_order = ", ".join(
         f"{name} {1e3 * x:.3f} ms" for name, x in sorted(times.items(), key=lambda item: item[1])
@@ -176,7 +176,7 @@ def fastest_kernel(
         f"the fastest of {in_order} for a tile of {tokens:,} x {tokens:,} "
         f"({whence}{'; ' + failed if failed else ''})"
     )
-    return Timed(next(kernel for kernel in candidates if kernel.name == best), reason)
+    return KernelTimes(next(kernel for kernel in candidates if kernel.name == best), reason)
 
 
 def _figures(work: Work, candidates: Sequence[Kernel], measure: _Measure) -> tuple[_Figures, str]:

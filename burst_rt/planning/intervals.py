@@ -14,7 +14,7 @@ import numpy as np
 from burst_rt.planning.masks.spans import Positions, Spans, apart
 from burst_rt.planning.sides import Flags, Side
 
-__all__ = ["SOME", "Intervals", "Order", "meeting", "slices"]
+__all__ = ["SOME", "Intervals", "Order", "intersections", "slices"]
 
 # Approximate number of elements of arrays that need not hold everything at once.
 SOME = 1 << 22
@@ -30,7 +30,7 @@ class Intervals(NamedTuple):
     stop: Positions
 
 
-def meeting(spans: Spans, row: Positions, start: Positions, stop: Positions) -> Intervals:
+def intersections(spans: Spans, row: Positions, start: Positions, stop: Positions) -> Intervals:
     """The intersections of ranges of keys with the spans of a row; `part` is the range's
     number.
 

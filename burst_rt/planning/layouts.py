@@ -23,7 +23,7 @@ from burst_rt.errors import InputError
 from burst_rt.planning.balance import cut_runs, deal, load_of
 from burst_rt.planning.masks import Mask
 
-__all__ = ["BALANCED", "KINDS", "Block", "Layout", "blocks_of", "fitting", "make_layout"]
+__all__ = ["BALANCED", "KINDS", "Block", "Layout", "blocks_of", "make_layout", "mask_for_layout"]
 
 # Runs of positions of one shard that travel together, in order.
 Block = tuple[range, ...]
@@ -74,7 +74,7 @@ def make_layout(kind: str, seq_len: int, world_size: int, mask: Mask | None = No
     if seq_len > MOST_TOKENS:
         raise InputError(f"layout: seq_len must be at most 2**48 tokens, got {seq_len!r}")
     if kind == BALANCED:
-        return _balanced(fitting(kind, mask, seq_len), seq_len, world_size)
+        return _balanced(mask_for_layout(kind, mask, seq_len), seq_len, world_size)
     if mask is not None:
         raise InputError(
             f"layout: kind {kind!r} does not depend on a mask; give mask with kind 'balanced' or "
@@ -83,7 +83,7 @@ def make_layout(kind: str, seq_len: int, world_size: int, mask: Mask | None = No
     return _make(kind, seq_len, world_size)
 
 
-def fitting(kind: str, mask: Mask | None, seq_len: int) -> Mask:
+def mask_for_layout(kind: str, mask: Mask | None, seq_len: int) -> Mask:
     """The mask that a layout of this kind follows. Raises InputError where it cannot."""
     if not isinstance(mask, Mask):
         given = "none" if mask is None else type(mask).__name__

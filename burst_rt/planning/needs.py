@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from burst_rt.planning.intervals import SOME, Intervals, Order, meeting, slices
+from burst_rt.planning.intervals import SOME, Intervals, Order, intersections, slices
 from burst_rt.planning.layouts import Block
 from burst_rt.planning.masks import Mask, Relation, Rule
 from burst_rt.planning.masks.spans import Positions, Spans
-from burst_rt.planning.sides import ROWS_TOGETHER, Flags, Needed, Rows, Side, num_rows, united
+from burst_rt.planning.sides import ROWS_TOGETHER, Flags, Needed, Rows, Side, num_rows, union_of
 
-__all__ = ["ROWS_TOGETHER", "Needed", "Needs", "Rows", "find_needs", "num_rows", "united"]
+__all__ = ["ROWS_TOGETHER", "Needed", "Needs", "Rows", "find_needs", "num_rows", "union_of"]
 
 # Number of rows that are sampled to say how many spans rows have.
 _SAMPLED_ROWS = 256
@@ -162,7 +162,7 @@ def _mark_by_label(labelled: Mask, others: Mask, q: Side, end: int, marks: _Mark
         firsts = np.flatnonzero(begins)
         start, stop = _seen_by_all(others.spans(places), label, end)
         spans = labelled.spans(places[shown]).together(np.arange(len(shown)), end)
-        sure = meeting(spans, np.arange(len(shown)), start, stop)
+        sure = intersections(spans, np.arange(len(shown)), start, stop)
         of_label = np.zeros((len(shown), met.shape[1]), bool)
         order.mark(of_label, None, sure, np.arange(len(shown)))
         has = np.zeros((len(parts), len(shown)), bool)
@@ -180,7 +180,9 @@ def _mark_by_label(labelled: Mask, others: Mask, q: Side, end: int, marks: _Mark
             (np.maximum(together.starts[0], b), together.stops[0]),
         ):
             group, number = np.nonzero(first < last)
-            rest = meeting(spans, label[alike[group]], first[group, number], last[group, number])
+            rest = intersections(
+                spans, label[alike[group]], first[group, number], last[group, number]
+            )
             at = parts[part[alike[group[rest.part]]]]
             by_part = np.argsort(at, kind="stable")
             rest = Intervals(*(x[by_part] for x in (at, rest.start, rest.stop)))

@@ -11,7 +11,7 @@ import numpy as np
 from burst_rt.planning.layouts import Block
 from burst_rt.planning.masks.spans import Positions
 
-__all__ = ["ROWS_TOGETHER", "Flags", "Needed", "Rows", "Side", "num_rows", "united"]
+__all__ = ["ROWS_TOGETHER", "Flags", "Needed", "Rows", "Side", "num_rows", "union_of"]
 
 # Some rows of a block: (first, one after the last) of each range, ascending and apart.
 Rows: TypeAlias = tuple[tuple[int, int], ...]
@@ -124,7 +124,7 @@ def _ascend(runs: Sequence[range]) -> bool:
     return all(a[-1] < b[0] for a, b in pairwise(runs))
 
 
-def united(row_ranges: Iterable[tuple[int, int]]) -> Rows:
+def union_of(row_ranges: Iterable[tuple[int, int]]) -> Rows:
     """The rows that are in any of the ranges."""
     rows: list[tuple[int, int]] = []
     for start, stop in sorted(row_ranges):

@@ -16,7 +16,7 @@ from burst_rt.planning.machines import load_hardware
 from burst_rt.remembered import cache_folder
 from burst_rt.scheduler.simulator import Hardware
 
-__all__ = ["HARDWARE_VARIABLE", "calibrated_path", "find_hardware", "fitted"]
+__all__ = ["HARDWARE_VARIABLE", "calibrated_path", "find_hardware", "fit_to_job"]
 
 HARDWARE_VARIABLE = "BURST_RT_HARDWARE"
 
@@ -48,7 +48,7 @@ def find_hardware(device_type: str) -> Hardware | None:
         ) from error
 
 
-def fitted(hardware: Hardware, ranks_per_node: int, world_size: int) -> Hardware | None:
+def fit_to_job(hardware: Hardware, ranks_per_node: int, world_size: int) -> Hardware | None:
     """The machine of a file, with as many ranks on a host as the job has.
 
     None where the job has several hosts, and the file does not describe the network between hosts.

@@ -21,7 +21,7 @@ from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError
 from burst_rt.job import launched
 from burst_rt.planning.machines import parse_hardware, to_toml
-from burst_rt.runtime.calibrated import find_hardware, fitted
+from burst_rt.runtime.calibrated import find_hardware, fit_to_job
 from burst_rt.runtime.choosing import choose_transport
 from burst_rt.runtime.connections import Comm, Connections, Group, connect
 from burst_rt.runtime.facts import Facts, cupy_nccl, facts_of, resolve_device
@@ -35,7 +35,7 @@ from burst_rt.transport.nccl import (
     unique_id_bytes,
 )
 
-__all__ = ["Joined", "Presence", "check_seconds", "join", "ranks_per_node"]
+__all__ = ["GroupMember", "Presence", "check_seconds", "join", "ranks_per_node"]
 
 _JOIN_S = 60.0
 # The errors that a rank brings to the others.
@@ -57,7 +57,7 @@ class Presence:
     pci: str  # the GPU's PCI address; "" on a CPU
 
 
-class Joined(NamedTuple):
+class GroupMember(NamedTuple):
     """The state of a rank that has joined a group."""
 
     machine: Machine
@@ -73,7 +73,7 @@ def join(
     transport: str,
     join_s: float | None = None,
     wrong: BurstError | None = None,
-) -> Joined:
+) -> GroupMember:
     """Joins the group of ranks. Collective over it; blocks at most `join_s` for each step.
 
     comm, group, device, transport, join_s: as `init` takes them. wrong: an error that this rank has
@@ -122,7 +122,7 @@ def _decide(
     transport: str,
     within_s: float,
     wrong: BurstError | None,
-) -> Joined:
+) -> GroupMember:
     """Does the part of `join` after the ranks can talk to each other; blocks and raises as `join`
     does.
     """
@@ -146,7 +146,7 @@ def _decide(
     if hardware is not None:
         # No machine file says what staging costs. If messages are staged, the planner decides by
         # bytes.
-        hardware = None if choice.staged else fitted(hardware, per_node, control.size)
+        hardware = None if choice.staged else fit_to_job(hardware, per_node, control.size)
     this_rank = facts[control.rank]
     presence = Presence(
         thread=connections.thread,
@@ -159,7 +159,7 @@ def _decide(
     )
     cluster = Cluster(per_node, hosts.count(this_rank.host), hardware)
     carrier = _carrier(choice.wire, connections, computes_on, within_s)
-    return Joined(Machine(computes_on, choice, carrier, cluster), control, presence, within_s)
+    return GroupMember(Machine(computes_on, choice, carrier, cluster), control, presence, within_s)
 
 
 def _carrier(

@@ -42,7 +42,7 @@ from burst_rt.runtime.stats import Stats
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
 from burst_rt.scheduler.simulator import Hardware
 from burst_rt.transport import Memory, OrderedTransport, Transport
-from burst_rt.transport.staged import staged
+from burst_rt.transport.staged import stage_graph
 
 __all__ = ["CallCounts", "Cluster", "Machine", "Mark", "SlotPool", "Slots"]
 
@@ -106,7 +106,7 @@ class Machine:
 
         Raises ConfigError for more messages than the transport can tell apart.
         """
-        lowered = staged(graph) if self.choice.staged else graph
+        lowered = stage_graph(graph) if self.choice.staged else graph
         self.check_tags(lowered)
         return lowered
 

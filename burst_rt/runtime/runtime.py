@@ -152,9 +152,9 @@ class Runtime:
     def check_open(self) -> None:
         """Raises ConfigError where `closed` is true, and says why. Does not block."""
         if os.getpid() != self._process_id:
-            raise unusable.forked(self.rank)
+            raise unusable.in_child(self.rank)
         if self._closed:
-            raise unusable.closed(self.rank)
+            raise unusable.after_close(self.rank)
 
     def check_usable(self) -> None:
         """Raises ConfigError where the runtime is closed, PeerLost where an earlier call broke it.
@@ -163,7 +163,7 @@ class Runtime:
         """
         self.check_open()
         if self.broken is not None:
-            raise unusable.broken(self.rank, self.broken) from self.broken
+            raise unusable.after_failure(self.rank, self.broken) from self.broken
 
     def perform(
         self, contract: Contract, bound: BoundSchedule, agreed: AgreedWhen = AgreedWhen.OPENING

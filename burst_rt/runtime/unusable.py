@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from burst_rt.errors import ConfigError, PeerLost
 
-__all__ = ["broken", "busy", "closed", "forked"]
+__all__ = ["after_close", "after_failure", "busy", "in_child"]
 
 
 def busy(rank: int) -> ConfigError:
@@ -16,7 +16,7 @@ def busy(rank: int) -> ConfigError:
     )
 
 
-def forked(rank: int) -> ConfigError:
+def in_child(rank: int) -> ConfigError:
     """This process is a child of the rank."""
     return ConfigError(
         "this process was forked from a rank, and the context belongs to that rank; make "
@@ -25,12 +25,12 @@ def forked(rank: int) -> ConfigError:
     )
 
 
-def closed(rank: int) -> ConfigError:
+def after_close(rank: int) -> ConfigError:
     """The rank has left."""
     return ConfigError("this context is closed; make another with burst_rt.init", rank=rank)
 
 
-def broken(rank: int, error: BaseException) -> PeerLost:
+def after_failure(rank: int, error: BaseException) -> PeerLost:
     """An earlier call failed with this error."""
     return PeerLost(
         f"rank {rank}: this context broke in an earlier call ({error}); start the job again",

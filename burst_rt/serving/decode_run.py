@@ -16,7 +16,7 @@ from burst_rt.attention.state import AttentionState
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import DeviceError
 from burst_rt.kernels import QKV, ScoreOptions, sum_dtype
-from burst_rt.kernels.decode import Partial, Seen
+from burst_rt.kernels.decode import Partial, SeenColumns
 from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.runtime.bound_schedule import BoundSchedule
 from burst_rt.runtime.machine import Machine
@@ -31,7 +31,7 @@ def run_decode(
     contract: Contract,
     plan: DecodePlan,
     qkv: QKV,
-    seen: Seen,
+    seen: SeenColumns,
     *,
     scale: float | None,
     score_options: ScoreOptions,
@@ -99,7 +99,7 @@ class DecodeRun(SlotRun):
         plan: DecodePlan,
         machine: Machine,
         qkv: QKV,
-        seen: Seen,
+        seen: SeenColumns,
         *,
         scale: float,
         score_options: ScoreOptions,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from burst_rt.kernels import ScoreOptions
-from burst_rt.kernels.decode import Seen
+from burst_rt.kernels.decode import SeenColumns
 from burst_rt.planning.masks import Mask
 from burst_rt.serving.decode_plan import DecodePlan
 
@@ -25,7 +25,7 @@ class LayerCall:
     words: str  # what all ranks must have said
     structure: Mask  # what queries see of the cache
     score_options: ScoreOptions  # but for sinks, which are each layer's own
-    decode: tuple[DecodePlan, Seen] | None  # None: the tokens are spread
+    decode: tuple[DecodePlan, SeenColumns] | None  # None: the tokens are spread
 
 
 def calls_in_words(called: Sequence[tuple[int, LayerCall]]) -> str:

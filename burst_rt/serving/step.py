@@ -19,7 +19,7 @@ from burst_rt.attention.state import AttentionState
 from burst_rt.attention.tensor_check import check_scores, check_values
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.kernels import DTYPES, QKV, ScoreOptions, sum_dtype
-from burst_rt.kernels.decode import Seen
+from burst_rt.kernels.decode import SeenColumns
 from burst_rt.planning.masks import Mask, Positions
 from burst_rt.planning.masks.positions import is_count
 from burst_rt.planning.problem import ScoreFlags
@@ -86,7 +86,7 @@ class Step:
         self._dealt, self._rank = memory.dealt, memory.rank
         self.num_tokens = rows.queries(self._dealt, self._rank) if sharded else max(tokens)
         self._plans: dict[object, Plan] = {}
-        self._seen: dict[Mask, Seen] = {}
+        self._seen: dict[Mask, SeenColumns] = {}
         self._views: list[_Views] = []
         self._views_of: object = None  # the list of layers that these are views of
         self._known: dict[object, LayerCall] = {}  # by all that a check looks at, but for the layer
@@ -429,13 +429,13 @@ class Step:
             keys=self._memory.capacity, scores=scores,
         )  # fmt: skip
 
-    def _what_is_seen(self, structure: Mask) -> Seen:
+    def _what_is_seen(self, structure: Mask) -> SeenColumns:
         """What the queries of a decode see of this rank's shard: one object for all layers."""
         seen = self._seen.get(structure)
         if seen is None:
             spans = self._rows.spans(structure, self._places)
             columns = in_columns(spans, self._dealt, self._rank)
-            seen = self._seen[structure] = Seen(columns, self._num_columns)
+            seen = self._seen[structure] = SeenColumns(columns, self._num_columns)
         return seen
 
     def _refuse(self, reason: str) -> NoReturn:

@@ -31,12 +31,12 @@ from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, Work
 from burst_rt.kernels.speed import KIND, TileProblem, error_in_words, failures, issue_timed
 from burst_rt.kernels.triton.configs import Config, arch_of
-from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying
+from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trial_of
 from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.planning.masks import Causal, Full
 from burst_rt.remembered import forget
 
-__all__ = ["Trial", "Wanted", "best_of", "compile_beside", "main", "paste"]
+__all__ = ["KernelRequest", "Trial", "best_of", "compile_beside", "main", "paste"]
 
 # Minimum gain: a smaller one is noise, and the table's own configuration stays.
 _WORTH = 0.02
@@ -61,7 +61,7 @@ class Trial(NamedTuple):
     stuck: bool = False  # whether the device has not come back from it
 
 
-class Wanted(NamedTuple):
+class KernelRequest(NamedTuple):
     """A kernel to compile: see `main` for the fields."""
 
     kind: str
@@ -183,7 +183,7 @@ def main(
 
 def _compile_all(tuning: Tuning, searches: Sequence[Search], limit_s: float) -> None:
     wanted = [
-        Wanted(search.kind, str(tuning.device), tuning.dtype, search.head_dim, config)
+        KernelRequest(search.kind, str(tuning.device), tuning.dtype, search.head_dim, config)
         for search in searches
         for config in search.configs
     ]
@@ -226,7 +226,7 @@ def _end_early(stuck: Trial) -> NoReturn:
     os._exit(1)
 
 
-def compile_beside(wanted: Sequence[Wanted], limit_s: float) -> list[int]:
+def compile_beside(wanted: Sequence[KernelRequest], limit_s: float) -> list[int]:
     """Compiles configurations in several processes, into Triton's cache. Blocks `limit_s` at most.
 
     A configuration that fails here, or is not reached, is compiled by its trial, which also says
@@ -275,7 +275,7 @@ def _compile_share() -> None:
                 )
                 for mask in (Full(), Causal())
             ]
-        with suppress(*failures()), trying(kind, Config(*config)):
+        with suppress(*failures()), trial_of(kind, Config(*config)):
             for problem in problems[kind, head_dim]:
                 problem.run(KERNELS["triton"], _NEEDS[kind])
 
@@ -345,7 +345,7 @@ def trials_of(
             trials.append(Trial(config, None, "not tried: no time was left"))
             continue
         try:
-            with trying(kind, config):
+            with trial_of(kind, config):
                 results = [problem.results(kernel, _NEEDS[kind]) for problem in problems]
                 settle()
                 wanted = wanted or results

@@ -52,7 +52,7 @@ from burst_rt.launch.train.summary import (
     summarise_run,
     table,
 )
-from burst_rt.launch.world import Stopped, same_everywhere
+from burst_rt.launch.world import StoppedBySignal, same_everywhere
 
 if TYPE_CHECKING:
     from burst_rt.launch.train.pretrained import ModelFolder
@@ -340,7 +340,7 @@ def _advance(
         trainer.check_finite(step)
         folder.save(trainer.checkpoint(step), keep=config.keep_checkpoints)
     if stop:
-        raise Stopped(stop, f"after step {step}; resume with: {folder.resume_command}")
+        raise StoppedBySignal(stop, f"after step {step}; resume with: {folder.resume_command}")
 
 
 def _diverged(step: int, how: str) -> ConfigError:

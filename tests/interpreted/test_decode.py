@@ -17,7 +17,7 @@ from tolerances import ERROR
 
 import burst_rt
 from burst_rt.kernels import KERNELS, QKV
-from burst_rt.kernels.decode import Partial, Seen, decode_plainly, lowest
+from burst_rt.kernels.decode import Partial, SeenColumns, decode_plainly, lowest
 from burst_rt.kernels.triton.tables import table_of_decode
 
 _DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -45,7 +45,7 @@ def test_parts_are_those_of_plain_products(length: int, head_dim: int) -> None:
     k, v = (torch.randn(2, length, 2, head_dim, generator=generator) for _ in range(2))
     cells = torch.rand(2, 3, length, generator=generator) > 0.3
     cells[1, 2] = False  # a row that sees nothing
-    seen, softcap = Seen(spans_of(cells), length), 1.5 if length % 2 else None
+    seen, softcap = SeenColumns(spans_of(cells), length), 1.5 if length % 2 else None
     parts = []
     for kernel in (KERNELS["triton"], None):
         rows = (2, 12, 3)
@@ -71,7 +71,7 @@ def test_parts_are_those_of_plain_products(length: int, head_dim: int) -> None:
 def test_the_layers_of_a_step_share_a_table() -> None:
     cells = torch.ones(2, 1, 9, dtype=torch.bool)
     cells[1, 0, :4] = False
-    seen = Seen(spans_of(cells), 9)
+    seen = SeenColumns(spans_of(cells), 9)
     table = table_of_decode(seen, _DEVICE)
     assert table_of_decode(seen, _DEVICE).seen is table.seen
     assert table.seen.tolist() == [0, 9, 4, 9, 0, 9, 4, 9]

@@ -27,7 +27,7 @@ from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upst
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.kernel import _config
 from burst_rt.kernels.triton.launch import uses_descriptors
-from burst_rt.kernels.triton.tuned import TUNED, trying
+from burst_rt.kernels.triton.tuned import TUNED, trial_of
 
 KERNEL = KERNELS["triton"]
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -247,7 +247,7 @@ def described(call: Call) -> Iterator[None]:
         for kind in TUNED:
             config = _config(kind, call.q)._replace(loads="descriptors")
             assert uses_descriptors(config, *call[:4])
-            stack.enter_context(trying(kind, config))
+            stack.enter_context(trial_of(kind, config))
         yield
 
 

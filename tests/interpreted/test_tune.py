@@ -13,11 +13,11 @@ from burst_rt import Causal, Full
 from burst_rt.kernels import KERNELS, Work
 from burst_rt.kernels.speed import TileProblem
 from burst_rt.kernels.triton.configs import Config
-from burst_rt.kernels.triton.tuned import TUNED, tuned
+from burst_rt.kernels.triton.tuned import TUNED, config_of
 from burst_rt.launch.bench.tune import (
+    KernelRequest,
     Stuck,
     Trial,
-    Wanted,
     best_of,
     compile_beside,
     confirmed,
@@ -43,7 +43,7 @@ class Clock:
 
     def seconds(self, run: Callable[[], None]) -> float:
         run()
-        self.used.append(tuned(self.kind, torch.device("cpu"), 256, torch.float32))
+        self.used.append(config_of(self.kind, torch.device("cpu"), 256, torch.float32))
         return self.seconds_left.pop(0)
 
     def is_over(self) -> bool:
@@ -75,7 +75,7 @@ def test_trials(kind: str) -> None:
     assert clock.used == [
         config for config in (_CONFIGS[0], _CONFIGS[1], _CONFIGS[3]) for _ in works
     ]
-    assert tuned(kind, torch.device("cpu"), 256, torch.float32) is None
+    assert config_of(kind, torch.device("cpu"), 256, torch.float32) is None
 
 
 def test_the_fastest_is_checked_in_a_ring_and_on_an_odd_length(
@@ -86,7 +86,7 @@ def test_the_fastest_is_checked_in_a_ring_and_on_an_odd_length(
     def broken(problem: TileProblem, *args: object) -> list[torch.Tensor]:
         found = results(problem, KERNELS["triton"])
         lengths.add(found[0].shape[1])
-        if tuned("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
+        if config_of("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
             found[0][0, 3] += 1
         return found
 
@@ -109,7 +109,7 @@ def test_the_fastest_is_checked_in_a_ring_and_on_an_odd_length(
 
 def test_one_that_gets_stuck_when_it_is_checked_again_ends_the_search() -> None:
     def settle() -> None:
-        if tuned("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
+        if config_of("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
             raise Stuck("does not end")
 
     work = Work(torch.device("cpu"), torch.float32, 256, Causal())
@@ -121,13 +121,13 @@ def test_one_that_gets_stuck_when_it_is_checked_again_ends_the_search() -> None:
 def test_children_run_what_is_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
     some = Config(128, 128, 4, 1)
-    wanted = [Wanted(kind, "cpu", "fp32", 16, some) for kind in TUNED]
+    wanted = [KernelRequest(kind, "cpu", "fp32", 16, some) for kind in TUNED]
     assert compile_beside(wanted, 100) == [0, 0, 0]
 
 
 def test_one_that_does_not_end_is_the_last() -> None:
     def settle() -> None:
-        if tuned("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
+        if config_of("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
             raise Stuck("does not end")
 
     works = [Work(torch.device("cpu"), torch.float32, 256, Full())]
@@ -142,7 +142,7 @@ def test_a_configuration_with_wrong_results_is_not_timed(monkeypatch: pytest.Mon
 
     def broken(problem: TileProblem, *args: object) -> list[torch.Tensor]:
         found = results(problem, KERNELS["triton"])
-        if tuned("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
+        if config_of("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
             found[0][0, 3] += 1
         return found
 

@@ -38,7 +38,7 @@ from burst_rt.scheduler.simulator import (
     Deadlock,
     Hardware,
 )
-from burst_rt.transport.staged import staged
+from burst_rt.transport.staged import stage_graph
 
 _NUM_BATCHES = 10
 _SEEDS_PER_BATCH = 1000
@@ -53,8 +53,8 @@ _DIRECTIONS = {
 _MACHINES: dict[str, Callable[[Graph], Graph]] = {
     "host": lambda graph: replace(graph, lanes={lane.name: lane for lane in HOST_LANES}),
     "nccl": lambda graph: replace(graph, lanes={lane.name: lane for lane in NCCL_LANES}),
-    "staged on the host": lambda graph: staged(graph, 64),
-    "staged": lambda graph: staged(replace(graph,
+    "staged on the host": lambda graph: stage_graph(graph, 64),
+    "staged": lambda graph: stage_graph(replace(graph,
     lanes={lane.name: lane for lane in DEVICE_LANES}), 64),
 }  # fmt: skip
 

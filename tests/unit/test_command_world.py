@@ -10,7 +10,7 @@ import pytest
 
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
-from burst_rt.launch.world import Stopped, job_world
+from burst_rt.launch.world import StoppedBySignal, job_world
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_a_defect_is_shown_with_its_frames(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_stop_ends_with_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
     def stop(world: Context) -> None:
-        raise Stopped(signal.SIGTERM, "after step 3; resume with: burst-rt train --resume")
+        raise StoppedBySignal(signal.SIGTERM, "after step 3; resume with: burst-rt train --resume")
 
     assert _ends(stop) == 128 + signal.SIGTERM
     assert capsys.readouterr().err == (

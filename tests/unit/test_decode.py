@@ -20,7 +20,7 @@ from burst_rt import Context
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, QKV, ScoreOptions
 from burst_rt.kernels import decode as decode_kernels
-from burst_rt.kernels.decode import Partial, Seen
+from burst_rt.kernels.decode import Partial, SeenColumns
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks.spans import Spans
 from burst_rt.scheduler import (
@@ -39,7 +39,7 @@ from burst_rt.scheduler.simulator import (
 from burst_rt.serving.bruck import bruck_gather, bruck_parts
 from burst_rt.serving.decode_graph import Decode
 from burst_rt.serving.decode_plan import DecodePlan, bucket_of
-from burst_rt.transport.staged import staged
+from burst_rt.transport.staged import stage_graph
 
 _WORLDS = (1, 2, 3, 4, 5)
 
@@ -117,7 +117,7 @@ def test_graphs_fit_and_send_what_they_say(world: int, lanes: tuple[Lane, ...]) 
         assert len({m.tag for m in messages}) == rounds
     assert decoding.wire_bytes() == sum(m.size_bytes for own in sent for m in own)
     if lanes is HOST_LANES:
-        check_world([staged(graph, chunk_bytes=100) for graph in graphs])
+        check_world([stage_graph(graph, chunk_bytes=100) for graph in graphs])
 
 
 @pytest.mark.parametrize("world", [*range(1, 10), 16, 17])
@@ -188,7 +188,7 @@ def test_few_plans_for_many_lengths() -> None:
             num = len(own_columns(length, ctx.rank, ctx.world_size))
             cache = torch.zeros(1, num, 2, 16)
             spans = Spans(np.zeros((1, 1, 1), np.int64), np.full((1, 1, 1), num, np.int64))
-            run_one(ctx, QKV(q, cache, cache), Seen(spans, num), length, ScoreOptions())
+            run_one(ctx, QKV(q, cache, cache), SeenColumns(spans, num), length, ScoreOptions())
         verified = len(ctx.attention.planner._verified)
         return len(ctx.attention.kept[DecodePlan]), verified, ctx.stats().calls - before
 
@@ -230,7 +230,9 @@ def test_no_alibi() -> None:
     def call(ctx: Context) -> None:
         q = torch.zeros(1, 1, 2, 16)
         score_options = ScoreOptions(alibi_slopes=torch.ones(1, 2))
-        nothing = Seen(Spans(np.zeros((1, 1, 1), np.int64), np.zeros((1, 1, 1), np.int64)), 1)
+        nothing = SeenColumns(
+            Spans(np.zeros((1, 1, 1), np.int64), np.zeros((1, 1, 1), np.int64)), 1
+        )
         run_one(ctx, QKV(q, q, q), nothing, 1, score_options)
 
     with pytest.raises(InputError, match="no ALiBi"):
@@ -263,7 +265,7 @@ def test_weights_of_large_scores_add_up_to_one(
         q = torch.ones(1, 2, 4, 8)
         k = torch.randn(1, 300, 2, 8, generator=generator) + top
         own = own_columns(300, ctx.rank, world)
-        what_is_seen = Seen(spans_of(torch.ones(1, 2, len(own), dtype=torch.bool)), len(own))
+        what_is_seen = SeenColumns(spans_of(torch.ones(1, 2, len(own), dtype=torch.bool)), len(own))
         qkv = QKV(q, k[:, own], torch.ones(1, len(own), 2, 8))
         return run_one(ctx, qkv, what_is_seen, 300, ScoreOptions(), 1.0)
 

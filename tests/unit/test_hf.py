@@ -32,7 +32,7 @@ import burst_rt
 import burst_rt.hf
 from burst_rt import Causal, Chunked, Full, Mask, SlidingWindow
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.hf.masks import Handed, mask_of
+from burst_rt.hf.masks import MaskHandover, mask_of
 from burst_rt.hf.shard import set_prepared
 
 # Tests that catch what a call raises leave parts that nobody attended by.
@@ -592,7 +592,7 @@ def test_preparing_leaves_modes_as_they_are_and_hooks_once() -> None:
 
 
 def test_a_mask_that_is_changed_is_refused() -> None:
-    mask: Any = Handed(masking_utils.causal_mask_function)
+    mask: Any = MaskHandover(masking_utils.causal_mask_function)
     assert not hasattr(mask, "keys")
     changes: list[Callable[[], object]] = [
         lambda: mask[:, :4], lambda: torch.ones(2) + mask, lambda: mask.to("cpu"),

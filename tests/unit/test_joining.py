@@ -23,7 +23,7 @@ from burst_rt import Causal, Context
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
 from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.runtime import joining
-from burst_rt.runtime.calibrated import fitted
+from burst_rt.runtime.calibrated import fit_to_job
 from burst_rt.runtime.choosing import AUTO, REFUSED, GroupFacts, choose_transport
 from burst_rt.runtime.connections import LocalRank
 from burst_rt.runtime.facts import Facts, facts_of, resolve_device
@@ -387,12 +387,12 @@ def test_a_machine_file_is_fitted_to_the_job() -> None:
     measured = load_hardware("h100-sxm")
     alone = replace(measured, nics=None, node=replace(measured.node, ranks=2))
     for ranks in (1, 2, 8, 16):
-        found = fitted(alone, ranks, ranks)
+        found = fit_to_job(alone, ranks, ranks)
         assert found is not None
         assert found.node.ranks == ranks
         Network(found, ranks)
-    assert fitted(alone, 4, 8) is None
-    spread = fitted(measured, 4, 8)
+    assert fit_to_job(alone, 4, 8) is None
+    spread = fit_to_job(measured, 4, 8)
     assert spread is not None
     assert spread.node.ranks == 4
 

@@ -15,7 +15,7 @@ import pytest
 
 from burst_rt.errors import InputError, ProtocolError
 from burst_rt.transport import (
-    Completed,
+    Completion,
     ControlGroup,
     LocalTransport,
     LocalWorld,
@@ -74,8 +74,8 @@ def test_a_message_moves_once_both_sides_are_there(receive_first: bool) -> None:
         assert first.poll() == []
         assert bytes(target) == b"?????"
         recv = second.irecv(target, 0, 7)
-    assert first.poll() == [Completed(send)]
-    assert second.poll() == [Completed(recv)]
+    assert first.poll() == [Completion(send)]
+    assert second.poll() == [Completion(recv)]
     assert bytes(target) == b"hello"
     assert first.poll() == second.poll() == []
     assert (first.bytes_sent, first.bytes_received, second.bytes_sent, second.bytes_received) == (
@@ -130,7 +130,7 @@ def test_tags_peers_and_directions_do_not_mix() -> None:
 def test_an_empty_message_completes() -> None:
     first, second = _pair()
     send, recv = first.isend(_empty(0), 1, 0), second.irecv(_empty(0), 0, 0)
-    assert (first.poll(), second.poll()) == ([Completed(send)], [Completed(recv)])
+    assert (first.poll(), second.poll()) == ([Completion(send)], [Completion(recv)])
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(3, 5), (5, 3), (0, 1), (1, 0)])
@@ -170,7 +170,7 @@ def test_a_message_that_moved_before_it_was_cancelled_is_not_reported() -> None:
     second.irecv(_empty(1), 0, 0)
     second.cancel()
     assert second.poll() == []
-    assert first.poll() == [Completed(send)]
+    assert first.poll() == [Completion(send)]
 
 
 def test_cancelling_takes_back_only_ones_own() -> None:

@@ -23,7 +23,7 @@ from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import KINDS, Layout, blocks_of, make_layout
 from burst_rt.planning.masks import Spans
 from burst_rt.planning.masks.spans import Positions
-from burst_rt.planning.needs import Needed, num_rows, united
+from burst_rt.planning.needs import Needed, num_rows, union_of
 
 _TOKENS = 1100
 
@@ -124,7 +124,7 @@ def _check(needed: Needed, cells: torch.Tensor, own: Layout, other: Layout, rows
         for number, block in enumerate(blocks_of(own.runs[owner], 2)):
             seen = cells[[row for run in block for row in run]][:, columns].any(1)
             groups = ((a, min(a + rows, len(seen))) for a in range(0, len(seen), rows))
-            expected = united((a, b) for a, b in groups if seen[a:b].any())
+            expected = union_of((a, b) for a, b in groups if seen[a:b].any())
             assert needed[owner][number][rank] == expected, (own, other, owner, number, rank)
 
 
@@ -173,7 +173,7 @@ def test_direct_sends_the_lower_bound(name: str, kind: str) -> None:
 
 
 def test_rows_in_stretches() -> None:
-    assert united([(4, 6), (0, 4), (9, 10)]) == ((0, 6), (9, 10))
+    assert union_of([(4, 6), (0, 4), (9, 10)]) == ((0, 6), (9, 10))
     assert num_rows(((0, 6), (9, 10))) == 7
 
 

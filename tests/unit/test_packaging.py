@@ -394,13 +394,6 @@ def test_the_floors_are_those_of_the_page() -> None:
     assert rooms == [set(floor) for floor in _FLOORS]
 
 
-def test_words_that_are_on_their_way_out_are_still_here() -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in _MODULES.values())
-    old = set().union(*_column("| today | means today |", 0))
-    assert {"found", "own", "here"} < old
-    assert old - set(re.findall(r"\w+", text)) == set()
-
-
 @pytest.mark.parametrize("name", sorted(_MODULES))
 def test_imports_point_down(name: str) -> None:
     """Imports for types count. `burst_rt` itself names what it hands on in `_HOME`, as text."""

@@ -19,7 +19,7 @@ from burst_rt import Causal, Context, Documents, Full, Mask
 from burst_rt.attention import planner as planner_module
 from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun, run_types
 from burst_rt.attention.planner import Plan, PlanKey, Planner
-from burst_rt.attention.recent import Kept, Recent
+from burst_rt.attention.recent import KeptEntries, Recent
 from burst_rt.drivers import Progress
 from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import QKV, Results
@@ -226,7 +226,7 @@ def test_memory_does_not_grow_with_the_world() -> None:
 
 
 def test_what_is_kept_is_told_apart_by_its_type_and_let_go_with_the_context() -> None:
-    kept = Kept(2)
+    kept = KeptEntries(2)
     for i in range(3):
         kept[int].put("key", i)
         kept[str].put(i, str(i))

@@ -38,7 +38,7 @@ from burst_rt.scheduler.simulator import (
     Switch,
     simulate,
 )
-from burst_rt.transport.staged import staged
+from burst_rt.transport.staged import stage_graph
 
 _WORK = Op("work")
 # A task's flops are the seconds it takes.
@@ -363,7 +363,7 @@ def test_chunks_are_copied_and_sent_in_a_pipeline() -> None:
         g.exchange("swap", sends=[(own, 1 - g.rank)], recvs=[(slot, 1 - g.rank)], tag=0)
 
     lanes = [Lane("compute", ordered=True, device=0), NETWORK, CONTROL]
-    graphs = [staged(graph, 500) for graph in _world(swap, swap, lanes=lanes)]
+    graphs = [stage_graph(graph, 500) for graph in _world(swap, swap, lanes=lanes)]
     node = Node(2, _link(1.0), host_link=_link(50.0), host_memory=_link(200.0))
     run = _run(graphs, _on(node), spans=True)
     # To the host 10 s a chunk, and to the device, both at once; the host's memory takes 1,000 bytes

@@ -15,7 +15,7 @@ from burst_rt import Causal, Full
 from burst_rt.errors import ConfigError
 from burst_rt.planning.choose import choose
 from burst_rt.scheduler import DEVICE_LANES, Graph, GraphBuilder, Schedule, check_world
-from burst_rt.transport.staged import ToDevice, ToHost, staged
+from burst_rt.transport.staged import ToDevice, ToHost, stage_graph
 
 _CHUNK = 1000
 # A tile, an exchange with a neighbour or further on, a sum that travels, and the chunks of both.
@@ -43,7 +43,7 @@ def test_every_byte_goes_once_through_a_chunk(
     world_size: int, strategy: str, forward: bool, causal: bool
 ) -> None:
     plain = graphs(world_size, strategy, forward=forward, causal=causal)
-    lowered = [staged(graph, _CHUNK) for graph in plain]
+    lowered = [stage_graph(graph, _CHUNK) for graph in plain]
     check_world(lowered)
     for before, after in zip(plain, lowered, strict=True):
         assert after.parts[: len(before.parts)] == before.parts
@@ -75,7 +75,7 @@ def test_every_byte_goes_once_through_a_chunk(
 @pytest.mark.parametrize("forward", [True, False])
 def test_a_task_knows_the_hop_that_its_name_speaks_of(strategy: str, forward: bool) -> None:
     for plain in graphs(4, strategy, forward=forward):
-        for task in (*plain.tasks, *staged(plain, _CHUNK).tasks):
+        for task in (*plain.tasks, *stage_graph(plain, _CHUNK).tasks):
             named = _OF_A_HOP.match(task.name)
             assert task.hop == (int(named[1]) if named else None)
 
@@ -85,7 +85,7 @@ def test_a_task_knows_the_hop_that_its_name_speaks_of(strategy: str, forward: bo
 def test_any_order_gives_the_same_result(strategy: str, forward: bool, device: bool) -> None:
     for world_size in (2, 3):
         lowered = [
-            staged(graph, _CHUNK)
+            stage_graph(graph, _CHUNK)
             for graph in graphs(world_size, strategy, forward=forward, device=device)
         ]
         schedules = [Schedule.of(graph) for graph in lowered]
@@ -100,7 +100,7 @@ def test_copies_and_messages_of_neighbouring_chunks_may_overlap() -> None:
     """
     g = GraphBuilder(0, 2, DEVICE_LANES)
     g.exchange("x", sends=[(g.buffer("b", size_bytes=4000, initialised=True), 1)], tag=0)
-    graph = staged(g.build(), _CHUNK)
+    graph = stage_graph(g.build(), _CHUNK)
     tasks = {task.name: task.id for task in graph.tasks}
     assert graph.predecessors[tasks["x d2h 1"]] == ()
     assert graph.predecessors[tasks["x d2h 2"]] == (tasks["x out 0"],)
@@ -114,7 +114,7 @@ def test_long_messages_have_larger_chunks_not_more() -> None:
         g.buffer(name, size_bytes=1 << 30, initialised=name == "out") for name in ("out", "into")
     )
     g.exchange("x", sends=[(out, 1)], recvs=[(into, 1, 1 << 30)], tag=0)
-    graph = staged(g.build())
+    graph = stage_graph(g.build())
     assert (
         sum(bool(task.sends) for task in graph.tasks)
         == sum(bool(task.recvs) for task in graph.tasks)
@@ -128,11 +128,11 @@ def test_chunks_of_one_tag_are_counted_together() -> None:
     parts = [g.buffer(f"b{i}", size_bytes=3000, initialised=True) for i in range(2)]
     g.exchange("x", sends=[(part, 1) for part in parts], tag=0)
     with pytest.raises(ConfigError, match="cut into 6,000 chunks, at most 4,096"):
-        staged(g.build(), chunk_bytes=1)
+        stage_graph(g.build(), chunk_bytes=1)
 
 
 def test_too_many_chunks_are_refused() -> None:
     g = GraphBuilder(0, 2, DEVICE_LANES)
     g.exchange("x", sends=[(g.buffer("b", size_bytes=4097, initialised=True), 1)], tag=0)
     with pytest.raises(ConfigError, match="use a layout of fewer runs"):
-        staged(g.build(), 1)
+        stage_graph(g.build(), 1)

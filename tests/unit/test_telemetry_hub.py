@@ -25,7 +25,7 @@ from telemetry_feed import beat, hello
 
 import burst_rt
 from burst_rt.errors import ConfigError, InputError, ProtocolError
-from burst_rt.telemetry.hub.starting import HUB_MODULE, RunningHub, scrubbed, start_hub
+from burst_rt.telemetry.hub.starting import HUB_MODULE, RunningHub, hub_environment, start_hub
 from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Severity
 from burst_rt.telemetry.model.views import Snapshot
 from burst_rt.telemetry.rank import joining
@@ -572,7 +572,7 @@ def test_a_job_that_is_started_again_says_where_the_first_record_is(tmp_path: Pa
 
 
 def test_a_hub_starts_without_mpi_variables() -> None:
-    kept = scrubbed(
+    kept = hub_environment(
         {
             "OMPI_COMM_WORLD_RANK": "0",
             "PMIX_RANK": "0",

@@ -18,7 +18,7 @@ from burst_rt import BlockSparse, Causal, Full, Mask, SlidingWindow
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, Tile, Work, pick
 from burst_rt.kernels.triton import tables
-from burst_rt.kernels.triton.configs import ARCHES, arch_of, default_config, padded
+from burst_rt.kernels.triton.configs import ARCHES, arch_of, block_width, default_config
 from burst_rt.kernels.triton.configs import KINDS as KERNEL_KINDS
 from burst_rt.planning.layouts import make_layout
 
@@ -193,8 +193,8 @@ def test_another_stream_waits_for_the_copy(
 
 def test_there_is_a_configuration_for_everything() -> None:
     for head_dim in range(16, 257):
-        assert padded(head_dim) in (16, 32, 64, 128, 256)
-        assert padded(head_dim) >= head_dim > padded(head_dim) // 2 or head_dim == 16
+        assert block_width(head_dim) in (16, 32, 64, 128, 256)
+        assert block_width(head_dim) >= head_dim > block_width(head_dim) // 2 or head_dim == 16
         for kind in KERNEL_KINDS:
             for arch in (None, *ARCHES):
                 for input_bytes in (2, 4):

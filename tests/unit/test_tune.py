@@ -16,10 +16,10 @@ from burst_rt import Causal, Full
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, Work, pick
 from burst_rt.kernels.triton import tuned as module
-from burst_rt.kernels.triton.configs import ARCHES, Config, default_config, padded
-from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying, tuned
+from burst_rt.kernels.triton.configs import ARCHES, Config, block_width, default_config
+from burst_rt.kernels.triton.tuned import TUNED, candidates, config_of, keep, trial_of
 from burst_rt.launch.bench.cli import command
-from burst_rt.launch.bench.tune import Trial, Wanted, best_of, compile_beside, paste
+from burst_rt.launch.bench.tune import KernelRequest, Trial, best_of, compile_beside, paste
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.remembered import recall, remember
 
@@ -53,9 +53,9 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
                 assert 16 <= config.block_n <= 256
                 assert ROWS_TOGETHER % config.block_m == ROWS_TOGETHER % config.block_n == 0
                 # At least one block of each side is in shared memory.
-                assert (config.block_m + config.block_n) * padded(head_dim) * input_bytes <= ARCHES[
-                    arch
-                ]
+                assert (config.block_m + config.block_n) * block_width(
+                    head_dim
+                ) * input_bytes <= ARCHES[arch]
     assert len(candidates(kind, 90, 128, 2)) >= 8
     assert {config.loads for config in candidates("forward", 90, 128, 2)} == {
         "pointers",
@@ -67,7 +67,7 @@ def test_what_cannot_be_compiled_beside_is_left_to_its_trial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
-    wanted = [Wanted(kind, "cuda:99", "bf16", 64, Config(64, 64, 4, 2)) for kind in TUNED]
+    wanted = [KernelRequest(kind, "cuda:99", "bf16", 64, Config(64, 64, 4, 2)) for kind in TUNED]
     assert compile_beside(wanted, 60) == [1, 1, 1]  # there is no such device
     assert compile_beside(wanted, 0.1) == [-signal.SIGKILL] * 3
 
@@ -104,17 +104,17 @@ def test_what_was_measured_is_used_and_told(chip: Path, monkeypatch: pytest.Monk
     assert pick(work, "triton").reason == told
     # For this kernel, head size and type alone; and for this chip.
     assert "tuned" not in pick(work._replace(forward=False), "triton").reason
-    assert tuned("dq", _CUDA, 128, torch.bfloat16) is None
-    assert tuned("forward", _CUDA, 64, torch.bfloat16) is None
-    assert tuned("forward", _CUDA, 128, torch.float16) is None
-    assert tuned("forward", torch.device("cpu"), 128, torch.bfloat16) is None
+    assert config_of("dq", _CUDA, 128, torch.bfloat16) is None
+    assert config_of("forward", _CUDA, 64, torch.bfloat16) is None
+    assert config_of("forward", _CUDA, 128, torch.float16) is None
+    assert config_of("forward", torch.device("cpu"), 128, torch.bfloat16) is None
     # A trial comes before both.
-    with trying("forward", Config(32, 32, 4, 1)):
+    with trial_of("forward", Config(32, 32, 4, 1)):
         assert _config("forward", x) == Config(32, 32, 4, 1)
     assert _config("forward", x) == found
     module._recalled.cache_clear()
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "another chip")
-    assert tuned("forward", _CUDA, 128, torch.bfloat16) is None
+    assert config_of("forward", _CUDA, 128, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,12 @@ def test_what_is_no_configuration_is_not_used(answer: object, chip: Path) -> Non
     key = module._key("dq", _CUDA, 64, torch.float16)
     assert remember("triton-blocks", key, answer)
     assert recall("triton-blocks", key, lambda _: True) == answer
-    assert tuned("dq", _CUDA, 64, torch.float16) is None
+    assert config_of("dq", _CUDA, 64, torch.float16) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nothing_is_remembered_of_a_machine_without_a_gpu() -> None:
-    assert tuned("forward", _CUDA, 64, torch.bfloat16) is None
+    assert config_of("forward", _CUDA, 64, torch.bfloat16) is None
     assert KERNELS["triton"].remarks(Work(_CUDA, torch.bfloat16, 64, Full())) == ()
     result = CliRunner().invoke(command, ["tune"])
     assert isinstance(result.exception, ConfigError)

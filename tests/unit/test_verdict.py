@@ -11,7 +11,7 @@ import pytest
 
 from burst_rt.errors import PeerLost
 from burst_rt.job.flight import FlightRecord, _path
-from burst_rt.job.reports import RankReport, Waiting, crash_path, write_report
+from burst_rt.job.reports import RankReport, RankWait, crash_path, write_report
 from burst_rt.launch import verdict
 from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.verdict import JobEnd, last_words
@@ -43,7 +43,7 @@ class _Job:
     gone_s: Mapping[int, float] = field(default_factory=dict)  # when processes ended, by rank
     mpirun_code: int = 1
     owed: tuple[int, ...] = ()
-    stuck_by: tuple[Waiting, int] | None = None
+    stuck_by: tuple[RankWait, int] | None = None
     lost: Lost | None = None
 
     def end(self, folder: Path, ranks: Ranks) -> JobEnd:
@@ -64,7 +64,7 @@ class _Job:
 _BAD = _report(1, 2.0, 64, kind="InputError", traceback="InputError: wrong\n")
 _PEER_LOST = _report(0, 3.0, _LOST, kind="PeerLost", peer=2, traceback="PeerLost: gone\n")
 _WELL = tuple(_report(rank, 5.0) for rank in range(3))
-_WAITING = (Waiting(0, "burst_rt.init", [0, 1, 2]), 1)
+_WAITING = (RankWait(0, "burst_rt.init", [0, 1, 2]), 1)
 # By cause: the traces, what the last line says, and the exit code.
 _CASES: tuple[tuple[str, _Job, str, int], ...] = (
     (
@@ -96,7 +96,7 @@ _CASES: tuple[tuple[str, _Job, str, int], ...] = (
     ),
     (
         "a rank waited to join one that had ended",
-        _Job(stuck_by=(Waiting(0, "MPI_Init", [0, 1, 2]), 1)),
+        _Job(stuck_by=(RankWait(0, "MPI_Init", [0, 1, 2]), 1)),
         "rank 1 ended without a report, before it had started MPI",
         _LOST,
     ),

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from telemetry_feed import arrive, beat, counters
 
 from burst_rt.dashboard.app import Dashboard, make_app
-from burst_rt.dashboard.server import Served, Where
+from burst_rt.dashboard.server import RunningDashboard, Where
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.telemetry.messages import Hello, Note, Severity
 from burst_rt.telemetry.model.job_model import JobModel
@@ -227,7 +227,7 @@ def test_a_port_that_is_taken_is_said() -> None:
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(ConfigError, match="choose another port"),
     ):
-        Served(ModelViewer(_small_job()), Where(port=taken.getsockname()[1]))
+        RunningDashboard(ModelViewer(_small_job()), Where(port=taken.getsockname()[1]))
 
 
 def test_names_from_a_run_stay_text(browser: Browser) -> None:

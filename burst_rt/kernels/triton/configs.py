@@ -16,8 +16,16 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 __all__ = [
-    "ARCHES", "CELLS", "COMPRESSED", "KINDS", "Config", "Loads", "arch_of", "default_config",
-    "padded", "takes_more",
+    "ARCHES",
+    "CELLS",
+    "COMPRESSED",
+    "KINDS",
+    "Config",
+    "Loads",
+    "arch_of",
+    "block_width",
+    "default_config",
+    "takes_more",
 ]  # fmt: skip
 
 # The kernels.
@@ -117,7 +125,7 @@ _INTERPRETED = {
 _INTERPRETED_SEVERAL = {"forward": Config(16, 16, 4, 1), "dq": Config(16, 16, 4, 1)}
 
 
-def padded(head_dim: int) -> int:
+def block_width(head_dim: int) -> int:
     """The columns of a block for a head size.
 
     A power of two, at least 16 (the least that a tensor core multiplies by).
@@ -158,7 +166,7 @@ def default_config(
         own = _INTERPRETED[kind]
         return _INTERPRETED_SEVERAL.get(kind, own) if several else own
     if kind == "delta":
-        return Config(min(128, 8192 // padded(head_dim)), 1, 4, 1)
+        return Config(min(128, 8192 // block_width(head_dim)), 1, 4, 1)
     if kind == "combine":
         return Config(1, 1, 1, 1)
     size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from burst_rt.kernels.base import QKV
-from burst_rt.kernels.decode import Partial, Seen, lowest
+from burst_rt.kernels.decode import Partial, SeenColumns, lowest
 from burst_rt.kernels.triton.blocks import load_rows
-from burst_rt.kernels.triton.configs import Config, padded
+from burst_rt.kernels.triton.configs import Config, block_width
 from burst_rt.kernels.triton.launch import LOG2_E, strides
 from burst_rt.kernels.triton.scores import tanh
 from burst_rt.kernels.triton.tables import table_of_decode
@@ -198,7 +198,7 @@ def combine_kernel(
 
 def launch_decode(
     qkv: QKV,
-    seen: Seen,
+    seen: SeenColumns,
     scale: float,
     softcap: float | None,
     into: Partial,
@@ -229,13 +229,13 @@ def launch_decode(
         *strides(q), *strides(k), *strides(v), heads, group, q_len, num_splits,
         table.by_row,
         factor * LOG2_E, cap_scale,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim),
-        V_HEAD_DIM=v_head_dim, BLOCK_DV=padded(v_head_dim),
+        HEAD_DIM=head_dim, BLOCK_D=block_width(head_dim),
+        V_HEAD_DIM=v_head_dim, BLOCK_DV=block_width(v_head_dim),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDTH=table.width, SOFTCAP=softcap is not None, INTERPRET=interpret,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     combine_kernel[(num_rows,)](
         acc, m, l, *into, num_rows, num_splits, lowest(into.lse),
-        V_HEAD_DIM=v_head_dim, BLOCK_DV=padded(v_head_dim), num_warps=1,
+        V_HEAD_DIM=v_head_dim, BLOCK_DV=block_width(v_head_dim), num_warps=1,
     )  # fmt: skip

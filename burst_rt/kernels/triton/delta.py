@@ -8,7 +8,7 @@ import triton.language as tl
 
 from burst_rt.kernels.base import Results
 from burst_rt.kernels.triton.blocks import load_rows
-from burst_rt.kernels.triton.configs import Config, padded
+from burst_rt.kernels.triton.configs import Config, block_width
 from burst_rt.kernels.triton.launch import strides
 
 __all__ = ["delta_kernel", "launch_delta"]
@@ -93,7 +93,7 @@ def launch_delta(results: Results, rows: torch.Tensor, config: Config, interpret
     delta_kernel[grid](
         dout, out, lse, dlse_or_lse, rows[0], rows[1], *strides(dout), *strides(out),
         *lse.stride(), *dlse_or_lse.stride(), heads, q_len,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m,
+        HEAD_DIM=head_dim, BLOCK_D=block_width(head_dim), BLOCK_M=config.block_m,
         HAS_DLSE=dlse is not None, INTERPRET=interpret,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from burst_rt.kernels.triton.blocks import (
 )
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
-from burst_rt.kernels.triton.scores import Shaping, places_of, sloped, tanh
+from burst_rt.kernels.triton.scores import ScoreArguments, places_of, subtract_slope, tanh
 from burst_rt.kernels.triton.work import (
     VARYING,
     line_of,
@@ -120,7 +120,7 @@ def _add_rows(b_dk, b_dv, block, start, stop, META: tl.constexpr, MASKED: tl.con
         b_s = b_t
         if META.ALIBI:
             b_rows = places_of(shaping.p_rows, o_m, q_len)
-            b_s = sloped(b_s, shaping.p_slopes + i_g, b_rows, b_columns, scale_log2, True)
+            b_s = subtract_slope(b_s, shaping.p_slopes + i_g, b_rows, b_columns, scale_log2, True)
         if MASKED:
             bounds = load_bounds(p_spans, o_m, q_len, META.WIDTH, META.EVEN_M)
             b_seen = seen_of(
@@ -275,7 +275,7 @@ def dkdv_kernel(
     )
     p_lse += (i_b * kv_heads + i_kv) * group * q_len
     p_delta += (i_b * kv_heads + i_kv) * group * q_len
-    shaping = Shaping(cap_scale, p_slopes + i_bh * group, p_rows, p_columns)
+    shaping = ScoreArguments(cap_scale, p_slopes + i_bh * group, p_rows, p_columns)
     p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, META.WIDTH, BLOCK_N)
     sizes = _Sizes(column, group, stride_qh, stride_dh, q_len, kv_len)
     block = _Columns(

@@ -17,7 +17,7 @@ from burst_rt.kernels.base import QKV, Upstream
 from burst_rt.kernels.triton.blocks import load_block, put_rows, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
-from burst_rt.kernels.triton.scores import Shaping, places_of, sloped, tanh
+from burst_rt.kernels.triton.scores import ScoreArguments, places_of, subtract_slope, tanh
 from burst_rt.kernels.triton.work import (
     VARYING,
     line_of,
@@ -71,7 +71,7 @@ def _add_columns(b_dq, block, start, stop, META: tl.constexpr, MASKED: tl.conste
         if META.ALIBI:
             o_k = column + tl.arange(0, META.BLOCK_N)
             b_columns = places_of(shaping.p_columns, o_k, rows_k.length)
-            b_s = sloped(b_s, shaping.p_slopes, b_rows, b_columns, scale_log2, False)
+            b_s = subtract_slope(b_s, shaping.p_slopes, b_rows, b_columns, scale_log2, False)
         if MASKED:
             b_seen = seen_of(
                 bounds, p_spans, o_m, column, q_len, META.WIDTH, META.BLOCK_N, META.EVEN_M, False
@@ -194,7 +194,7 @@ def dq_kernel(
     rows_v = rows_of(
         p_v, stride_vt, kv_len, META.V_HEAD_DIM, META.BLOCK_DV, BLOCK_N, META.DESCRIBED
     )
-    shaping = Shaping(cap_scale, p_slopes + i_bh, p_rows, p_columns)
+    shaping = ScoreArguments(cap_scale, p_slopes + i_bh, p_rows, p_columns)
 
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, META.WIDTH, BLOCK_N)

@@ -16,7 +16,7 @@ from burst_rt.kernels.base import QKV, State
 from burst_rt.kernels.triton.blocks import load_block, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
-from burst_rt.kernels.triton.scores import Shaping, places_of, sloped, tanh
+from burst_rt.kernels.triton.scores import ScoreArguments, places_of, subtract_slope, tanh
 from burst_rt.kernels.triton.work import (
     VARYING,
     line_of,
@@ -66,7 +66,7 @@ def _fold(b_acc, b_m, b_l, block, start, stop, META: tl.constexpr, MASKED: tl.co
         if META.ALIBI:
             o_k = column + tl.arange(0, META.BLOCK_N)
             b_columns = places_of(shaping.p_columns, o_k, rows_k.length)
-            b_s = sloped(b_s, shaping.p_slopes, b_rows, b_columns, scale_log2, False)
+            b_s = subtract_slope(b_s, shaping.p_slopes, b_rows, b_columns, scale_log2, False)
         if MASKED:
             b_seen = seen_of(
                 bounds, p_spans, o_m, column, q_len, META.WIDTH, META.BLOCK_N, META.EVEN_M, False
@@ -226,7 +226,7 @@ def forward_kernel(
     )
     p_v += i_b * stride_vb + i_kv * stride_vh
     rows_v = rows_of(p_v, stride_vt, kv_len, V_HEAD_DIM, BLOCK_DV, META.BLOCK_N, META.DESCRIBED)
-    shaping = Shaping(cap_scale, p_slopes + i_bh, p_rows, p_columns)
+    shaping = ScoreArguments(cap_scale, p_slopes + i_bh, p_rows, p_columns)
     p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, META.WIDTH, META.BLOCK_N)
     block = _Block(b_q, p_spans, o_m, q_len, rows_k, rows_v, scale_log2, shaping)
     b_acc, b_m, b_l = _fold_runs(p_runs, whole, cut, b_acc, b_m, b_l, block, META, False)

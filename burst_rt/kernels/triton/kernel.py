@@ -31,10 +31,10 @@ from burst_rt.kernels.base import (
     too_old,
     write_from_sums,
 )
-from burst_rt.kernels.decode import Partial, Seen
+from burst_rt.kernels.decode import Partial, SeenColumns
 from burst_rt.kernels.triton.configs import CELLS, Config, arch_of, default_config, takes_more
 from burst_rt.kernels.triton.launch import LOG2_E, TileArguments
-from burst_rt.kernels.triton.parts import ascending, in_order, places_of_parts, slices_of
+from burst_rt.kernels.triton.parts import ascending_groups, in_order, places_of_parts, slices_of
 from burst_rt.kernels.triton.tables import (
     CutOfTile,
     bytes_of_tables,
@@ -44,7 +44,7 @@ from burst_rt.kernels.triton.tables import (
     same_tables,
     spans_of_tile,
 )
-from burst_rt.kernels.triton.tuned import tuned
+from burst_rt.kernels.triton.tuned import config_of
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["TritonKernel"]
@@ -104,7 +104,7 @@ class TritonKernel(Kernel):
         """See `Kernel.remarks`: whether block sizes come from `burst-rt bench tune`."""
         kinds = ("forward",) if work.forward else ("dq", "dkdv")
         head_dim = max(work.head_dims)
-        found = {kind: tuned(kind, work.device, head_dim, work.dtype) for kind in kinds}
+        found = {kind: config_of(kind, work.device, head_dim, work.dtype) for kind in kinds}
         if not any(found.values()):
             return ()
         told = ", ".join(f"{kind} {config}" for kind, config in found.items() if config)
@@ -147,7 +147,7 @@ class TritonKernel(Kernel):
         tile.progress()
 
     def decode(
-        self, qkv: QKV, seen: Seen, scale: float, softcap: float | None, into: Partial
+        self, qkv: QKV, seen: SeenColumns, scale: float, softcap: float | None, into: Partial
     ) -> None:
         """See `Kernel.decode`."""
         if not qkv.k.shape[1]:
@@ -235,7 +235,7 @@ class TritonKernel(Kernel):
         parts = (
             part
             for rows, runs in places
-            for columns in ascending(runs)
+            for columns in ascending_groups(runs)
             for part in places_of_parts(work.mask, (rows, columns), tile)
         )
         return bytes_of_tables(work.mask, parts, cuts, positions=work.scores.alibi_slopes)
@@ -288,7 +288,7 @@ def _config(kind: str, *inputs: torch.Tensor) -> Config:
 
 def _config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Config:
     arch = None if device.type == "cpu" else _arch(device)
-    return tuned(kind, device, head_dim, dtype) or default_config(
+    return config_of(kind, device, head_dim, dtype) or default_config(
         kind, arch, head_dim, dtype.itemsize
     )
 

@@ -11,7 +11,7 @@ import torch
 
 from burst_rt.errors import InternalError
 from burst_rt.kernels.base import ScoreOptions
-from burst_rt.kernels.triton.configs import Config, padded
+from burst_rt.kernels.triton.configs import Config, block_width
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
 __all__ = ["LOG2_E", "Meta", "TileArguments", "constants_of", "strides", "uses_descriptors"]
@@ -130,9 +130,9 @@ def constants_of(
     head_dim, v_head_dim = inputs[0].shape[3], inputs[2].shape[3]
     meta = Meta(
         HEAD_DIM=head_dim,
-        BLOCK_D=padded(head_dim),
+        BLOCK_D=block_width(head_dim),
         V_HEAD_DIM=v_head_dim,
-        BLOCK_DV=padded(v_head_dim),
+        BLOCK_DV=block_width(v_head_dim),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         # Where nothing is compared with the spans, their number makes no other kernel.

@@ -16,7 +16,7 @@ from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.planning.problem import TileShape
 
-__all__ = ["TileSlice", "ascending", "in_order", "places_of_parts", "slices_of"]
+__all__ = ["TileSlice", "ascending_groups", "in_order", "places_of_parts", "slices_of"]
 
 # Maximum number of cells about which a mask without spans is asked at once, and minimum number of
 # columns, which may exceed it. Parts, and the blocks of columns in a part, are cut at multiples of
@@ -48,7 +48,7 @@ class TileSlice(NamedTuple):
         return x[:, self.heads] if x.ndim == 3 else x[:, :, self.heads]
 
 
-def ascending(runs: tuple[range, ...]) -> list[tuple[range, ...]]:
+def ascending_groups(runs: tuple[range, ...]) -> list[tuple[range, ...]]:
     """Runs of positions in groups, in each of which the positions ascend.
 
     A ring's side is one group, and so is a side that all ranks gather. Striped shards that a
@@ -65,7 +65,7 @@ def ascending(runs: tuple[range, ...]) -> list[tuple[range, ...]]:
 
 def in_order(tile: Tile) -> Iterator[tuple[slice, Tile]]:
     """The columns of a tile, and the tile of these columns, where positions ascend along them."""
-    groups, start = ascending(tile.kv_positions), 0
+    groups, start = ascending_groups(tile.kv_positions), 0
     for number, runs in enumerate(groups):
         columns = slice(start, start + sum(map(len, runs)))
         start = columns.stop

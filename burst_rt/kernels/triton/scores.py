@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["Shaping", "places_of", "sloped", "tanh"]
+__all__ = ["ScoreArguments", "places_of", "subtract_slope", "tanh"]
 
 
-class Shaping(NamedTuple):
+class ScoreArguments(NamedTuple):
     """The arguments of kernels for softcap and ALiBi. Where one is not asked for, it is not
     read.
     """
@@ -50,7 +50,7 @@ def places_of(pointer, o_r, length):
 
 
 @triton.jit
-def sloped(b_s, p_slope, b_rows, b_columns, scale_log2, ROWS_LAST: tl.constexpr):
+def subtract_slope(b_s, p_slope, b_rows, b_columns, scale_log2, ROWS_LAST: tl.constexpr):
     """Scores in powers of two: b_s * scale_log2 less the slope times the distance.
 
     b_rows, b_columns: positions. b_s is `[rows, columns]`, or with ROWS_LAST `[columns, rows]`.

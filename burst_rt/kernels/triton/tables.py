@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from burst_rt.kernels.base import Places, Tile
-from burst_rt.kernels.decode import Seen
+from burst_rt.kernels.decode import SeenColumns
 from burst_rt.kernels.triton.configs import CELLS, COMPRESSED, takes_more
 from burst_rt.planning.masks import Mask, in_place_of, positions_of
 from burst_rt.planning.worklist import (
@@ -226,7 +226,7 @@ def positions_of_tile(tile: Tile, device: torch.device) -> tuple[torch.Tensor, t
     return table
 
 
-def table_of_decode(seen: Seen, device: torch.device) -> DecodeTable:
+def table_of_decode(seen: SeenColumns, device: torch.device) -> DecodeTable:
     """The columns that the rows of a decode see, on a device: one table for all layers of a step.
 
     Does not wait for the device.

@@ -15,11 +15,11 @@ from typing import get_args
 
 import torch
 
-from burst_rt.kernels.triton.configs import ARCHES, Config, Loads, default_config, padded
+from burst_rt.kernels.triton.configs import ARCHES, Config, Loads, block_width, default_config
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.remembered import recall, remember
 
-__all__ = ["TUNED", "candidates", "keep", "trying", "tuned"]
+__all__ = ["TUNED", "candidates", "config_of", "keep", "trial_of"]
 
 # The kernels that are worth tuning.
 TUNED = ("forward", "dq", "dkdv")
@@ -32,7 +32,7 @@ _MOST_CANDIDATES = 32
 _trial: dict[str, Config] = {}
 
 
-def tuned(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Config | None:
+def config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Config | None:
     """The configuration under trial, or else the one measured for a kernel on this chip.
 
     None where there is neither.
@@ -53,7 +53,7 @@ def keep(
 
 
 @contextmanager
-def trying(kind: str, config: Config) -> Iterator[None]:
+def trial_of(kind: str, config: Config) -> Iterator[None]:
     """Inside, all threads start the kernel with this configuration."""
     _trial[kind] = config
     try:
@@ -73,7 +73,7 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
     fitting = [
         Config(m, n, warps, stages, loads)
         for m, n, warps, stages in product((128, 64, 32), (128, 64, 32), (4, 8), (3, 2, 1))
-        if _may_fit(kind, arch, padded(head_dim), input_bytes, (m, n, warps, stages))
+        if _may_fit(kind, arch, block_width(head_dim), input_bytes, (m, n, warps, stages))
         for loads in _loads(arch, stages)
     ]
     fitting.sort(

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 from burst_rt.errors import InternalError
 from burst_rt.planning.layouts import Block, blocks_of
 from burst_rt.planning.masks import Piece, Rule, Shape
-from burst_rt.planning.needs import Needed, Rows, united
+from burst_rt.planning.needs import Needed, Rows, union_of
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies.routes import Route
 
@@ -200,7 +200,7 @@ class Hops:
             rows = [(), *self.needed_at[owner][block][1:]]
             for to, hop in onward:
                 if rows[to] and rows[to] != rows[hop]:
-                    rows[hop] = united((*rows[hop], *rows[to])) if rows[hop] else rows[to]
+                    rows[hop] = union_of((*rows[hop], *rows[to])) if rows[hop] else rows[to]
             return tuple(rows)
 
         return self._by_block(of)
@@ -241,7 +241,7 @@ class Hops:
         def of(owner: int, block: int) -> dict[int, Rows]:
             hops, needed = self.sum_hops[owner][block], self.needed_at[owner][block]
             if self.route.carries_sums:
-                return dict.fromkeys(hops, united(chain(*set(needed[1:]))))
+                return dict.fromkeys(hops, union_of(chain(*set(needed[1:]))))
             return {hop: needed[hop] for hop in hops}
 
         return self._by_block(of)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from burst_rt.telemetry.model.views import Lost
     from burst_rt.telemetry.read.viewer import HubViewer
 
-__all__ = ["HUB_MODULE", "RunningHub", "is_port", "scrubbed", "start_hub"]
+__all__ = ["HUB_MODULE", "RunningHub", "hub_environment", "is_port", "start_hub"]
 
 # The program of the hub's process. It is above telemetry, where the dashboard is known, and is
 # started by its name.
@@ -149,7 +149,7 @@ def _staying(viewer: HubViewer) -> list[Lost]:
     ]  # fmt: skip
 
 
-def scrubbed(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
+def hub_environment(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The environment without what makes a process a rank, and without settings of telemetry."""
     return {
         name: value
@@ -189,7 +189,7 @@ def start_hub(
     command += ["--metrics-port", metrics_port] if metrics_port else []
     process = subprocess.Popen(
         command,
-        env=scrubbed(os.environ.items()) | {SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"},
+        env=hub_environment(os.environ.items()) | {SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE if held else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=None if held else subprocess.DEVNULL,

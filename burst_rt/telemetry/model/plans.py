@@ -31,7 +31,7 @@ from burst_rt.telemetry.model.views import (
     SpanView,
     TimelineView,
     WaitView,
-    shared,
+    shared_fields,
 )
 
 __all__ = ["Plans"]
@@ -86,7 +86,7 @@ class Plans:
     def add_plan(self, number: int, plan: PlanSummary) -> None:
         """A rank tells a plan. number: of the rank."""
         packed = self.ranks[number].packed
-        view = PlanView(**shared(plan, PlanView), rank=number, num_tasks=len(plan.tasks))
+        view = PlanView(**shared_fields(plan, PlanView), rank=number, num_tasks=len(plan.tasks))
         packed[plan.number] = (view, zlib.compress(msgspec.msgpack.encode(plan), 1))
         self._decoded.pop((number, plan.number), None)
         if len(packed) > _MAX_PLANS:

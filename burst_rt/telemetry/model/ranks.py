@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from burst_rt.telemetry.messages import Counters, EndedCall, Heartbeat, Hello, Severity
 from burst_rt.telemetry.model.events import EventLog
-from burst_rt.telemetry.model.views import RankView, shared, update
+from burst_rt.telemetry.model.views import RankView, shared_fields, update
 
 __all__ = ["SILENT_S", "JoinedRanks", "Rank"]
 
@@ -98,7 +98,7 @@ class JoinedRanks(dict[int, Rank]):
     def join(self, at_s: float, hello: Hello) -> Rank:
         """A rank joins, or joins again."""
         view = RankView(
-            **shared(hello, RankView),
+            **shared_fields(hello, RankView),
             source=f"rank:{hello.rank}",
             status_since_s=at_s,
             heard_s=at_s,

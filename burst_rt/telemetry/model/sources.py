@@ -26,7 +26,7 @@ from burst_rt.telemetry.model.views import (
     RankView,
     SeriesView,
     SourceView,
-    shared,
+    shared_fields,
     update,
 )
 
@@ -120,7 +120,9 @@ class Sources(dict[str, _Sampled]):
             self._put(source, SourceHistory(rows_per_s))
 
     def _put(self, source: SourceInfo, history: SourceHistory) -> None:
-        self[source.name] = _Sampled(view=SourceView(**shared(source, SourceView)), history=history)
+        self[source.name] = _Sampled(
+            view=SourceView(**shared_fields(source, SourceView)), history=history
+        )
 
     def sample(self, rank: Rank, sample: SourceSample) -> None:
         """A rank has sampled a source."""

@@ -17,7 +17,7 @@ from burst_rt.telemetry.messages import Candidate, Counts, Severity
 
 __all__ = [
     "CallView", "EventView", "FlowView", "JobView", "Lost", "PlanView", "ProgressView", "RankView",
-    "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView", "WaitView", "shared",
+    "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView", "WaitView", "shared_fields",
     "update",
 ]  # fmt: skip
 
@@ -27,7 +27,7 @@ def _shared_names(view: type[msgspec.Struct], message: type[msgspec.Struct]) -> 
     return tuple(name for name in view.__struct_fields__ if name in message.__struct_fields__)
 
 
-def shared(message: msgspec.Struct, view: type[msgspec.Struct]) -> dict[str, Any]:
+def shared_fields(message: msgspec.Struct, view: type[msgspec.Struct]) -> dict[str, Any]:
     """The fields that a message and a type of view share by name: a field that a message brings to
     viewers has one name, and is written down nowhere else.
     """

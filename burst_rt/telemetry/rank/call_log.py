@@ -34,7 +34,7 @@ from burst_rt.telemetry.messages import (
     TaskInfo,
 )
 
-__all__ = ["NOTHING", "CallLog", "Doing", "Totals"]
+__all__ = ["NOTHING", "Activity", "CallLog", "Totals"]
 
 # Maximum number of calls whose spans wait for the agent.
 _MAX_WAITING = 256
@@ -44,7 +44,7 @@ _PACK = struct.Struct("<Ifff").pack  # timeline.SPAN
 _PIPELINE = Description(kind="pipeline", explain="custom task graph")
 
 
-class Doing(NamedTuple):
+class Activity(NamedTuple):
     """The activity of a context: the fields of a `Heartbeat` that tell it."""
 
     call: int
@@ -54,7 +54,7 @@ class Doing(NamedTuple):
 
 
 # The activity outside any call.
-NOTHING = Doing(-1, "", 0.0, -1)
+NOTHING = Activity(-1, "", 0.0, -1)
 
 
 def _hop_number(task: Task) -> int:
@@ -208,7 +208,7 @@ class CallLog:
         self._stopped = True
         self._waiting.clear()
 
-    def doing(self) -> Doing:
+    def doing(self) -> Activity:
         """The present activity of the context."""
         current = self.current
         if current is None:
@@ -216,9 +216,9 @@ class CallLog:
         number, driver = current
         activity = driver.doing()
         if activity is None:
-            return Doing(number, "", self._started_s, -1)
+            return Activity(number, "", self._started_s, -1)
         task, since_s = activity
-        return Doing(number, task.name, since_s, _hop_number(task))
+        return Activity(number, task.name, since_s, _hop_number(task))
 
     def take(self) -> list[PlanSummary | EndedCall | Agreed]:
         """Takes one ended call, after its plan if the plan is new. Nothing where no call has ended,
