@@ -59,7 +59,7 @@ def job_world() -> Iterator[Context]:
         try:
             yield world
         except (ConfigError, InputError) as error:
-            if isinstance(error, InputError) and error.__cause__ is not None:
+            if error.__cause__ is not None and ": fn raised " in error.message:
                 # Here it is no user's mistake: `together` made it of a defect's exception.
                 traceback.print_exception(error.__cause__)
             _leave(world, _complaint(error))
