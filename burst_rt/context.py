@@ -159,7 +159,8 @@ class Context:
         ConfigError, any other Exception an InputError. The context stays usable.
 
         Collective; blocks at most `timeout_s` for the other ranks, after `fn` has ended here. `fn`
-        may make collective calls, the same on every rank.
+        may make collective calls, the same on every rank. Where `fn` fails on a rank before such a
+        call, the call raises the error on the others, and that rank waits until their `fn` ends.
         """
         return together(self.runtime, fn)
 

@@ -11,8 +11,8 @@
 #     gloo, NaN on rank 1, 0 to 7 on the other: [0.0, 1.0, 2.0, 3.0, nan, nan, nan, nan]
 #     Open MPI v5.0.11, MAX of [nan, 1] and [1, nan]: Allreduce [1.0, nan], Reduce [1.0, nan]
 #     MPICH Version: 5.0.2, MAX of [nan, 1] and [1, nan]: Allreduce [1.0, 1.0], Reduce [1.0, nan]
-# Decided here: burst_rt/hf/prepare.py (`_largest`): each rank puts its number at its own place among zeros, the ranks add up, and each takes the
-#   largest, NaN included. What ranks compare by a maximum are integers (transport/base.py, `allreduce_max`).
+# Decided here: burst_rt/hf/prepare.py (`_largest`): every rank gets all ranks' numbers, and takes the largest by itself, NaN included. What ranks
+#   compare by a maximum are integers (transport/base.py, `allreduce_max`).
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 environment "${torch[@]}"

@@ -9,7 +9,7 @@
 #     torch.float16: dot of the identity with 2s: 2; 1 + 2: 3; sum of sixteen 1s: 16
 #     torch.bfloat16: dot of the identity with 2s: 2.663e+08; 1 + 2: inf; sum of sixteen 1s: -1.038e+34
 #     1.0059 in bfloat16: triton's interpreter 1.0, torch 1.0078125
-# Decided here: the kernels in burst_rt/kernels/triton have a constexpr INTERPRET, under which `load_block` makes float32 of what it loads; results are
+# Decided here: the kernels in burst_rt/kernels/triton have a constant META.INTERPRET, under which `load_block` makes float32 of what it loads; results are
 #   stored in float32 and cast by torch.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"

@@ -40,8 +40,8 @@ class StoppedBySignal(Exception):
 def job_world() -> Iterator[Context]:
     """The context of all ranks.
 
-    The block's Stopped, ConfigError or InputError, which all ranks raise, is printed once and ends
-    the job. A ConfigError of `init` does the same.
+    The block's StoppedBySignal, ConfigError or InputError, which all ranks raise, is printed once
+    and ends the job. A ConfigError of `init` does the same.
     """
     # The objects that torch has loaded are never garbage. A collection would walk over all of it,
     # on one rank while the others wait for it, and again and again at the end of the process.
@@ -59,7 +59,7 @@ def job_world() -> Iterator[Context]:
         try:
             yield world
         except (ConfigError, InputError) as error:
-            if isinstance(error, InputError) and error.__cause__ is not None:
+            if error.__cause__ is not None and ": fn raised " in error.message:
                 # Here it is no user's mistake: `together` made it of a defect's exception.
                 traceback.print_exception(error.__cause__)
             _leave(world, _complaint(error))

@@ -206,7 +206,9 @@ def _in_words(option: str, value: object) -> str:
     """An option's value as ranks compare it: the number 1 may be an int or a float."""
     if value is None:
         return "default" if option == "scale" else "none"
-    return repr(float(value)) if type(value) in (int, float) else str(value)  # type: ignore[arg-type]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return repr(float(value))
+    return str(value)
 
 
 def make_call(

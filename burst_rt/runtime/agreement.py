@@ -81,6 +81,7 @@ class Agreement:
         self._error = error
         self._forward = forward
         self._verdict: list[int] | None = None
+        self.deepest = 0  # once settled: the depth of the rank that is deepest
 
     def start(self) -> None:
         """Begins the allreduce. Never blocks."""
@@ -113,8 +114,13 @@ class Agreement:
         """The cause of the error that this rank brought."""
         return None if self._error is None else self._error.__cause__
 
-    def settle(self, watch: Watch, timeout_s: float) -> BurstError:
+    def settle(
+        self, watch: Watch, timeout_s: float, depth: int = 0, heard: BurstError | None = None
+    ) -> BurstError:
         """The error that every rank is to raise. Collective; blocks at most `timeout_s`.
+
+        depth: see `Runtime.depth`. heard: the error of an earlier call that all ranks raised; a
+        rank that brings this very error is not where the error came from.
 
         To be called after `failure`, which is the same on every rank. Raises Stalled and PeerLost.
         """
@@ -122,14 +128,18 @@ class Agreement:
         words = dict(self._contract.words)
         if self._forward:
             words[_FORWARD] = f"call {self._forward}"
+        source = None if error is None or error is not heard else error.peer
         mine = {
-            "error": None if error is None else [type(error).__name__, error.message],
+            "error": None if error is None else [type(error).__name__, error.message, source],
             "number": self.number,
             "call": words,
+            "depth": depth,
         }
         pending = self._control.allgather(json.dumps(mine).encode())
         watch.wait_for(pending, timeout_s, "the comparison of their calls")
-        return _common_error([json.loads(text) for text in pending.result()], self._control.rank)
+        said = [json.loads(text) for text in pending.result()]
+        self.deepest = max(word["depth"] for word in said)
+        return _common_error(said, self._control.rank)
 
 
 class AgreedBefore:
@@ -155,9 +165,10 @@ def _common_error(said: list[dict[str, object]], rank: int) -> BurstError:
     for peer, word in enumerate(said):
         brought = word["error"]
         if isinstance(brought, list):
-            error: BurstError = getattr(errors, brought[0])(
-                f"rank {peer}: {brought[1]}", rank=rank, peer=peer
-            )
+            kind, message, source = brought
+            if source is None:
+                source, message = peer, f"rank {peer}: {message}"
+            error: BurstError = getattr(errors, kind)(message, rank=rank, peer=source)
             return error
     calls = [dict(call) if isinstance(call := word["call"], dict) else {} for word in said]
     for call, word in zip(calls, said, strict=True):

@@ -7,7 +7,8 @@ receives. Tensors of a step go through `collectives.py` or a library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,27 +43,56 @@ def all_gather(
 
 def together(runtime: Runtime, fn: Callable[[], _T]) -> _T:
     """Runs `fn` on every rank. See `Context.together`."""
-    try:
-        result = fn()
-    except Exception as error:  # noqa: BLE001  (whatever fn raises: the other ranks wait for this one)
-        runtime.refuse("together", _as_typed(error, "together"))
-    runtime.agree({"call": "together"})
+    with _until_all_are_here(runtime, "together"):
+        try:
+            result = _inside(runtime, fn)
+        except Exception as error:  # noqa: BLE001  (whatever fn raises: the other ranks wait for this one)
+            runtime.refuse("together", _as_typed(error, "together"))
+        runtime.agree({"call": "together"})
     return result
 
 
 def first(runtime: Runtime, fn: Callable[[], _T]) -> _T:
     """Runs `fn` on rank 0 alone. See `Context.first`."""
-    payload, number = b"", runtime.number
-    if runtime.rank == 0:
-        try:
-            payload = _packed(fn())
-        except Exception as error:
-            if runtime.number != number:
-                # fn made a call that the other ranks did not make. They were told there.
-                raise
-            runtime.refuse("first", _as_typed(error, "first"))
-    result: _T = _gathered(runtime, {"call": "first"}, payload, only=0)[0]
+    payload = b""
+    with _until_all_are_here(runtime, "first"):
+        if runtime.rank == 0:
+            try:
+                payload = _packed(_inside(runtime, fn))
+            except Exception as error:  # noqa: BLE001  (as above)
+                runtime.refuse("first", _as_typed(error, "first"))
+        result: _T = _gathered(runtime, {"call": "first"}, payload, only=0)[0]
     return result
+
+
+def _inside(runtime: Runtime, fn: Callable[[], _T]) -> _T:
+    runtime.depth += 1
+    try:
+        return fn()
+    finally:
+        runtime.depth -= 1
+
+
+@contextmanager
+def _until_all_are_here(runtime: Runtime, call: str) -> Iterator[None]:
+    """Inside, an error that reached a rank in the middle of its `fn` is brought once more.
+
+    A rank whose `fn` fails early meets ranks that are in a call that `fn` makes. They raise the
+    error there, and come to the end of `together` or `first` afterwards, whatever their `fn` makes
+    of the error. So this rank waits for them there: else they would take its next call for it.
+    Each round blocks at most `timeout_s`.
+    """
+    runtime.deepest = 0
+    try:
+        yield
+    except BurstError as error:
+        while runtime.usable and runtime.deepest > runtime.depth:
+            runtime.deepest = 0
+            try:
+                runtime.refuse(call, error)
+            except BurstError as common:
+                error = common
+        raise error from error.__cause__
 
 
 def bytes_of(x: torch.Tensor) -> memoryview:

@@ -134,6 +134,10 @@ class Runtime:
         self.flight = None if threads else own_flight()
         self._exclusive = _Exclusive(self.rank)
         self._counts = CallCounts(self.transport)
+        # How many `together` and `first` this rank is in the middle of, and how many the deepest
+        # rank was when the ranks last disagreed.
+        self.depth = self.deepest = 0
+        self._heard: BurstError | None = None  # the error that all ranks raised last
         # Ranks that are threads need no farewell at exit: no other process waits for them.
         if not threads:
             process.open.add(self)
@@ -419,7 +423,8 @@ class Runtime:
 
     def _settle(self, agreement: Agreement) -> NoReturn:
         with self._unbroken():
-            error = agreement.settle(self.watch, self.timeout_s)
+            error = agreement.settle(self.watch, self.timeout_s, self.depth, self._heard)
+        self._heard, self.deepest = error, agreement.deepest
         # The error replaces the one that is being handled, if any. Its cause is kept: an exception
         # of a user's mask, say.
         raise error from agreement.cause

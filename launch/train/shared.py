@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -62,15 +63,15 @@ def read_shared(world: Context, path: Path) -> SharedCheckpoint:
     """
     local: list[Checkpoint] = []
 
-    def read() -> tuple[bytes, dict[str, object]]:
+    def read() -> tuple[bytes, str]:
         folder, checkpoint = find_checkpoint(path)
         local.append(checkpoint)
-        return os.fsencode(folder), asdict(checkpoint.manifest)
+        # As JSON, like the file: paths among the options need not be Unicode.
+        return os.fsencode(folder), json.dumps(asdict(checkpoint.manifest))
 
-    folder, manifest = world.first(read)
-    return SharedCheckpoint(
-        Path(os.fsdecode(folder)), Manifest.from_json(manifest), local[0] if local else None
-    )
+    folder, text = world.first(read)
+    manifest = Manifest.from_json(json.loads(text))
+    return SharedCheckpoint(Path(os.fsdecode(folder)), manifest, local[0] if local else None)
 
 
 def open_same_folder(

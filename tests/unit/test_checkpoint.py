@@ -668,3 +668,15 @@ def test_a_checkpoint_that_only_rank_0_can_read_reaches_every_rank(tmp_path: Pat
 
     shutil.rmtree(tmp_path / "checkpoints")
     assert all(isinstance(outcome, ConfigError) for outcome in _outcomes(3, restore))
+
+
+def test_a_run_on_text_whose_name_is_no_unicode_can_be_resumed(tmp_path: Path) -> None:
+    saved = _checkpoint(7)
+    config = TrainConfig(steps=99, data=os.fsdecode(b"/data/te\xffxt"))
+    saved = replace(saved, manifest=replace(saved.manifest, config=config))
+    save_checkpoint(tmp_path, saved, keep=2)
+
+    def read(context: Context) -> object:
+        return read_shared(context, tmp_path).manifest
+
+    assert _outcomes(2, read) == [saved.manifest] * 2

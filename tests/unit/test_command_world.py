@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from burst_rt.context import Context
-from burst_rt.errors import ConfigError
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.world import StoppedBySignal, job_world
 
 
@@ -33,6 +33,18 @@ def _misconfigured() -> None:
 def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert _ends(lambda world: world.together(_misconfigured)) == ConfigError.exit_code
     line = "burst-rt: ConfigError: --steps must be positive, got 0.\n"
+    assert capsys.readouterr().err == line
+
+
+def _mistaken() -> None:
+    raise InputError("hf.prepare: Odd cannot be spread over ranks") from ValueError("a model's")
+
+
+def test_a_users_mistake_that_an_exception_told_is_one_line_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _ends(lambda world: world.together(_mistaken)) == InputError.exit_code
+    line = "burst-rt: InputError: hf.prepare: Odd cannot be spread over ranks\n"
     assert capsys.readouterr().err == line
 
 

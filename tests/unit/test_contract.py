@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,17 @@ def _good(ctx: Context) -> None:
     assert torch.isfinite(result).all()
 
 
+class Scale(IntEnum):
+    ONE = 1
+
+
 def test_scales_that_are_equal_numbers_agree() -> None:
-    """1, 1.0 and a numpy float are one scale; also after a call they differed in."""
+    """1, 1.0, a numpy float and a named number are one scale; also after calls they differed in."""
     import numpy as np
 
     def run(ctx: Context) -> None:
         layout = ctx.layout(12)
-        for scales in ((1, 1.0), (np.float64(0.5), 0.5), (1.0, 1)):
+        for scales in ((1, 1.0), (np.float64(0.5), 0.5), (1.0, 1), (Scale.ONE, 1.0)):
             burst_rt.burst_attention(*_qkv(ctx), layout=layout, scale=scales[ctx.rank])
 
     burst_rt.run_local(2, run)

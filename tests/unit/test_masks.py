@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import random
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from spec import seen
 from burst_rt import Causal, Full, Mask
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import MASKS as ALL_MASKS
-from burst_rt.planning.masks import Both, Piece, Relation, Rule, Shape
+from burst_rt.planning.masks import Both, Piece, Relation, Rule, Shape, Spans
 
 
 @dataclass(frozen=True)
@@ -199,3 +200,15 @@ def test_a_subclass_of_a_mask_that_kernels_know_is_not_known() -> None:
         pass
 
     assert (Full.rule, Causal.rule, Later.rule) == (Rule.EVERYTHING, Rule.NOT_LATER, Rule.OWN)
+
+
+def test_a_wrapper_of_spans_inherits_no_word_about_them() -> None:
+    class EveryOther(Causal):
+        @functools.wraps(Causal.spans)
+        def spans(self, q: Any) -> Spans:
+            return Causal.spans(self, q // 2)
+
+    assert vars(EveryOther.spans).keys() == vars(Causal.spans).keys() | {"__wrapped__"}
+    assert Causal()._period == 0
+    assert EveryOther()._period == 1
+    assert not EveryOther()._steady

@@ -147,6 +147,49 @@ def test_fn_may_be_collective_in_together() -> None:
     assert _outcomes(3, act) == [[0, 1, 2]] * 3
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_a_rank_that_fails_before_a_call_of_fn_meets_the_others_at_the_end(
+    nested: bool, swallowed: bool
+) -> None:
+    def act(ctx: Context) -> object:
+        def fn() -> object:
+            if ctx.rank == 1:
+                raise ConfigError("no disk")
+            try:
+                return ctx.together(lambda: ctx.rank) if nested else ctx.all_gather(1)
+            except ConfigError:
+                if not swallowed:
+                    raise
+                return None
+
+        with pytest.raises(ConfigError) as caught:
+            ctx.together(fn)
+        return str(caught.value), caught.value.peer, ctx.all_gather(ctx.rank)
+
+    started_s = time.monotonic()
+    assert _outcomes(3, act) == [("rank 1: no disk", 1, [0, 1, 2])] * 3
+    assert time.monotonic() - started_s < 15
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_after_a_collective_call_inside_first_the_context_is_usable(swallowed: bool) -> None:
+    def act(ctx: Context) -> object:
+        def fn() -> object:
+            try:
+                return ctx.all_gather(1)
+            except ContractMismatch:
+                if not swallowed:
+                    raise
+                return None
+
+        with pytest.raises(ContractMismatch, match="call: "):
+            ctx.first(fn)
+        return ctx.all_gather(ctx.rank)
+
+    assert _outcomes(2, act) == [[0, 1]] * 2
+
+
 def test_rank_0_alone_runs_first_and_every_rank_gets_its_result() -> None:
     ran = []
 

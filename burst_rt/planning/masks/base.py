@@ -22,7 +22,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
 from inspect import get_annotations
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -92,6 +92,20 @@ class Cells(Protocol):
         """The answers of the function of a `Function`, whatever `within` shows."""
 
 
+class _Structure(NamedTuple):
+    """The words of `structured` about one function."""
+
+    spans: Callable[..., Spans] | None = None
+    steady: bool = False
+    period: Callable[[Any], int] | None = None
+
+    @classmethod
+    def of(cls, spans: Callable[..., Spans]) -> _Structure:
+        # functools.wraps copies attributes: a wrapper has words that nobody said of it.
+        words: _Structure = getattr(spans, "structure", cls())
+        return words if words.spans is spans else cls()
+
+
 def structured(
     *, steady: bool = False, period: Callable[[Any], int] | None = None
 ) -> Callable[[_Spans], _Spans]:
@@ -103,7 +117,7 @@ def structured(
     """
 
     def marked(spans: _Spans) -> _Spans:
-        vars(spans).update(steady=steady, period=period)
+        vars(spans).update(structure=_Structure(spans, steady, period))
         return spans
 
     return marked
@@ -219,8 +233,7 @@ class Mask:
     @property
     def _steady(self) -> bool:
         """Whether all queries between two `changes` see the same keys; see `structured`."""
-        steady: bool = getattr(type(self).spans, "steady", False)
-        return steady
+        return _Structure.of(type(self).spans).steady
 
     @property
     def _period(self) -> int:
@@ -231,7 +244,7 @@ class Mask:
         q // step, k // step, and whether k % step is larger than q % step. Every step divides 0,
         and only 1 divides 1, which says nothing.
         """
-        period: Callable[[Mask], int] | None = getattr(type(self).spans, "period", None)
+        period = _Structure.of(type(self).spans).period
         return 1 if period is None else period(self)
 
     @property
