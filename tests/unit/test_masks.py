@@ -204,9 +204,10 @@ def test_a_subclass_of_a_mask_that_kernels_know_is_not_known() -> None:
 
 def test_a_wrapper_of_spans_inherits_no_word_about_them() -> None:
     class EveryOther(Causal):
-        @functools.wraps(Causal.spans)
         def spans(self, q: Any) -> Spans:
             return Causal.spans(self, q // 2)
+
+        functools.update_wrapper(spans, Causal.spans)
 
     assert vars(EveryOther.spans).keys() == vars(Causal.spans).keys() | {"__wrapped__"}
     assert Causal()._period == 0
