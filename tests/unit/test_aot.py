@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from covering import sample_of
 
 from benchmarks.aot import command
 from benchmarks.compiled import Request, compile_all
@@ -26,15 +28,32 @@ _TIMED = {("dkdv", 90, 64): 52, ("dkdv", 90, 128): 20, ("forward", 90, 128): 6}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is made for Linux")
 
 
-@pytest.mark.parametrize("arch", _PRODUCTS)
-def test_the_table_for_16_bit_inputs(arch: int) -> None:
-    requests = [
-        Request(kind, arch, head_dim, masked)
-        for kind in _NUM_PRODUCTS
-        for head_dim in (64, 128)
-        for masked in (False, True)
-    ]
+def _sampled(requests: Iterable[Request]) -> pytest.MarkDecorator:
+    """A sample of some kernels in one test, compiled by one process; the others are `long`."""
+    sample: list[Request] = []
+    others: list[Request] = []
+    taken = sample_of(whole := list(requests))
+    for request in whole:
+        (sample if request in taken else others).append(request)
+    return pytest.mark.parametrize(
+        "requests",
+        [
+            pytest.param(sample, id="a sample"),
+            pytest.param(others, id="the others", marks=pytest.mark.long),
+        ],
+    )
+
+
+@_sampled(
+    Request(kind, arch, head_dim, masked)
+    for kind in _NUM_PRODUCTS
+    for arch in _PRODUCTS
+    for head_dim in (64, 128)
+    for masked in (False, True)
+)
+def test_the_table_for_16_bit_inputs(requests: list[Request]) -> None:
     for found in compile_all(requests):
+        arch = found.request.arch
         most = _TIMED.get(found.request[:3], 0)
         assert found.spills <= most, found
         assert (found.stack_bytes == 0) == (found.spills == 0), found
@@ -53,14 +72,14 @@ def test_the_table_for_16_bit_inputs(arch: int) -> None:
 _SPILLS = {("dkdv", 256): 34, ("dkdv", 128): 152}
 
 
-def test_the_only_tile_of_a_call() -> None:
+@_sampled(
+    Request(kind, 90, head_dim, masked, only=True)
+    for kind in _NUM_PRODUCTS
+    for head_dim in (64, 128)
+    for masked in (False, True)
+)
+def test_the_only_tile_of_a_call(requests: list[Request]) -> None:
     """It has no running state to load, and writes its gradients."""
-    requests = [
-        Request(kind, 90, head_dim, masked, only=True)
-        for kind in _NUM_PRODUCTS
-        for head_dim in (64, 128)
-        for masked in (False, True)
-    ]
     most = {("dkdv", 64): 58}
     for found in compile_all(requests):
         kind, _, head_dim = found.request[:3]
@@ -102,22 +121,25 @@ def test_wide_heads_and_scores() -> None:
         assert found.instructions["HGMMA"] >= _NUM_PRODUCTS[kind], found
 
 
-@pytest.mark.parametrize("arch", _PRODUCTS)
-def test_decode(arch: int) -> None:
-    """Few rows: the tensor cores' 16 rows on every chip, with sums in registers."""
-    requests = [
-        Request("decode", arch, head_dim, True, dtype, scores=scores)
-        for dtype in ("bf16", "fp32")
-        for head_dim, scores in ((64, ()), (128, ("softcap",)), (256, ()))
-    ]
-    requests += [
+@_sampled(
+    request
+    for arch in _PRODUCTS
+    for request in (
+        *(
+            Request("decode", arch, head_dim, True, dtype, scores=scores)
+            for dtype in ("bf16", "fp32")
+            for head_dim, scores in ((64, ()), (128, ("softcap",)), (256, ()))
+        ),
         Request("decode", arch, 192, True, v_head_dim=128),
         Request("combine", arch, 128, True),
-    ]
+    )
+)
+def test_decode(requests: list[Request]) -> None:
+    """Few rows: the tensor cores' 16 rows on every chip, with sums in registers."""
     for found in compile_all(requests):
         assert found.spills == 0, found
         assert 0 < found.registers <= 255, found
-        assert found.shared_bytes <= ARCHES[arch], found
+        assert found.shared_bytes <= ARCHES[found.request.arch], found
         if found.request.kind == "decode" and found.request.dtype == "bf16":
             assert found.instructions["HMMA"] >= 2, found
 
@@ -167,32 +189,32 @@ _SPILLS_OF_SEVERAL |= {
 }
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, COMPRESSED])
-@pytest.mark.parametrize("arch", _PRODUCTS)
-def test_several_runs_and_spans(arch: int, width: int) -> None:
+@_sampled(
+    Request(kind, arch, head_dim, True, width=width, single=single)
+    for kind in _NUM_PRODUCTS
+    for arch in _PRODUCTS
+    for width in (1, 2, 4, COMPRESSED)
+    for head_dim in (64, 128)
+    for single in ((False, True) if width == COMPRESSED else (False,))
+)
+def test_several_runs_and_spans(requests: list[Request]) -> None:
     """Lines of work with several runs of blocks, as under windows, and several spans a row."""
-    requests = [
-        Request(kind, arch, head_dim, True, width=width, single=False)
-        for kind in _NUM_PRODUCTS
-        for head_dim in (64, 128)
-    ]
-    requests += [request._replace(single=True) for request in requests if width == COMPRESSED]
     for found in compile_all(requests):
-        kind, _, head_dim = found.request[:3]
-        assert found.spills <= _SPILLS_OF_SEVERAL.get((kind, arch, head_dim, width), 0), found
+        kind, arch, head_dim = found.request[:3]
+        most = _SPILLS_OF_SEVERAL.get((kind, arch, head_dim, found.request.width), 0)
+        assert found.spills <= most, found
         assert found.shared_bytes <= ARCHES[arch]
         assert not found.serialized
 
 
-def test_cells_in_place_of_spans() -> None:
+@_sampled(
+    Request(kind, arch, head_dim, True, ragged=True, width=CELLS, single=single, only=True)
+    for kind in _NUM_PRODUCTS
+    for arch, head_dim in ((90, 64), (90, 128), (80, 128), (100, 128))
+    for single in (False, True)
+)
+def test_cells_in_place_of_spans(requests: list[Request]) -> None:
     """For masks without spans: code that compiles and fits."""
-    kinds = ("forward", "dq", "dkdv")
-    requests = [
-        Request(kind, arch, head_dim, True, ragged=True, width=CELLS, single=single, only=True)
-        for kind in kinds
-        for arch, head_dim in ((90, 64), (90, 128), (80, 128), (100, 128))
-        for single in (False, True)
-    ]
     most = {("dkdv", 90, 128): 38, ("dkdv", 80, 128): 12, ("dq", 100, 128): 82}
     for found in compile_all(requests):
         assert found.shared_bytes <= ARCHES[found.request.arch], found
