@@ -46,8 +46,14 @@ def test_what_the_sample_leaves_out_is_long() -> None:
     assert {mark.name for row in rows for mark in row.marks} == {"long"}
 
 
-def test_long_cases_are_left_out_unless_asked_for(pytestconfig: pytest.Config) -> None:
-    assert pytestconfig.getini("addopts")[-2:] == ["-m", "not long"]
+@pytest.mark.parametrize("case", ["short", pytest.param("long", marks=pytest.mark.long)])
+def test_long_cases_are_left_out_unless_asked_for(
+    case: str, request: pytest.FixtureRequest
+) -> None:
+    asked = "long" in request.config.option.markexpr
+    assert case == "short" or asked
+    some_long = any(item.get_closest_marker("long") for item in request.session.items)
+    assert asked or not some_long
 
 
 def test_drawn_cases_beyond_the_first_are_long() -> None:
