@@ -32,14 +32,15 @@ PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # MPI jobs of up to 5 ranks: half their time goes by waiting. Tests of a file share jobs, so a file is run by one process.
 JOBS := -n 2 --dist loadfile
 
-test: $(ALL) ## all tests
+test: $(ALL) ## all tests, of large products of parameters a sample that covers all pairs
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim
 	TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) tests/interpreted
 	$(BIN)/pytest $(JOBS) tests/mpi
 	$(BIN)/pytest --ignore tests/unit --ignore tests/sim --ignore tests/mpi
 
 # What takes longer than CI may take; Slurm (Debian: slurmd slurmctld slurm-client munge libpmix-dev) is skipped where it is missing.
-test-all: test ## all tests, and more: on several hosts (Slurm, the commands of docs/hosts.md), 200 mixes of documents
+test-all: test ## all tests, and more: whole products of parameters, several hosts (Slurm, the commands of docs/hosts.md), 200 mixes of documents
+	$(BIN)/pytest $(PARALLEL) -m long tests/unit tests/sim
 	$(BIN)/pytest tests/all_hosts.py
 	$(BIN)/pytest $(PARALLEL) tests/all_mixes.py
 

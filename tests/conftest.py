@@ -31,11 +31,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "mpi: starts MPI jobs")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests under tests/mpi, so that `-m 'not mpi'` leaves them out."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests under tests/mpi, so that `-m 'not mpi'` leaves them out.
+
+    Leaves out tests marked `long` (see `covering`), unless -m names that mark.
+    """
     for item in items:
         if item.path.parent.name == "mpi":
             item.add_marker("mpi")
+    if "long" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if _is_long(item)])
+        items[:] = [item for item in items if not _is_long(item)]
+
+
+def _is_long(item: pytest.Item) -> bool:
+    return item.get_closest_marker("long") is not None
 
 
 @pytest.fixture(scope="module")

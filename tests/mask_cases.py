@@ -1,18 +1,17 @@
 """Calls under masks, as factors that tests combine.
 
-`unit/test_masked_attention.py` takes all pairs of them, and `all_masks.py` the product (all pairs,
-where Triton's interpreter is the machine).
+`unit/test_masked_attention.py` takes a sample of them, and all pairs by `make test-all`;
+`all_masks.py` takes the product (all pairs, where Triton's interpreter is the machine).
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import combinations, product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
+from covering import Pair, covering, pairs_of
 from mask_truths import FUNCTIONS, MASKS, Sizes, truth_of
 from spec import Attention, errors_of, reference
 from tolerances import ERROR
@@ -20,7 +19,15 @@ from worlds import Case, attend_over_threads
 
 from burst_rt.kernels import sum_dtype
 
-__all__ = ["FACTORS", "Row", "all_pairs", "assert_right", "assert_row", "can_meet"]
+__all__ = [
+    "FACTORS",
+    "Row",
+    "all_pairs",
+    "assert_right",
+    "assert_row",
+    "can_meet",
+    "family_pairs",
+]
 
 _BATCH = 2
 _MADE = {name: entry.mask for name, entry in (MASKS | FUNCTIONS).items()}
@@ -104,17 +111,25 @@ FACTORS: tuple[list[Any], ...] = (
     ["cpu", "naive"],
 )
 
+# Strategies that come to a mask by the same code: plain rings, other routes, exchanges of heads.
+_FAMILIES = (
+    ("auto", "burst", "ring-kv", "ring-q"),
+    ("bidirectional", "direct", "two-level:"),
+    ("all-to-all", "hybrid:"),
+    ("ring-naive",),
+    ("burst-untiled",),
+)
+
 
 @cache
 def _possible(mask: str, lengths: tuple[int, int]) -> bool:
     return truth_of(mask, Sizes(*lengths, 1)) is not None
 
 
-_Pair: TypeAlias = tuple[int, int, Any, Any]  # two factors, and a value of each
 _ANY = Row("full", "auto", ("zigzag", "zigzag"), 4, (1, 1), torch.float32, "cpu")
 
 
-def can_meet(pair: _Pair) -> bool:
+def can_meet(pair: Pair) -> bool:
     """Whether there is a telling row with this pair."""
     values: list[Any] = list(_ANY)
     a, b, values[a], values[b] = pair
@@ -125,36 +140,39 @@ def all_pairs(factors: Sequence[Sequence[Any]], *, kernel: bool = False) -> Iter
     """Rows in which every pair of two factors' values stands that is possible.
 
     kernel: only the pairs of the last factor, the kernel, with the others.
-
-    Greedy: of many drawn rows, each with a pair that is missing, the one with most missing pairs.
     """
-    chance, numbers = random.Random(0), range(len(factors))
-    pairs = (
-        (a, b, x, y)
-        for a, b in combinations(numbers, 2)
-        for x, y in product(factors[a], factors[b])
-        if b == len(factors) - 1 or not kernel
+    last = len(factors) - 1
+    pairs = (pair for pair in pairs_of(factors) if pair[1] == last or not kernel)
+    for row in covering(factors, filter(can_meet, pairs), lambda row: Row(*row).telling):
+        yield Row(*row)
+
+
+def family_pairs() -> Iterator[Row]:
+    """Fewer rows: all pairs, but that a mask meets each family of strategies, not each strategy."""
+    masks, _, *others = FACTORS
+
+    def members(row: tuple[Any, ...]) -> list[Row]:
+        rows = (Row(row[0], strategy, *row[2:]) for strategy in row[1])
+        return [each for each in rows if each.telling]
+
+    def can(pair: Pair) -> bool:
+        a, b, x, y = pair
+        if a == 1:
+            return any(can_meet((a, b, name, y)) for name in x)
+        return any(can_meet((a, b, x, name)) for name in y) if b == 1 else can_meet(pair)
+
+    factors = [masks, _FAMILIES, *others]
+    missing = dict.fromkeys(
+        pair for pair in pairs_of(FACTORS) if pair[:2] != (0, 1) and can_meet(pair)
     )
-    # A dict, for its order: the same rows every time.
-    missing: dict[_Pair, None] = dict.fromkeys(filter(can_meet, pairs))
-    while missing:
-        best: Row | None = None
-        most: list[_Pair] = []
-        for a, b, x, y in chance.choices(list(missing), k=30):
-            values = [chance.choice(factor) for factor in factors]
-            values[a], values[b] = x, y
-            row = Row(*values)
-            new = [pair for pair in _pairs_of(row) if pair in missing]
-            if len(new) > len(most) and row.telling:
-                best, most = row, new
-        if best is not None:
-            yield best
-            for pair in most:
-                del missing[pair]
-
-
-def _pairs_of(row: Row) -> Iterator[_Pair]:
-    return ((a, b, row[a], row[b]) for a, b in combinations(range(len(row)), 2))
+    by_family = covering(factors, filter(can, pairs_of(factors)), lambda row: bool(members(row)))
+    for number, row in enumerate(by_family):
+        some = members(row)
+        yield (taken := some[number % len(some)])
+        for pair in pairs_of([[value] for value in taken]):
+            missing.pop(pair, None)
+    for row in covering(FACTORS, missing, lambda row: Row(*row).telling):
+        yield Row(*row)
 
 
 def assert_right(result: Attention, truth: Attention, dtype: torch.dtype) -> None:

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from covering import sample_of
 
 from benchmarks.aot import command
-from benchmarks.compiled import Request, compile_all
+from benchmarks.compiled import Compiled, Request, compile_all
 from burst_rt.errors import DeviceError
 from burst_rt.kernels.triton.configs import ARCHES, CELLS, COMPRESSED, Config, default_config
 
@@ -26,15 +29,58 @@ _TIMED = {("dkdv", 90, 64): 52, ("dkdv", 90, 128): 20, ("forward", 90, 128): 6}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is made for Linux")
 
 
-@pytest.mark.parametrize("arch", _PRODUCTS)
-def test_the_table_for_16_bit_inputs(arch: int) -> None:
-    requests = [
-        Request(kind, arch, head_dim, masked)
-        for kind in _NUM_PRODUCTS
-        for head_dim in (64, 128)
-        for masked in (False, True)
-    ]
-    for found in compile_all(requests):
+_TOGETHER: list[Request] = []  # what one process compiles for all tests of this file
+
+
+def _together(requests: Iterable[Request]) -> list[Request]:
+    """The same requests, which are compiled with those of other tests: half of what a test costs is
+    the start of a process that compiles.
+    """
+    noted = list(requests)
+    _TOGETHER.extend(noted)
+    return noted
+
+
+@cache
+def _compiled_together() -> dict[Request, Compiled]:
+    # Without Triton's cache a kernel takes seconds.
+    return dict(zip(_TOGETHER, compile_all(_TOGETHER, timeout_s=1800), strict=True))
+
+
+def _compile(requests: Iterable[Request]) -> list[Compiled]:
+    """As `compile_all`."""
+    wanted = list(requests)
+    if set(wanted) <= set(_TOGETHER):
+        return [_compiled_together()[request] for request in wanted]
+    return compile_all(wanted)
+
+
+def _sampled(requests: Iterable[Request]) -> pytest.MarkDecorator:
+    """A sample of some kernels in one test; the others are `long`."""
+    sample: list[Request] = []
+    others: list[Request] = []
+    taken = sample_of(whole := list(requests))
+    for request in whole:
+        (sample if request in taken else others).append(request)
+    return pytest.mark.parametrize(
+        "requests",
+        [
+            pytest.param(_together(sample), id="a sample"),
+            pytest.param(others, id="the others", marks=pytest.mark.long),
+        ],
+    )
+
+
+@_sampled(
+    Request(kind, arch, head_dim, masked)
+    for kind in _NUM_PRODUCTS
+    for arch in _PRODUCTS
+    for head_dim in (64, 128)
+    for masked in (False, True)
+)
+def test_the_table_for_16_bit_inputs(requests: list[Request]) -> None:
+    for found in _compile(requests):
+        arch = found.request.arch
         most = _TIMED.get(found.request[:3], 0)
         assert found.spills <= most, found
         assert (found.stack_bytes == 0) == (found.spills == 0), found
@@ -53,30 +99,31 @@ def test_the_table_for_16_bit_inputs(arch: int) -> None:
 _SPILLS = {("dkdv", 256): 34, ("dkdv", 128): 152}
 
 
-def test_the_only_tile_of_a_call() -> None:
+@_sampled(
+    Request(kind, 90, head_dim, masked, only=True)
+    for kind in _NUM_PRODUCTS
+    for head_dim in (64, 128)
+    for masked in (False, True)
+)
+def test_the_only_tile_of_a_call(requests: list[Request]) -> None:
     """It has no running state to load, and writes its gradients."""
-    requests = [
-        Request(kind, 90, head_dim, masked, only=True)
-        for kind in _NUM_PRODUCTS
-        for head_dim in (64, 128)
-        for masked in (False, True)
-    ]
     most = {("dkdv", 64): 58}
-    for found in compile_all(requests):
+    for found in _compile(requests):
         kind, _, head_dim = found.request[:3]
         assert found.spills <= most.get((kind, head_dim), 0), found
         assert not found.serialized, found
 
 
+_TURNS = _together(
+    Request("dkdv", 90, 64, False, config=Config(64, 128, 8, num_stages), ragged=ragged)
+    for num_stages in (2, 3)
+    for ragged in (False, True)
+)
+
+
 def test_products_that_take_turns_and_loads_that_do_not_run_ahead_are_seen() -> None:
     """Sums that start from constants, in ptxas's eyes, and one buffer for all blocks."""
-    config = Config(64, 128, 8, 3)
-    some = [
-        Request("dkdv", 90, 64, False, config=config._replace(num_stages=stages), ragged=ragged)
-        for stages in (2, 3)
-        for ragged in (False, True)
-    ]
-    found = compile_all(some)
+    found = _compile(_TURNS)
     assert [each.in_flight for each in found] == [0, 0, 4, 4]
     assert not any(each.serialized for each in found)
     counts = found[0].instructions
@@ -84,75 +131,82 @@ def test_products_that_take_turns_and_loads_that_do_not_run_ahead_are_seen() -> 
     assert found[0]._replace(instructions=counts | {"DEPBAR": counts["HGMMA"]}).serialized
 
 
+_WIDE = _together(
+    request
+    for kind in _NUM_PRODUCTS
+    for request in (
+        Request(kind, 90, 192, True, v_head_dim=128),
+        Request(kind, 90, 256, True, v_head_dim=256),
+        Request(kind, 90, 128, True, scores=("softcap", "alibi_slopes", "sinks")),
+    )
+)
+
+
 def test_wide_heads_and_scores() -> None:
     """256 channels; MLA's 192 and 128; softcap, slopes and sinks together."""
-    requests = [
-        Request(kind, 90, head_dim, True, v_head_dim=own)
-        for kind in _NUM_PRODUCTS
-        for head_dim, own in ((192, 128), (256, 256))
-    ]
-    requests += [
-        Request(kind, 90, 128, True, scores=("softcap", "alibi_slopes", "sinks"))
-        for kind in _NUM_PRODUCTS
-    ]
-    for found in compile_all(requests):
+    for found in _compile(_WIDE):
         kind, _, head_dim = found.request[:3]
         assert found.spills <= _SPILLS.get((kind, head_dim), 0), found
         assert 0 < found.shared_bytes <= ARCHES[90], found
         assert found.instructions["HGMMA"] >= _NUM_PRODUCTS[kind], found
 
 
-@pytest.mark.parametrize("arch", _PRODUCTS)
-def test_decode(arch: int) -> None:
-    """Few rows: the tensor cores' 16 rows on every chip, with sums in registers."""
-    requests = [
-        Request("decode", arch, head_dim, True, dtype, scores=scores)
-        for dtype in ("bf16", "fp32")
-        for head_dim, scores in ((64, ()), (128, ("softcap",)), (256, ()))
-    ]
-    requests += [
+@_sampled(
+    request
+    for arch in _PRODUCTS
+    for request in (
+        *(
+            Request("decode", arch, head_dim, True, dtype, scores=scores)
+            for dtype in ("bf16", "fp32")
+            for head_dim, scores in ((64, ()), (128, ("softcap",)), (256, ()))
+        ),
         Request("decode", arch, 192, True, v_head_dim=128),
         Request("combine", arch, 128, True),
-    ]
-    for found in compile_all(requests):
+    )
+)
+def test_decode(requests: list[Request]) -> None:
+    """Few rows: the tensor cores' 16 rows on every chip, with sums in registers."""
+    for found in _compile(requests):
         assert found.spills == 0, found
         assert 0 < found.registers <= 255, found
-        assert found.shared_bytes <= ARCHES[arch], found
+        assert found.shared_bytes <= ARCHES[found.request.arch], found
         if found.request.kind == "decode" and found.request.dtype == "bf16":
             assert found.instructions["HMMA"] >= 2, found
 
 
+_COPIED = _together(
+    Request(
+        kind,
+        arch,
+        128,
+        kind != "dkdv",
+        config=default_config(kind, arch, 128, 2)._replace(loads="descriptors"),
+    )
+    for arch in (90, 100)
+    for kind in _NUM_PRODUCTS
+)
+
+
 def test_loads_by_the_copy_engine() -> None:
     """Tensor descriptors on Hopper and Blackwell."""
-    requests = [
-        Request(
-            kind,
-            arch,
-            128,
-            kind != "dkdv",
-            config=default_config(kind, arch, 128, 2)._replace(loads="descriptors"),
-        )
-        for arch in (90, 100)
-        for kind in _NUM_PRODUCTS
-    ]
-    for found in compile_all(requests):
+    for found in _compile(_COPIED):
         assert found.instructions["TMA"] >= _NUM_PRODUCTS[found.request.kind]
         assert found.shared_bytes <= ARCHES[found.request.arch]
         assert found.spills == 0
+
+
+_RAGGED = _together(
+    Request(kind, 90, head_dim, True, ragged=True, only=True)
+    for kind in ("forward", "dq", "dkdv", "delta")
+    for head_dim in (80, 128)
+)
 
 
 def test_lengths_that_blocks_do_not_divide() -> None:
     """In a call of one tile; and a head size that is no power of two: other code, which must
     compile, and fit, too.
     """
-    kinds = ("forward", "dq", "dkdv", "delta")
-    for found in compile_all(
-        [
-            Request(kind, 90, head_dim, True, ragged=True, only=True)
-            for kind in kinds
-            for head_dim in (80, 128)
-        ]
-    ):
+    for found in _compile(_RAGGED):
         assert found.shared_bytes <= ARCHES[90]
         most = {**_TIMED, ("dkdv", 90, 128): 22}.get(found.request[:3], 0)
         assert found.spills <= most or found.request.head_dim == 80, found
@@ -167,34 +221,34 @@ _SPILLS_OF_SEVERAL |= {
 }
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, COMPRESSED])
-@pytest.mark.parametrize("arch", _PRODUCTS)
-def test_several_runs_and_spans(arch: int, width: int) -> None:
+@_sampled(
+    Request(kind, arch, head_dim, True, width=width, single=single)
+    for kind in _NUM_PRODUCTS
+    for arch in _PRODUCTS
+    for width in (1, 2, 4, COMPRESSED)
+    for head_dim in (64, 128)
+    for single in ((False, True) if width == COMPRESSED else (False,))
+)
+def test_several_runs_and_spans(requests: list[Request]) -> None:
     """Lines of work with several runs of blocks, as under windows, and several spans a row."""
-    requests = [
-        Request(kind, arch, head_dim, True, width=width, single=False)
-        for kind in _NUM_PRODUCTS
-        for head_dim in (64, 128)
-    ]
-    requests += [request._replace(single=True) for request in requests if width == COMPRESSED]
-    for found in compile_all(requests):
-        kind, _, head_dim = found.request[:3]
-        assert found.spills <= _SPILLS_OF_SEVERAL.get((kind, arch, head_dim, width), 0), found
+    for found in _compile(requests):
+        kind, arch, head_dim = found.request[:3]
+        most = _SPILLS_OF_SEVERAL.get((kind, arch, head_dim, found.request.width), 0)
+        assert found.spills <= most, found
         assert found.shared_bytes <= ARCHES[arch]
         assert not found.serialized
 
 
-def test_cells_in_place_of_spans() -> None:
+@_sampled(
+    Request(kind, arch, head_dim, True, ragged=True, width=CELLS, single=single, only=True)
+    for kind in _NUM_PRODUCTS
+    for arch, head_dim in ((90, 64), (90, 128), (80, 128), (100, 128))
+    for single in (False, True)
+)
+def test_cells_in_place_of_spans(requests: list[Request]) -> None:
     """For masks without spans: code that compiles and fits."""
-    kinds = ("forward", "dq", "dkdv")
-    requests = [
-        Request(kind, arch, head_dim, True, ragged=True, width=CELLS, single=single, only=True)
-        for kind in kinds
-        for arch, head_dim in ((90, 64), (90, 128), (80, 128), (100, 128))
-        for single in (False, True)
-    ]
     most = {("dkdv", 90, 128): 38, ("dkdv", 80, 128): 12, ("dq", 100, 128): 82}
-    for found in compile_all(requests):
+    for found in _compile(requests):
         assert found.shared_bytes <= ARCHES[found.request.arch], found
         assert found.spills <= most.get(found.request[:3], 0), found
 

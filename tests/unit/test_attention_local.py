@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import sampled
 from decodes import CASES, decode
 from spec import Attention, errors_of, relative_error, single_process
 from tolerances import ERROR, RATIO
@@ -97,15 +98,22 @@ _PROMISED = {
 }
 
 
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", _PROMISED)
-def test_errors_are_those_of_one_process(name: str) -> None:
-    """At most 1.5 times torch's own, for all worlds; the layouts and strategies take turns."""
+def test_errors_are_those_of_one_process(name: str, half: int) -> None:
+    """At most 1.5 times torch's own, for all worlds; the layouts and strategies take turns.
+
+    Half of the worlds each time: those of even places, or of odd ones, in turns.
+    """
     case = _PROMISED[name].but(lse_grad=False)
     truth = case.truth
     expected = errors_of(single_process(*case.inputs()[:4], mask=case.mask), truth)
     turns = list(itertools.product(KINDS, ("burst", "ring-kv", "ring-q")))
+    place = list(_PROMISED).index(name)
     for i, world_size in enumerate(_WORLDS):
-        kind, strategy = turns[(i + list(_PROMISED).index(name)) % len(turns)]
+        if (place + i) % 2 != half:
+            continue
+        kind, strategy = turns[(i + place) % len(turns)]
         errors = errors_of(
             attend_over_threads(world_size, case.but(kind=kind, strategy=strategy)), truth
         )
@@ -119,10 +127,12 @@ def test_errors_are_those_of_one_process(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
-@pytest.mark.parametrize("strategy", ["burst", "ring-kv", "ring-q"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", _WORLDS)
+@sampled(
+    world_size=_WORLDS,
+    kind=KINDS,
+    strategy=["burst", "ring-kv", "ring-q"],
+    mask=[Full(), Causal()],
+)
 def test_every_layout_and_strategy_in_every_world(
     world_size: int, kind: str, strategy: str, mask: Mask
 ) -> None:
@@ -130,30 +140,40 @@ def test_every_layout_and_strategy_in_every_world(
     assert_right(attend_over_threads(world_size, case), case.truth)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", _WORLDS)
-def test_few_queries_travel_past_many_keys(world_size: int, kind: str) -> None:
+_FEW = Case(40, kv_len=1500, heads=4, kv_heads=2, strategy="ring-q")
+_FEW_QUERIES = {
+    "causal": _FEW.but(mask=Causal(), batch=2),
+    "a window": _FEW.but(mask=burst_rt.SlidingWindow(200, 0), dtype=torch.bfloat16, v_head_dim=24),
+    "documents": _FEW.but(
+        mask=Causal() & burst_rt.Documents([700, 780, 20]), dtype=torch.float64, batch=3
+    ),
+    "blind rows": _FEW.but(q_len=2000, kv_len=600, mask=Causal(), sinks=True),
+    "one query": _FEW.but(q_len=1, mask=Full(), softcap=2.0),
+}
+
+
+@sampled(world_size=_WORLDS, kind=KINDS, name=_FEW_QUERIES)
+def test_few_queries_travel_past_many_keys(world_size: int, kind: str, name: str) -> None:
     """Shards longer than a stretch of rows that are sent together; rows that see no key of a rank,
     or none at all; every type.
     """
-    few = Case(40, kv_len=1500, heads=4, kv_heads=2, kind=kind, strategy="ring-q")
-    for case in (
-        few.but(mask=Causal(), batch=2),
-        few.but(mask=burst_rt.SlidingWindow(200, 0), dtype=torch.bfloat16, v_head_dim=24),
-        few.but(mask=Causal() & burst_rt.Documents([700, 780, 20]), dtype=torch.float64, batch=3),
-        few.but(q_len=2000, kv_len=600, mask=Causal(), sinks=True),
-        few.but(q_len=1, mask=Full(), softcap=2.0),
-    ):
-        assert_right(attend_over_threads(world_size, case), case.truth, case.dtype)
+    case = _FEW_QUERIES[name].but(kind=kind)
+    assert_right(attend_over_threads(world_size, case), case.truth, case.dtype)
 
 
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
-@pytest.mark.parametrize(
-    "strategy",
-    ["bidirectional", "two-level:2", "all-to-all", "hybrid:2", "ring-naive", "burst-untiled"],
+@sampled(
+    world_size=[1, 4, 6],
+    kind=KINDS,
+    strategy=[
+        "bidirectional",
+        "two-level:2",
+        "all-to-all",
+        "hybrid:2",
+        "ring-naive",
+        "burst-untiled",
+    ],
+    mask=[Full(), Causal()],
 )
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 4, 6])
 def test_every_other_strategy(world_size: int, kind: str, strategy: str, mask: Mask) -> None:
     number = int(strategy[-1]) if strategy[-1].isdecimal() else 1
     if world_size % number:
@@ -172,27 +192,36 @@ def test_every_other_strategy(world_size: int, kind: str, strategy: str, mask: M
     assert_right(attend_over_threads(world_size, case), case.truth, case.dtype)
 
 
-@pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
-@pytest.mark.parametrize("mask", [None, Causal()], ids=repr)
-@pytest.mark.parametrize(
-    "lengths",
-    [(1, 1), (3, 3), (1, 9), (9, 1), (3, 100), (100, 3), (64, 80), (80, 64), (7, 61), (61, 7)],
+@sampled(
+    lengths=[
+        (1, 1),
+        (3, 3),
+        (1, 9),
+        (9, 1),
+        (3, 100),
+        (100, 3),
+        (64, 80),
+        (80, 64),
+        (7, 61),
+        (61, 7),
+    ],
+    kinds=[("contiguous", "contiguous"), ("striped", "striped"), ("zigzag", "contiguous")],
+    mask=[None, Causal()],
+    strategy=["burst", "ring-kv"],
+    world_size=[2, 5],
 )
 def test_short_and_unequal_lengths(
-    lengths: tuple[int, int], mask: Mask | None, strategy: str
+    lengths: tuple[int, int],
+    kinds: tuple[str, str],
+    mask: Mask | None,
+    strategy: str,
+    world_size: int,
 ) -> None:
     """Shorter than the world too: some shards, some blocks are empty."""
-    for kind, kv_kind in (
-        ("contiguous", "contiguous"),
-        ("striped", "striped"),
-        ("zigzag", "contiguous"),
-    ):
-        case = Case(
-            lengths[0], kv_len=lengths[1], mask=mask, kind=kind, kv_kind=kv_kind, strategy=strategy
-        )
-        truth = case.truth
-        for world_size in (2, 5):
-            assert_right(attend_over_threads(world_size, case), truth)
+    case = Case(
+        lengths[0], kv_len=lengths[1], mask=mask, kind=kinds[0], kv_kind=kinds[1], strategy=strategy
+    )
+    assert_right(attend_over_threads(world_size, case), case.truth)
 
 
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
@@ -280,10 +309,12 @@ def test_head_counts(heads: int, kv_heads: int, strategy: str) -> None:
     assert_right(attend_over_threads(3, case), case.truth)
 
 
-@pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", ["auto", "naive"])
+@sampled(
+    kernel=["auto", "naive"],
+    dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16],
+    batch=[1, 3],
+    strategy=["burst", "ring-kv"],
+)
 def test_types(dtype: torch.dtype, batch: int, strategy: str, kernel: str) -> None:
     case = Case(
         130,
@@ -498,9 +529,11 @@ def test_a_task_changes_nothing_that_it_only_reads(
     assert next(checked) > 0
 
 
-@pytest.mark.parametrize("strategy", ["auto", "burst", "ring-kv", "ring-q"])
-@pytest.mark.parametrize("mask", [None, Causal(), SlidingWindow(11)], ids=repr)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@sampled(
+    world_size=[1, 2, 3, 5],
+    mask=[None, Causal(), SlidingWindow(11)],
+    strategy=["auto", "burst", "ring-kv", "ring-q"],
+)
 def test_what_is_sent_is_what_the_plan_says(
     world_size: int, mask: Mask | None, strategy: str
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from covering import sampled
 from spec import Attention, reference, relative_error
 from tolerances import ERROR, RATIO
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -238,11 +239,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_SIDE", 21)
 
 
-@pytest.mark.parametrize("name", PIECES)
-@pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_pieces_add_up_to_the_spec(kernel: Kernel, dtype: torch.dtype, name: str) -> None:
-    assert_right(kernel, make_block(name, dtype))
+@sampled(kernel=KERNELS, dtype=_DTYPES, name=PIECES)
+def test_pieces_add_up_to_the_spec(kernel: str, dtype: torch.dtype, name: str) -> None:
+    assert_right(KERNELS[kernel], make_block(name, dtype))
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -252,9 +251,7 @@ def test_pieces_cut_into_parts_add_up_to_the_spec(dtype: torch.dtype, name: str)
     assert_right(KERNELS["cpu"], make_block(name, dtype))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", PIECES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@sampled(dtype=[torch.float32, torch.bfloat16], name=PIECES, batch=[1, 2])
 def test_triangles_and_bands_taken_apart_add_up_to_the_spec(
     dtype: torch.dtype, name: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,11 +262,9 @@ def test_triangles_and_bands_taken_apart_add_up_to_the_spec(
     assert_right(KERNELS["cpu"], make_block(name, dtype, batch=batch))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("kv_heads", [1, 3])
-@pytest.mark.parametrize("rows", [28, 120])
-@pytest.mark.parametrize("name", ["a band", "a narrow band"])
-@pytest.mark.parametrize("dtype", _DTYPES)
+@sampled(
+    dtype=_DTYPES, name=["a band", "a narrow band"], rows=[28, 120], kv_heads=[1, 3], batch=[1, 2]
+)
 def test_bands_in_strips_add_up_to_the_spec(
     dtype: torch.dtype,
     name: str,

@@ -11,6 +11,7 @@ from operator import and_
 import numpy as np
 import pytest
 import torch
+from covering import sampled
 from graphs import Window, as_ring, bytes_of, graphs_of, problem
 from mask_truths import FUNCTIONS, MASKS, Sizes, truth_of
 from spec import Attention, errors_of, reference
@@ -45,9 +46,7 @@ _HOLES: dict[str, Mask] = {
 }
 
 
-@pytest.mark.parametrize("kv_len", [40, 46])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", MASKS)
+@sampled(name=MASKS, rows=[1, 3], kv_len=[40, 46])
 def test_a_rank_needs_the_rows_that_it_computes_with(
     name: str, rows: int, kv_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,20 +206,20 @@ def _truth_of_the_function() -> Attention:
     return reference(*_case(_MASKS["function"]).inputs(), mask=third)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize(
-    "strategy", ["ring-kv", "burst", "ring-q", "direct", "bidirectional", "two-level:2"]
+@sampled(
+    strategy=["ring-kv", "burst", "ring-q", "direct", "bidirectional", "two-level:2"],
+    kind=sorted(KINDS),
+    name=_MASKS,
 )
 def test_memory_that_no_row_was_sent_to_is_not_read(
-    strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    strategy: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fresh memory holds NaN in all tests; where blocks come in part, a read of the rest shows."""
     monkeypatch.setattr(sides, "ROWS_TOGETHER", 32)
-    for name, mask in _MASKS.items():
-        case = _case(mask).but(kind=kind, strategy=strategy)
-        truth = _truth_of_the_function() if name == "function" else case.truth
-        for field, error in errors_of(attend_over_threads(4, case), truth).items():
-            assert error < ERROR[torch.float32], (name, field)
+    case = _case(_MASKS[name]).but(kind=kind, strategy=strategy)
+    truth = _truth_of_the_function() if name == "function" else case.truth
+    for field, error in errors_of(attend_over_threads(4, case), truth).items():
+        assert error < ERROR[torch.float32], field
 
 
 @pytest.mark.parametrize(("strategy", "forward"), [("ring-q", True), ("burst", False)])

@@ -156,6 +156,15 @@ def test_a_wheel_holds_modules_examples_the_type_marker_the_machines_and_the_pag
     assert {name for name in names if "/assets/" in name} == page
 
 
+# The wheel is made from the sdist; what the two install is told apart by the tests of imports.
+@pytest.mark.parametrize(
+    "installed",
+    [
+        pytest.param("*.whl", id="wheel"),
+        pytest.param("*.tar.gz", id="sdist", marks=pytest.mark.long),
+    ],
+    indirect=True,
+)
 def test_the_benchmarks_of_users_work_in_an_installed_copy(installed: Path, tmp_path: Path) -> None:
     source = "import importlib.util; print(importlib.util.find_spec('benchmarks'))"
     python = (sys.executable, "-P")

@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import chain
 
 import pytest
+from covering import sampled
 from graphs import KIND_PAIRS, MASKS, SIZES, bytes_of, check_shares, graphs_of, other_rings, problem
 
 from burst_rt import Causal, SlidingWindow
@@ -29,13 +30,11 @@ def links(graphs: list[Graph]) -> Counter[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kinds", KIND_PAIRS, ids="-".join)
-@pytest.mark.parametrize(("q_len", "kv_len", "world_size"), SIZES)
+@sampled(size=SIZES, kinds=KIND_PAIRS, mask=MASKS)
 def test_graphs_fit_and_send_what_they_say(
-    q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str
+    size: tuple[int, int, int], kinds: tuple[str, str], mask: str
 ) -> None:
-    p = problem(q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds)
+    p = problem(*size, mask=MASKS[mask], kinds=kinds)
     for ring in other_rings(p):
         graphs = graphs_of(ring)
         check_world(graphs)
@@ -128,18 +127,15 @@ def test_two_levels_cross_nodes_once_a_block_and_node(world_size: int, local: in
     assert sum(found.values()) == world_size * (world_size - 1) * n * 2 * p.k_token_bytes
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kinds", KIND_PAIRS, ids="-".join)
-@pytest.mark.parametrize(("q_len", "kv_len", "world_size"), SIZES)
+@sampled(size=SIZES, kinds=KIND_PAIRS, mask=MASKS)
 def test_all_to_all_fits_and_sends_what_it_says(
-    q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str
+    size: tuple[int, int, int], kinds: tuple[str, str], mask: str
 ) -> None:
-    p = problem(
-        q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds, heads=(2 * world_size, world_size)
-    )
-    for size in (n for n in range(1, world_size + 1) if world_size % n == 0):
+    world_size = size[-1]
+    p = problem(*size, mask=MASKS[mask], kinds=kinds, heads=(2 * world_size, world_size))
+    for group in (n for n in range(1, world_size + 1) if world_size % n == 0):
         for forward in (True, False):
-            program = choose(p, f"hybrid:{size}", forward=forward).program
+            program = choose(p, f"hybrid:{group}", forward=forward).program
             graphs = graphs_of(program)
             check_world(graphs)
             check_shares(graphs, program)

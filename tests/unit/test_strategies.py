@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import sampled
 from graphs import (
     KIND_PAIRS,
     MASKS,
@@ -66,12 +67,11 @@ def tiles(
             )
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kinds", KIND_PAIRS, ids="-".join)
-@pytest.mark.parametrize(("q_len", "kv_len", "world_size"), SIZES)
+@sampled(size=SIZES, kinds=KIND_PAIRS, mask=MASKS)
 def test_each_seen_cell_is_computed_once_and_no_other(
-    q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str
+    size: tuple[int, int, int], kinds: tuple[str, str], mask: str
 ) -> None:
+    q_len, kv_len, world_size = size
     p = problem(q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds)
     shift = kv_len - q_len
     for ring in (*rings(p), *other_rings(p)):
@@ -95,13 +95,9 @@ def test_each_seen_cell_is_computed_once_and_no_other(
         assert torch.equal(times, seen(p.mask, q_len, kv_len).long())
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kinds", KIND_PAIRS, ids="-".join)
-@pytest.mark.parametrize(("q_len", "kv_len", "world_size"), SIZES)
+@sampled(size=SIZES, kinds=KIND_PAIRS, mask=MASKS)
 def test_only_what_somebody_further_on_needs_is_sent(
-    q_len: int,
-    kv_len: int,
-    world_size: int,
+    size: tuple[int, int, int],
     kinds: tuple[str, str],
     mask: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,6 +106,7 @@ def test_only_what_somebody_further_on_needs_is_sent(
     home from the last. By rows, from booleans; `direct` sends what is needed and nothing else.
     """
     monkeypatch.setattr(sides, "ROWS_TOGETHER", 2)
+    q_len, kv_len, world_size = size
     p = problem(q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds)
     for ring in map(replace, (*rings(p), *rings(p, Straight(world_size)))):
         straight = isinstance(ring.route, Straight)
@@ -219,28 +216,26 @@ _TABLE = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "forward"), _TABLE, ids=lambda value: str(value))
-@pytest.mark.parametrize("input_bytes", [2, 4, 8])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize(
-    ("heads", "lengths"),
-    [((8, 8), (32, 32)), ((8, 2), (32, 32)), ((4, 1), (16, 64)), ((4, 2), (64, 16))],
+@sampled(
+    step=_TABLE,
+    input_bytes=[2, 4, 8],
+    world_size=[1, 2, 3, 4, 5, 8],
+    sizes=[((8, 8), (32, 32)), ((8, 2), (32, 32)), ((4, 1), (16, 64)), ((4, 2), (64, 16))],
 )
 def test_bytes_are_those_of_the_table(
-    strategy: str,
-    forward: bool,
+    step: tuple[str, bool],
     input_bytes: int,
     world_size: int,
-    heads: tuple[int, int],
-    lengths: tuple[int, int],
+    sizes: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:
+    (strategy, forward), (heads, lengths) = step, sizes
     q_len, kv_len = (n * world_size for n in lengths)
     p = problem(
         q_len, kv_len, world_size, heads=heads, head_dim=64, input_bytes=input_bytes, batch=3
     )
     ring = as_ring(choose(p, strategy, forward=forward).program)
     e_q, e_kv = (3 * n * h * 64 for n, h in zip(lengths, heads, strict=True))
-    a_hop = _TABLE[strategy, forward](input_bytes, max(input_bytes, 4), e_q, e_kv, 64)
+    a_hop = _TABLE[step](input_bytes, max(input_bytes, 4), e_q, e_kv, 64)
     assert {bytes_of(graph) for graph in graphs_of(ring)} == {a_hop * (world_size - 1)}
 
 
