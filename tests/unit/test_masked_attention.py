@@ -130,7 +130,8 @@ _EACH = 15
 def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`&` and `|` of masks and functions, against `&` and `|` of their cells.
 
-    Parts 14 and 19 reach code that no other test of this file does. In every other part, short runs of rows are pieces of their own, too.
+    In every other part, short runs of rows are pieces of their own, too. Parts 14 and 19 reach
+    code that no other test of this file does.
     """
     if part % 2:
         monkeypatch.setattr(pieces, "_FEW_ROWS", 3)
