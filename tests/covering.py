@@ -63,10 +63,15 @@ def sample_of(rows: Iterable[_Row]) -> set[_Row]:
     return set(covering(factors, pairs, set(whole).__contains__))
 
 
-def sampled(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test by all rows, of which those beyond a covering sample are `long`."""
+def sampled(*always: _Row, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test by all rows, of which those beyond a covering sample are `long`.
+
+    always: rows that stay, where code is reached by more than two values together.
+    """
     rows = list(product(*parameters.values()))
     sample = sample_of(rows)
+    assert set(always) <= set(rows)
+    sample.update(always)
     names = [" ".join(map(_name_of, row)) for row in rows]
     marks = [() if row in sample else pytest.mark.long for row in rows]
     each = zip(rows, names, marks, strict=True)
@@ -75,10 +80,13 @@ def sampled(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
     )
 
 
-def first_of(values: Iterable[Any], number: int) -> list[Any]:
-    """Parameters of a test by drawn cases, of which those beyond the first are `long`."""
+def first_of(values: Iterable[Any], number: int, *always: Any) -> list[Any]:
+    """Parameters of a test by drawn cases, of which those beyond the first are `long`.
+
+    always: values that stay all the same.
+    """
     return [
-        pytest.param(value, marks=pytest.mark.long if place >= number else ())
+        pytest.param(value, marks=() if place < number or value in always else pytest.mark.long)
         for place, value in enumerate(values)
     ]
 

@@ -152,7 +152,8 @@ _FEW_QUERIES = {
 }
 
 
-@sampled(world_size=_WORLDS, kind=KINDS, name=_FEW_QUERIES)
+# The row that stays: ranges of rows that ranks need touch, and are united.
+@sampled((3, "zigzag", "blind rows"), world_size=_WORLDS, kind=KINDS, name=_FEW_QUERIES)
 def test_few_queries_travel_past_many_keys(world_size: int, kind: str, name: str) -> None:
     """Shards longer than a stretch of rows that are sent together; rows that see no key of a rank,
     or none at all; every type.

@@ -220,14 +220,21 @@ _CASES = {
 }
 
 
-# Each case in two worlds, in turns; in the others: `make test-all`.
+# Code that no other case of this file reaches.
+_ALWAYS = {("bfloat16", 1), ("blocks", 1), ("one chunk", 1), ("by heads", 5)}
+
+
+def _long_unless_its_turn(name: str, world: int) -> pytest.MarkDecorator | tuple[()]:
+    """Each case is run in two worlds, in turns; in the others by `make test-all`."""
+    turn = (world - list(_CASES).index(name)) % len(_WORLDS)
+    return () if turn in (0, 2) or (name, world) in _ALWAYS else pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("name", "world"),
     [
-        pytest.param(
-            name, world, marks=() if (world - place) % len(_WORLDS) in (0, 2) else pytest.mark.long
-        )
-        for place, name in enumerate(_CASES)
+        pytest.param(name, world, marks=_long_unless_its_turn(name, world))
+        for name in _CASES
         for world in _WORLDS
     ],
 )

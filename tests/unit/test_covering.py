@@ -44,6 +44,13 @@ def test_what_the_sample_leaves_out_is_long() -> None:
     assert _pairs(short) == _pairs(row.values for row in rows)
     assert len(short) == 12
     assert {mark.name for row in rows for mark in row.marks} == {"long"}
+    left_out = next(row.values for row in rows if row.marks)
+    (kept,) = (
+        row
+        for row in sampled(left_out, number=number, letter=letter, half=[True, False]).args[1]
+        if row.values == left_out
+    )
+    assert not kept.marks
 
 
 @pytest.mark.parametrize("case", ["short", pytest.param("long", marks=pytest.mark.long)])
@@ -57,6 +64,6 @@ def test_long_cases_are_left_out_unless_asked_for(
 
 
 def test_drawn_cases_beyond_the_first_are_long() -> None:
-    values = first_of(range(5), 2)
+    values = first_of(range(5), 2, 3)
     assert [value.values for value in values] == [(number,) for number in range(5)]
-    assert [bool(value.marks) for value in values] == [False, False, True, True, True]
+    assert [bool(value.marks) for value in values] == [False, False, True, False, True]

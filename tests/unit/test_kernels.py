@@ -649,26 +649,22 @@ class _Peak(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rows", "width"),
-    [
+@sampled(
+    dtype=[torch.float32, torch.bfloat16],
+    sizes=[
         (8, 2, 32, 1700, 701), (3, 3, 32, 1700, 701), (24, 1, 32, 1700, 701),
         (5, 5, 1, 1000, 2048), (8, 8, 128, 1024, 2048), (2, 2, 16, 100, 64),
     ],
+    threads=[1, 4],
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_band_takes_no_more_memory_than_scratch_bytes(
     dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    rows: int,
-    width: int,
+    sizes: tuple[int, int, int, int, int],  # heads, kv heads, head_dim, rows, width
     threads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor than its own part of them says, where the widest band there can be is no wider."""
+    heads, kv_heads, head_dim, rows, width = sizes
     monkeypatch.setattr("burst_rt.kernels.bands.WIDEST_BAND", width)
     columns = rows + width - 1
     kernel, before = KERNELS["cpu"], torch.get_num_threads()
