@@ -25,7 +25,7 @@ from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Documents, Full, Mask
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import AGREE, Ring
-from burst_rt.runtime.collectives import add_all_gather, add_reduce_scatter
+from burst_rt.runtime.collectives import all_gather, reduce_scatter
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Schedule
 from burst_rt.scheduler.simulator import Hardware, simulate
 
@@ -138,12 +138,12 @@ def _all_gather(problem: Problem) -> list[list[Graph]]:
             kv = g.buffer("kv", parts=len(tokens), size_bytes=sizes, initialised=True)
             sums = [n * (problem.k_sum_bytes + problem.v_sum_bytes) for n in tokens]
             grads = g.buffer("grads", parts=len(tokens), size_bytes=sums, initialised=True)
-            tag = add_all_gather(g, kv, reads=[agreed])
+            tag = all_gather(g, kv, reads=[agreed])
             costs = [task.cost for task in graph.tasks if task.op and task.op.name == name]
             cost = Cost(*map(sum, zip(*costs, strict=True)))
             g.compute(name, Op(name), reads=[kv], accumulates=[grads], cost=cost)
             if found:
-                add_reduce_scatter(g, grads, tag=tag)
+                reduce_scatter(g, grads, tag=tag)
             directions.append(g.build())
         found.append(directions)
     return found

@@ -54,10 +54,10 @@ class Downsampled:
         if not backward:
             near = collectives.gather_ranges(g, "near", self.shares, self.near, self.row_bytes)
             g.compute("pool", "pool", reads=[near[rank]], writes=[far[rank]])
-            collectives.add_all_gather(g, far, tag=1)
+            collectives.all_gather(g, far, tag=1)
         else:
             near = collectives.reduce_ranges(g, "near", self.shares, self.near, self.row_bytes)
-            collectives.add_reduce_scatter(g, far, tag=1)
+            collectives.reduce_scatter(g, far, tag=1)
             g.compute("unpool", "unpool", reads=[far[rank]], accumulates=[near[rank]])
         return g.build()
 

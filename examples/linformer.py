@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import burst_rt
-from burst_rt.runtime.collectives import add_all_reduce, even_parts
+from burst_rt.runtime.collectives import all_reduce, even_parts
 from burst_rt.scheduler import Graph, GraphBuilder, Op
 
 
@@ -49,7 +49,7 @@ class Linformer:
             for part in range(world):
                 op = Op("project", (sums[part], part))
                 g.compute(f"project {part}", op, writes=[sums[part]])
-        add_all_reduce(g, sums)
+        all_reduce(g, sums)
         if backward:
             grads = g.buffer("grads", initialised=True)
             for part in range(world):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_rt import Context, Pipeline, differentiable, init
-from burst_rt.runtime.collectives import add_all_reduce, even_parts, scan
+from burst_rt.runtime.collectives import all_reduce, even_parts, scan
 from burst_rt.scheduler import Graph, GraphBuilder, Op
 
 
@@ -52,7 +52,7 @@ class Performer:
             for start in range(0, self.shares[rank], self.chunk):
                 g.compute(f"tokens from {start}", Op("chunk", (start,)), accumulates=[out])
         else:
-            add_all_reduce(g, total)
+            all_reduce(g, total)
         g.compute("rest", Op("rest"), reads=[total], accumulates=[out])
         return g.build()
 

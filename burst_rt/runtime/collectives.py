@@ -31,12 +31,12 @@ from burst_rt.errors import InputError
 from burst_rt.scheduler import COMPUTE, Buffer, Cost, GraphBuilder, Op, Part
 
 __all__ = [
-    "add_all_gather",
-    "add_all_reduce",
-    "add_reduce_scatter",
+    "all_gather",
+    "all_reduce",
     "even_parts",
     "gather_ranges",
     "reduce_ranges",
+    "reduce_scatter",
     "scan",
 ]  # fmt: skip
 
@@ -46,7 +46,7 @@ def even_parts(count: int, num_parts: int) -> list[int]:
     return [count // num_parts + (part < count % num_parts) for part in range(num_parts)]
 
 
-def add_all_gather(
+def all_gather(
     g: GraphBuilder, whole: Buffer, *, tag: int = 0, reads: Sequence[Buffer] = ()
 ) -> int:
     """Gives every rank all parts. Before, a rank's own part is there; after, all parts are there.
@@ -67,7 +67,7 @@ def add_all_gather(
     return tag + world - 1
 
 
-def add_reduce_scatter(
+def reduce_scatter(
     g: GraphBuilder,
     whole: Buffer,
     *,
@@ -113,7 +113,7 @@ def add_reduce_scatter(
     return tag + world - 1
 
 
-def add_all_reduce(
+def all_reduce(
     g: GraphBuilder,
     whole: Buffer,
     *,
@@ -127,8 +127,8 @@ def add_all_reduce(
     on every rank. Rank r sends 2 size(whole) - size(part r) - size(part r + 1) bytes: 2 (W-1)/W of
     the whole where parts are equal.
     """
-    return add_all_gather(
-        g, whole, tag=add_reduce_scatter(g, whole, tag=tag, reads=reads, lane=lane), reads=reads
+    return all_gather(
+        g, whole, tag=reduce_scatter(g, whole, tag=tag, reads=reads, lane=lane), reads=reads
     )
 
 

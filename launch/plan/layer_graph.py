@@ -14,10 +14,10 @@ from typing import TypeAlias
 from burst_rt.launch.plan.layer_sizes import HALVES, Spread
 from burst_rt.planning.strategies import AGREE, Program
 from burst_rt.runtime.collectives import (
-    add_all_gather,
-    add_all_reduce,
-    add_reduce_scatter,
+    all_gather,
+    all_reduce,
     even_parts,
+    reduce_scatter,
 )
 from burst_rt.scheduler import Buffer, Cost, Graph, GraphBuilder, Lane, Message, Op, Part
 
@@ -131,7 +131,7 @@ class LayerGraph:
             accumulates=[norm_grad],
         )
         if self.layer.summed(half):
-            self.tag = add_all_reduce(
+            self.tag = all_reduce(
                 self.g, norm_grad, tag=self.tag, reads=[self.agreed], lane=_SUMS.name
             )
 
@@ -184,14 +184,14 @@ class LayerGraph:
         """Gathers the tokens where the sequence is split. Returns the parts that hold tokens."""
         if not self.layer.gathers:
             return list(tokens.parts)
-        self.tag = add_all_gather(
+        self.tag = all_gather(
             self.g, tokens, tag=self.tag, reads=[self.agreed, *([after] if after else [])]
         )
         return [part for part in tokens.parts if part.size_bytes]
 
     def _reduce(self, terms: Buffer) -> None:
         if self.layer.tensor_parallel:
-            collective = add_reduce_scatter if self.layer.gathers else add_all_reduce
+            collective = reduce_scatter if self.layer.gathers else all_reduce
             self.tag = collective(self.g, terms, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
 
     def _product(

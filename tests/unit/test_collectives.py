@@ -14,12 +14,12 @@ from benchmarks.tensor_parallel import Collectives
 from burst_rt import Context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.runtime.collectives import (
-    add_all_gather,
-    add_all_reduce,
-    add_reduce_scatter,
+    all_gather,
+    all_reduce,
     even_parts,
     gather_ranges,
     reduce_ranges,
+    reduce_scatter,
     scan,
 )
 from burst_rt.scheduler import (
@@ -39,7 +39,7 @@ _LENGTHS: dict[str, Callable[[int], int]] = {
     "ragged": lambda rank: 2 + rank % 2,
     "one has all": lambda rank: 7 * (rank == 1),
 }
-_COLLECTIVES = (add_all_gather, add_reduce_scatter, add_all_reduce)
+_COLLECTIVES = (all_gather, reduce_scatter, all_reduce)
 
 
 def graphs(
@@ -71,9 +71,9 @@ def test_graphs_fit_and_send_what_they_say(world: int, kind: str, lanes: tuple[L
             assert (
                 sent
                 == {
-                    add_all_gather: gathered,
-                    add_reduce_scatter: reduced,
-                    add_all_reduce: gathered + reduced,
+                    all_gather: gathered,
+                    reduce_scatter: reduced,
+                    all_reduce: gathered + reduced,
                 }[collective]
             )
 

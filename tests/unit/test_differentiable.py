@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import burst_rt
-from burst_rt.runtime.collectives import add_all_reduce, even_parts
+from burst_rt.runtime.collectives import all_reduce, even_parts
 from burst_rt.scheduler import Graph, GraphBuilder
 
 
@@ -78,7 +78,7 @@ def test_a_pipeline_has_a_backward() -> None:
             g = GraphBuilder(rank, ctx.world_size, ctx.lanes)
             sizes = [8 * count for count in even_parts(5, ctx.world_size)]
             parts = ctx.world_size
-            add_all_reduce(g, g.buffer("x", parts=parts, size_bytes=sizes, initialised=True))
+            all_reduce(g, g.buffer("x", parts=parts, size_bytes=sizes, initialised=True))
             return g.build()
 
         pipeline = ctx.pipeline(build)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import burst_rt
 from burst_rt import Context
 from burst_rt.errors import ContractMismatch
-from burst_rt.runtime.collectives import add_all_reduce
+from burst_rt.runtime.collectives import all_reduce
 from burst_rt.scheduler import Graph, GraphBuilder
 
 _TOKENS = 24
@@ -123,7 +123,7 @@ def _sum_up(ctx: Context) -> burst_rt.Pipeline:
     def build(rank: int) -> Graph:
         g = GraphBuilder(rank, ctx.world_size, ctx.lanes)
         sizes = [32] + [0] * (ctx.world_size - 1)
-        add_all_reduce(g, g.buffer("x", parts=ctx.world_size, size_bytes=sizes, initialised=True))
+        all_reduce(g, g.buffer("x", parts=ctx.world_size, size_bytes=sizes, initialised=True))
         return g.build()
 
     return ctx.pipeline(build)
