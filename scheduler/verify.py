@@ -327,10 +327,7 @@ def _play(graphs: Sequence[Graph]) -> None:
     the other side of each of its messages is posted. A real run may go further than this, and never
     less far.
     """
-    needs: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-    for end, source in match_messages(graphs).items():
-        needs[end.rank, end.task].add((source.rank, source.task))
-        needs[source.rank, source.task].add((end.rank, end.task))
+    needs = _other_sides(graphs)
     before, after = _orders(graphs)
     posted: set[tuple[int, int]] = set()
     done: set[tuple[int, int]] = set()
@@ -348,6 +345,15 @@ def _play(graphs: Sequence[Graph]) -> None:
     if stuck:
         words = [_explain(graphs, node, needs[node] - posted, node in posted) for node in stuck[:4]]
         raise InternalError(f"deadlock: {'; '.join(words)}")
+
+
+def _other_sides(graphs: Sequence[Graph]) -> dict[tuple[int, int], set[tuple[int, int]]]:
+    """For each task (rank, id) with messages: the tasks at the other ends of its messages."""
+    sides: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    for end, source in match_messages(graphs).items():
+        sides[end.rank, end.task].add((source.rank, source.task))
+        sides[source.rank, source.task].add((end.rank, end.task))
+    return sides
 
 
 def _freed(finished: int, before: list[set[int]], after: list[list[int]]) -> list[int]:

@@ -550,3 +550,22 @@ def test_the_list_of_modules_has_every_module() -> None:
     assert set(_MODULES.values()) - listed == set()
     page = _run(sys.executable, str(_ROOT / "docs" / "modules.py"), cwd=_ROOT)
     assert [path for path, line in _LISTED if f"| `{path.name}` | {line} |" not in page] == []
+
+
+def test_long_modules_and_wide_functions_are_few() -> None:
+    """A module is one idea; what needs many arguments is a public signature or a kernel."""
+    trees = {name: path.read_text(encoding="utf-8") for name, path in _MODULES.items()}
+    long = {name for name, text in trees.items() if text.count("\n") > 450}
+    assert len(long) <= 3, long
+    wide = set()
+    for name, text in trees.items():
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            marks = " ".join(map(ast.unparse, node.decorator_list))
+            if "jit" in marks or "overload" in marks:
+                continue
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            if len([x for x in arguments if x.arg not in ("self", "cls")]) > 6:
+                wide.add(f"{name}.{node.name}")
+    assert len(wide) <= 20, wide
