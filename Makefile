@@ -29,8 +29,9 @@ run: $(RUN) ## train a small model on 2 ranks (under 3 minutes)
 
 # What needs no MPI job of its own runs a test on each core; a core that has none left takes over some of another's.
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
-# MPI jobs of up to 5 ranks: half their time goes by waiting. Tests of a file share jobs, so a file is run by one process.
-JOBS := -n 2 --dist loadfile
+# MPI jobs of up to 5 ranks: half their time goes by waiting. Tests of a file share jobs, so a file is run by one process; the long files
+# come first (tests/conftest.py), where xdist would begin with the files of most tests.
+JOBS := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(ALL) ## all tests, of large products of parameters a sample that covers all pairs
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim

@@ -31,6 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "mpi: starts MPI jobs")
 
 
+# Files of tests/mpi that take minutes.
+_LONG_FILES = {
+    "test_leaving.py", "test_models.py", "test_train.py", "test_train_model.py", "test_trainer.py",
+}  # fmt: skip
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the tests under tests/mpi, so that `-m 'not mpi'` leaves them out.
 
@@ -42,6 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "long" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if _is_long(item)])
         items[:] = [item for item in items if not _is_long(item)]
+    # A file is run by one process: a long file that began last would keep the others waiting.
+    items.sort(key=lambda item: item.path.name not in _LONG_FILES)
 
 
 def _is_long(item: pytest.Item) -> bool:
