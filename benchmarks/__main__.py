@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from benchmarks.options import OUT
 from burst_rt.errors import BurstError
+from burst_rt.launch.measure.options import OUT
 
 __all__ = ["cli"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from benchmarks.compiled import Compiled, Request, compile_all
-from benchmarks.options import HEAD_DIMS, OUT
 from burst_rt.kernels.triton.configs import ARCHES, COMPRESSED, KINDS
 from burst_rt.kernels.triton.tuned import TUNED
+from burst_rt.launch.measure.options import DTYPE, HEAD_DIMS, OUT
 from burst_rt.launch.measure.report import Cell, publish
 
 __all__ = ["command"]
@@ -37,13 +37,7 @@ _NOTE = (
     help="Compute capability of the chip, without the dot; may be repeated.",
 )
 @HEAD_DIMS
-@click.option(
-    "--dtype",
-    type=click.Choice(["bf16", "fp16", "fp32"]),
-    default="bf16",
-    show_default=True,
-    help="Type of the inputs.",
-)
+@DTYPE
 @click.option(
     "--loads",
     type=click.Choice(["pointers", "descriptors"]),

@@ -19,8 +19,9 @@ import click
 import torch
 
 import burst_rt
-from benchmarks.options import MAX_TOKENS, OUT, RANKS, REPEATS, parts_option
+from benchmarks.options import parts_option
 from burst_rt.launch.bench.attention import Bench, CallShape, Rows, inputs, run_parts
+from burst_rt.launch.measure.options import MAX_TOKENS, OUT, RANKS, REPEATS
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import median
 from burst_rt.launch.measure.timing import slowest_s, versus

@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 import torch
 
-from benchmarks.options import OUT
 from burst_rt.attention.planner import PlanKey, Planner
+from burst_rt.launch.measure.options import OUT
 from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks import Causal

@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import burst_rt
 from benchmarks.masks import document_lengths
-from benchmarks.options import MAX_TOKENS, OUT
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
 from burst_rt.kernels.speed import issue_timed
+from burst_rt.launch.measure.options import MAX_TOKENS, OUT
 from burst_rt.launch.measure.report import Cell, median, publish, save
 from burst_rt.launch.measure.timing import worst_idle
 from burst_rt.planning.masks import (

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 import burst_rt.telemetry.hub.hub  # noqa: F401  (what a hub imports counts as idle)
-from benchmarks.options import OUT
+from burst_rt.launch.measure.options import OUT
 from burst_rt.launch.measure.report import Cell, publish
 from burst_rt.telemetry.messages import (
     VERSION,

@@ -17,10 +17,10 @@ import click
 import torch
 
 import burst_rt
-from benchmarks.options import OUT, RANKS, REPEATS
 from benchmarks.plots import draw_lines
 from benchmarks.tensor_parallel import ParallelLayer, whole_weights
 from burst_rt.errors import InputError
+from burst_rt.launch.measure.options import OUT, RANKS, REPEATS
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.launch.measure.timing import progress_bar, slowest_s

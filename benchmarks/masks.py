@@ -16,8 +16,9 @@ from pathlib import Path
 import click
 
 from benchmarks import tables
-from benchmarks.options import OUT, REPEATS, parts_option
+from benchmarks.options import parts_option
 from burst_rt.launch.bench.cli import attention
+from burst_rt.launch.measure.options import OUT, REPEATS
 from burst_rt.launch.measure.report import Cell, publish
 from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import make_layout

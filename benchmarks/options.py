@@ -1,40 +1,16 @@
-"""Options that several benchmarks share."""
+"""Options of several benchmarks; `launch.measure.options` has those that the package shares."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-__all__ = [
-    "HEAD_DIMS",
-    "MAX_TOKENS",
-    "OUT",
-    "RANKS",
-    "REPEATS",
-    "TOKENS",
-    "WORLDS",
-    "heads_option",
-    "parts_option",
-]
+__all__ = ["TOKENS", "WORLDS", "heads_option", "parts_option"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-OUT = click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Add the results to this JSON file.",
-)
-RANKS = click.option(
-    "-n",
-    "--num-ranks",
-    default=2,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Ranks, one thread each.",
-)
 WORLDS = click.option(
     "-n",
     "--num-ranks",
@@ -48,29 +24,6 @@ TOKENS = click.option(
     multiple=True,
     type=click.IntRange(64),
     help="Tokens of the whole sequence; may be repeated.",
-)
-REPEATS = click.option(
-    "--repeats",
-    default=5,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Runs of each side; medians are reported.",
-)
-MAX_TOKENS = click.option(
-    "--max-tokens",
-    default=65536,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Leave out sequences of more tokens.",
-)
-HEAD_DIMS = click.option(
-    "--head-dim",
-    "head_dims",
-    multiple=True,
-    type=click.IntRange(16, 256),
-    default=(64, 128),
-    show_default=True,
-    help="Width of a head; may be repeated.",
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.options import OUT
+from burst_rt.launch.measure.options import OUT
 from burst_rt.launch.measure.report import Cell, publish
 from burst_rt.launch.plan.model import MODELS, Question, forecast_model, published_mask
 from burst_rt.planning.machines import load_hardware

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import click
 
-from benchmarks.options import OUT
 from benchmarks.paper import FIRST_TOKEN_S, FITTED, STRATEGIES
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.launch.measure.options import OUT
 from burst_rt.launch.measure.report import Cell, publish
 from burst_rt.launch.plan.layers import SpreadLayer
 from burst_rt.launch.plan.model import MODELS, Model, parse_model

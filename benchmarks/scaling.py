@@ -13,8 +13,9 @@ from pathlib import Path
 import click
 
 from benchmarks import strategies
-from benchmarks.options import OUT, REPEATS, WORLDS, heads_option
+from benchmarks.options import WORLDS, heads_option
 from benchmarks.plots import draw_lines
+from burst_rt.launch.measure.options import OUT, REPEATS
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, publish
 from burst_rt.launch.mpirun import num_usable_cores

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import burst_rt
-from benchmarks.options import OUT, WORLDS, parts_option
+from benchmarks.options import WORLDS, parts_option
 from burst_rt import KVCache, Mask, SlidingWindow
 from burst_rt.drivers import BaseDriver
 from burst_rt.launch.generate.models import bytes_source
+from burst_rt.launch.measure.options import OUT
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.launch.measure.timing import alone_s, in_turn, progress_bar, slowest_s, versus

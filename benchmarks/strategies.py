@@ -18,10 +18,11 @@ import click
 import torch
 
 import burst_rt
-from benchmarks.options import OUT, REPEATS, TOKENS, WORLDS, heads_option
+from benchmarks.options import TOKENS, WORLDS, heads_option
 from benchmarks.plots import draw_scatter
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.job.launched import DEVICE_VARIABLE
+from burst_rt.launch.measure.options import OUT, REPEATS
 from burst_rt.launch.measure.plots import draw_bars
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, median, publish

@@ -24,8 +24,8 @@ import psutil
 import torch
 
 import burst_rt
-from benchmarks.options import OUT, RANKS
 from burst_rt.errors import InternalError
+from burst_rt.launch.measure.options import OUT, RANKS
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.launch.measure.timing import slowest_s

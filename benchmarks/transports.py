@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import burst_rt
-from benchmarks.options import OUT, REPEATS, WORLDS
+from benchmarks.options import WORLDS
 from burst_rt import Context
+from burst_rt.launch.measure.options import OUT, REPEATS
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.launch.measure.timing import in_turn, progress_bar, slowest_s

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from burst_rt.launch.measure.options import DTYPE, HEAD_DIMS, MAX_TOKENS, OUT, RANKS, REPEATS
 from burst_rt.launch.where import machine_options
 
 __all__ = ["command"]
@@ -21,11 +22,6 @@ _ELSEWHERE = (
     "strategies", "telemetry", "transports",
 )  # fmt: skip
 _PARTS_ELSEWHERE = ("overhead", "memory", "outside")
-_OUT = click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Add the results to this JSON file.",
-)
 
 
 def _where(words: str) -> str:
@@ -54,28 +50,16 @@ class _Part(click.Choice[str]):
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Benchmarks of this machine: interleaved comparisons, medians, ratios within one run.
-    BENCHMARKS.md holds results.
+    """Measure attention on this machine.
+
+    The sides of a comparison take turns; medians and their ratios are reported. BENCHMARKS.md has
+    results.
     """
 
 
 @command.command()
-@click.option(
-    "--head-dim",
-    "head_dims",
-    multiple=True,
-    type=click.IntRange(16, 256),
-    default=(64, 128),
-    show_default=True,
-    help="Width of a head; may be repeated.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["bf16", "fp16", "fp32"]),
-    default="bf16",
-    show_default=True,
-    help="Type of the inputs.",
-)
+@HEAD_DIMS
+@DTYPE
 @click.option(
     "--repeats",
     default=10,
@@ -89,12 +73,13 @@ def command() -> None:
     show_default=True,
     help="Start no measurement after so many seconds.",
 )
-@_OUT
+@OUT
 def tune(
     head_dims: tuple[int, ...], dtype: str, repeats: int, limit_s: float, out: Path | None
 ) -> None:
-    """Find the Triton kernels' fastest block sizes on this GPU; later jobs on this machine use
-    them.
+    """Find the fastest Triton block sizes on this GPU.
+
+    Later jobs on this machine use them.
     """
     from burst_rt.launch.bench.tune import main
 
@@ -102,14 +87,7 @@ def tune(
 
 
 @command.command()
-@click.option(
-    "-n",
-    "--num-ranks",
-    default=2,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Ranks, one thread each. The other side is one process with as many threads.",
-)
+@RANKS
 @click.option(
     "--part",
     "parts",
@@ -118,24 +96,14 @@ def tune(
     help="Only this part; may be repeated. [default: all]",
 )
 @machine_options
-@click.option(
-    "--repeats",
-    default=5,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Runs of each side; medians are reported.",
-)
-@click.option(
-    "--max-tokens",
-    default=65536,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Leave out sequences of more tokens.",
-)
-@_OUT
+@REPEATS
+@MAX_TOKENS
+@OUT
 def attention(num_ranks: int, **options: object) -> None:
-    """Attention over MPI ranks against torch's fused attention in one process: speed, masks,
-    exposed communication, accuracy.
+    """Compare MPI ranks with torch's attention in one process.
+
+    That process has as many threads as there are ranks. Parts: speed, masks, exposed communication,
+    accuracy.
     """
     from burst_rt.launch.bench.attention import measure_attention
     from burst_rt.launch.measure.ranks import run_on_ranks
