@@ -42,6 +42,7 @@ test: $(ALL) ## all tests, of large products of parameters a sample that covers 
 # What takes longer than CI may take; Slurm (Debian: slurmd slurmctld slurm-client munge libpmix-dev) is skipped where it is missing.
 test-all: test ## all tests, and more: whole products of parameters, several hosts (Slurm, the commands of docs/hosts.md), 200 mixes of documents
 	$(BIN)/pytest $(PARALLEL) -m long tests/unit tests/sim
+	$(BIN)/pytest $(JOBS) -m long tests/mpi
 	$(BIN)/pytest tests/all_hosts.py
 	$(BIN)/pytest $(PARALLEL) tests/all_mixes.py
 

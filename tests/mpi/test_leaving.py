@@ -63,6 +63,10 @@ _UNDER_TORCHRUN = [
     (4, 1, "sigkill", "inside"),
 ]
 
+# A rank that ends as Python ends it leaves warm Pythons as it leaves others. One that ends without
+# a word, or in the middle of a call, is a process that a user would start.
+_WORDLESS = ("os-exit-0", "os-exit-3", "sigkill")
+
 
 def _last_line(how: str, rank: int, mpirun: Mpirun) -> str:
     """What the launcher's last line must say of the rank that left."""
@@ -161,9 +165,16 @@ def _when_ranks_end(folder: Path) -> Iterator[list[float]]:
 
 
 def _leave(folder: Path, num_ranks: int, leaver: int, how: str, when: str, by: Launcher) -> Job:
-    program = _PROGRAMS / "attention_leave.py"
     with _when_ranks_end(folder) as ended_at_s:
-        job = run_job(program, num_ranks, [how, when, str(leaver)], by=by, cwd=folder, timeout_s=60)
+        job = run_job(
+            _PROGRAMS / "attention_leave.py",
+            num_ranks,
+            [how, when, str(leaver)],
+            by=by,
+            cwd=folder,
+            timeout_s=60,
+            warm=None if how in _WORDLESS or when == "inside" else "torch",
+        )
     assert ended_at_s, job.text
     # torchrun takes seconds on a busy machine to end after its ranks, and to say what it saw.
     _ended_in_time(job, folder, ended_at_s[0] if by == "torchrun" else None)
