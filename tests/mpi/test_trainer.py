@@ -34,7 +34,7 @@ Found = dict[str, Any]
 
 
 def _run(folder: Path, num_ranks: int, *names: str, by: Launcher = "torchrun") -> dict[str, Found]:
-    job = run_job(_PROGRAM, num_ranks, [str(folder), *names], by=by, timeout_s=300.0)
+    job = run_job(_PROGRAM, num_ranks, [str(folder), *names], by=by, timeout_s=300.0, warm="models")
     assert job.exit_code == 0, job.text
     files = [folder / f"{num_ranks}-{name.replace(':', '-')}.json" for name in names]
     return {name: json.loads(file.read_text()) for name, file in zip(names, files, strict=True)}
