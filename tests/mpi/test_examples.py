@@ -28,7 +28,7 @@ def test_results_are_those_of_one_process(num_ranks: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["linformer", "performer", "downsampled"])
 def test_the_command_says_what_was_sent(name: str) -> None:
-    job = run_command(["run", "-n", "3", str(EXAMPLES / f"{name}.py")])
+    job = run_command(["run", "-n", "3", str(EXAMPLES / f"{name}.py")], warm="torch")
     assert job.exit_code == 0, job.text
     assert "bytes of k and v, sent [" in job.out, job.text
 

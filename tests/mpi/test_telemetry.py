@@ -54,7 +54,9 @@ def test_a_hub_that_is_killed_in_mid_run_hurts_nobody(
 ) -> None:
     monkeypatch.setenv("BURST_RT_TELEMETRY", "1")
     started_s = time.monotonic()
-    job = run_job(_PROGRAM, 4, ["hub", "1"], by="mpirun", cwd=tmp_path, timeout_s=_DEADLINE_S)
+    job = run_job(
+        _PROGRAM, 4, ["hub", "1"], by="mpirun", cwd=tmp_path, timeout_s=_DEADLINE_S, warm="torch"
+    )
     assert job.exit_code == 0, job.text
     assert "right" in job.out, job.text
     assert (tmp_path / "ended_at").exists()
