@@ -30,7 +30,7 @@ __all__ = [
     "sgd", "train", "train_by_rows",
 ]  # fmt: skip
 
-STEPS = 20
+STEPS = 12
 TOKENS = 75
 _SEQUENCES, _PROMPT = 4, 20
 _CONFIG = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from jobs import Launcher, python_and_environment, run_job
+from warm import Preloaded
 
 _TESTS = Path(__file__).parents[1]
 _GONE_S = 20.0
@@ -87,6 +88,28 @@ def test_a_program_ends_as_it_would(how: str, code: int, tmp_path: Path) -> None
         outcomes.append((done.returncode, done.stdout, last))
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] == code
+
+
+_PRODUCT = """
+import hashlib, torch
+a = torch.arange(300 * 300).view(300, 300).sin()
+print(hashlib.sha256((a @ a).numpy().tobytes()).hexdigest())
+"""
+
+
+def test_mkl_takes_the_jobs_own_setting(tmp_path: Path) -> None:
+    program = tmp_path / "product.py"
+    program.write_text(_PRODUCT, encoding="utf-8")
+    warms: list[Preloaded | None] = [None, "torch", "models"]
+    said = []
+    for warm in warms:
+        python, environment = python_and_environment(warm)
+        done = subprocess.run(
+            [python, str(program)], env=environment | {"MKL_CBWR": "COMPATIBLE"},
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        said.append(done.stdout)
+    assert said[0] == said[1] == said[2]
 
 
 def test_another_environment_or_program_is_run_by_python_itself() -> None:
