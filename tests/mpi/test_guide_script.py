@@ -63,7 +63,7 @@ def test_the_losses_are_those_of_one_process(
     program.write_text(script, encoding="utf-8")
     expected = _alone(program)
     assert expected[-1] < 0.5 * expected[0], "a training that learns little would hide errors"
-    job = run_job(program, num_ranks, by=by)
+    job = run_job(program, num_ranks, by=by, warm="torch")
     assert job.exit_code == 0, job.text
     losses = [float(x) for x in re.findall(r"^step \d+: loss (\S+)$", job.out, re.MULTILINE)]
     assert losses == pytest.approx(expected, rel=LOSSES, abs=1e-4)  # four digits are printed
@@ -91,6 +91,6 @@ def test_the_ring_in_plain_torch_is_exact(num_ranks: int, tmp_path: Path) -> Non
     ring, *_ = re.findall(r"```python\n(.*?)```", _HOW.read_text(encoding="utf-8"), re.DOTALL)
     program = tmp_path / "ring.py"
     program.write_text(ring + _RING_CHECK, encoding="utf-8")
-    job = run_job(program, num_ranks, by="torchrun")
+    job = run_job(program, num_ranks, by="torchrun", warm="torch")
     assert job.exit_code == 0, job.text
     assert sorted(job.out.split("\n")[:-1]) == [f"rank {i} is right" for i in range(num_ranks)]

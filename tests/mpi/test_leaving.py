@@ -63,8 +63,8 @@ _UNDER_TORCHRUN = [
     (4, 1, "sigkill", "inside"),
 ]
 
-# A rank that ends as Python ends it leaves warm Pythons as it leaves others. One that ends without
-# a word, or in the middle of a call, is a process that a user would start.
+# A rank that ends as Python ends it may be a warm Python: all but its imports is its own. One that
+# ends without a word is a process as a user would start it.
 _WORDLESS = ("os-exit-0", "os-exit-3", "sigkill")
 
 
@@ -173,7 +173,7 @@ def _leave(folder: Path, num_ranks: int, leaver: int, how: str, when: str, by: L
             by=by,
             cwd=folder,
             timeout_s=60,
-            warm=None if how in _WORDLESS or when == "inside" else "torch",
+            warm=None if how in _WORDLESS else "torch",
         )
     assert ended_at_s, job.text
     # torchrun takes seconds on a busy machine to end after its ranks, and to say what it saw.
@@ -293,7 +293,14 @@ def test_a_rank_that_leaves_before_it_has_joined(
     tmp_path: Path, when: str, starter: str, how: str
 ) -> None:
     (tmp_path / "program.py").write_text(_JOINING, encoding="utf-8")
-    job = run_job(tmp_path / "program.py", 3, [when, starter, how], cwd=tmp_path, timeout_s=60)
+    job = run_job(
+        tmp_path / "program.py",
+        3,
+        [when, starter, how],
+        cwd=tmp_path,
+        timeout_s=60,
+        warm=None if how in _WORDLESS else "torch",
+    )
     _ended_in_time(job, tmp_path)
     last = job.err.rstrip("\n").split("\n")[-1]
     if how == "exit-3":
@@ -436,7 +443,7 @@ if ctx.rank == 1:
 burst_rt.burst_attention(x, x, x, layout=ctx.layout(8), causal=True)
 """
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
-    job = run_job(tmp_path / "program.py", 2, by="mpirun", cwd=tmp_path, timeout_s=60)
+    job = run_job(tmp_path / "program.py", 2, by="mpirun", cwd=tmp_path, timeout_s=60, warm="torch")
     _ended_in_time(job, tmp_path)
     expected = (
         "burst-rt: rank 0: burst_rt.errors.PeerLost: rank 1 failed (exit code 1) with TypeError: "
@@ -460,7 +467,7 @@ if ctx.rank == 1:
 burst_rt.burst_attention(x, x, x, layout=layout)
 """
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
-    job = run_job(tmp_path / "program.py", 3, cwd=tmp_path, timeout_s=60)
+    job = run_job(tmp_path / "program.py", 3, cwd=tmp_path, timeout_s=60, warm="torch")
     assert job.exit_code == Stalled.exit_code, job.text
     # Numbers of calls: joining took some.
     assert re.search(
@@ -604,7 +611,7 @@ if ctx.rank == 1:
 burst_rt.burst_attention(x, x, x, layout=ctx.layout(8))
 """
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
-    job = run_job(tmp_path / "program.py", 2, cwd=tmp_path, timeout_s=30)
+    job = run_job(tmp_path / "program.py", 2, cwd=tmp_path, timeout_s=30, warm="torch")
     assert job.exit_code == Stalled.exit_code, job.text
     assert re.search(
         r"Stalled: rank 0: waited 3\.\d s \(timeout_s\) for the other ranks to enter call \d+",

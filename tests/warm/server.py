@@ -34,8 +34,9 @@ sys.path.pop(0)
 # Seconds that a program that has connected may take to say what it is.
 _REQUEST_S = 10.0
 _PR_SET_PDEATHSIG = 1
-_COMMAND = "burst_rt.launch.main"
-_MODULES = (_COMMAND, "burst_rt.launch.child", "torch.distributed.run")
+# Commands that start ranks, by `sys.executable`.
+_COMMANDS = ("burst_rt.launch.main", "benchmarks")
+_MODULES = (*_COMMANDS, "burst_rt.launch.child", "torch.distributed.run")
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class _Program:
         if signal.SIGINT in self.heeded:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.orig_argv[1:] = self.arguments
-        if self.words[:2] == ["-m", _COMMAND]:
-            sys.executable = python  # by which it starts ranks
+        if self.words[0] == "-m" and self.words[1] in _COMMANDS:
+            sys.executable = python
         if "-u" in self.arguments[: len(self.arguments) - len(self.words)]:
             for output in (sys.stdout, sys.stderr):
                 assert isinstance(output, io.TextIOWrapper)
