@@ -16,7 +16,8 @@ RUN_EXTRAS := $(subst $(space),$(comma),$(filter-out dev,$(subst $(comma),$(spac
 stamp = .venv/installed-$(subst $(comma),-,$(1))
 ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
-DOCS := $(call stamp,docs$(comma)hf)
+# Where EXTRAS has both, as in CI, one installation is enough.
+DOCS := $(if $(and $(findstring docs,$(EXTRAS)),$(findstring hf,$(EXTRAS))),$(ALL),$(call stamp,docs$(comma)hf))
 
 .PHONY: help run test test-all test-mpis test-masks test-newest check lint types tree docs unit other-cpus other-transformers builds faults findings bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
