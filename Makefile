@@ -98,6 +98,8 @@ unit: $(ALL) ## the tests that need no MPI job
 # return does not depend on it.
 NUMERIC ?= tests/unit/test_fit.py tests/unit/test_kernels.py tests/unit/test_forecast.py -k 'not larger_than and not no_more_memory'
 
+# A thread that waits would spin, and keep the other process from the core that it waits for.
+other-cpus: export OMP_WAIT_POLICY = PASSIVE
 other-cpus: $(ALL) ## a sample of the numeric tests, as other CPUs would round
 	ATEN_CPU_CAPABILITY=default BURST_RT_TEST_THREADS=4 $(BIN)/pytest $(PARALLEL) $(NUMERIC)
 	MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2 BURST_RT_TEST_THREADS=2 $(BIN)/pytest $(PARALLEL) $(NUMERIC)
