@@ -31,9 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "mpi: starts MPI jobs")
 
 
-# Files of tests/mpi that take minutes.
+# Files that take minutes, or (the page) longer than all others of their folder.
 _LONG_FILES = {
-    "test_leaving.py", "test_models.py", "test_train.py", "test_train_model.py", "test_trainer.py",
+    "test_leaving.py", "test_models.py", "test_page.py", "test_train.py", "test_train_model.py",
+    "test_trainer.py",
 }  # fmt: skip
 
 

@@ -119,10 +119,10 @@ def test_one_that_gets_stuck_when_it_is_checked_again_ends_the_search() -> None:
 
 
 def test_children_run_what_is_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(3))
     some = Config(128, 128, 4, 1)
     wanted = [KernelRequest(kind, "cpu", "fp32", 16, some) for kind in TUNED]
-    assert compile_beside(wanted, 100) == [0, 0, 0]
+    assert compile_beside(wanted, 100) == [0, 0]
 
 
 def test_one_that_does_not_end_is_the_last() -> None:

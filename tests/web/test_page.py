@@ -65,18 +65,31 @@ def _drawn(page: Page) -> set[str]:
     return {lane for lane, rgb in _COLOURS.items() if counts.get(",".join(map(str, rgb)), 0) > 50}
 
 
+def _expect_all_drawn(page: Page) -> None:
+    """Lanes of all kinds, within 15 s."""
+    deadline_s = time.monotonic() + 15
+    while _drawn(page) != set(_COLOURS) and time.monotonic() < deadline_s:
+        page.wait_for_timeout(200)
+    assert _drawn(page) == set(_COLOURS)
+
+
 def _shoot(
     browser: Browser, link: str, folder: Path, pages: tuple[str, ...], errors: list[str]
 ) -> None:
-    """Pictures on a laptop and a phone, light and dark."""
-    for size, viewport in (("laptop", _LAPTOP), ("phone", _PHONE)):
-        for theme in ("light", "dark"):
-            page = _open(browser, link, errors, viewport=viewport, color_scheme=theme)
-            for name in pages:
-                page.goto(f"{link.partition('?')[0]}#{name}")
-                page.wait_for_timeout(_SETTLE_MS)
-                page.screenshot(path=folder / f"{name}-{size}-{theme}.png")
-            page.close()
+    """Pictures on a laptop and a phone, light and dark; the four windows settle together."""
+    windows = {
+        f"{size}-{theme}": _open(browser, link, errors, viewport=viewport, color_scheme=theme)
+        for size, viewport in (("laptop", _LAPTOP), ("phone", _PHONE))
+        for theme in ("light", "dark")
+    }
+    for name in pages:
+        for page in windows.values():
+            page.goto(f"{link.partition('?')[0]}#{name}")
+        page.wait_for_timeout(_SETTLE_MS)
+        for window, page in windows.items():
+            page.screenshot(path=folder / f"{name}-{window}.png")
+    for page in windows.values():
+        page.close()
 
 
 def test_a_job_of_four_ranks_from_its_first_call_to_its_replay(
@@ -125,10 +138,7 @@ def _watch_figures_move(page: Page) -> None:
 def _watch_the_timeline(page: Page, pictures: Path) -> None:
     page.keyboard.press("2")
     canvas = page.locator(".stage canvas")
-    deadline_s = time.monotonic() + 15
-    while _drawn(page) != set(_COLOURS) and time.monotonic() < deadline_s:
-        page.wait_for_timeout(200)
-    assert _drawn(page) == set(_COLOURS)
+    _expect_all_drawn(page)
     # Follows the job until it is told not to.
     expect(page.get_by_role("button", name="Follow")).to_have_attribute("aria-pressed", "true")
     page.keyboard.press("l")
@@ -227,9 +237,7 @@ def _watch_the_replay(page: Page, pictures: Path) -> None:
     expect(page.locator("#banner")).to_contain_text("A record")
     _expect_one_cause(page)
     page.keyboard.press("2")
-    page.wait_for_timeout(_SETTLE_MS)
-    assert _drawn(page) == set(_COLOURS)
+    _expect_all_drawn(page)
     page.screenshot(path=pictures / "replay-timeline.png")
     page.reload()
-    page.wait_for_timeout(_SETTLE_MS)
-    assert _drawn(page) == set(_COLOURS)
+    _expect_all_drawn(page)
