@@ -5,13 +5,15 @@ before any rank starts.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -137,38 +139,117 @@ _EVAL: list[tuple[str, list[str]]] = [
 ]
 
 
+# Reads the words of commands, one list a line. Each runs in a child of its own, which has what a
+# command of this kind imports; what a child had imported at its end counts all the same.
+_COMMANDS = """
+import json, os, signal, sys
+from burst_rt.launch.main import main
+import burst_rt.launch.train.cli
+
+for line in sys.stdin:
+    words, stdout, stderr, deadline_s = json.loads(line)
+    if child := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps(code), flush=True)
+        continue
+    signal.alarm(deadline_s)
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv[:] = ["burst-rt", *words]
+    try:
+        main()
+    finally:
+        for name in {"torch", "mpi4py"} & sys.modules.keys():
+            print("imported", name, file=sys.stderr, flush=True)
+    sys.exit()
+"""
+
+
+class _Said(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class _Commands:
+    """Commands of burst-rt, run in a folder by children of one process."""
+
+    def __init__(self, place: Path, outputs: Path) -> None:
+        self._outputs = [outputs / "stdout", outputs / "stderr"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _COMMANDS],
+            cwd=place, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, words: Sequence[str]) -> _Said:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = [words, *map(str, self._outputs), int(_DEADLINE_S)]
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        code = int(self._process.stdout.readline())
+        return _Said(code, *(path.read_text() for path in self._outputs))
+
+    def close(self) -> None:
+        self._process.communicate(timeout=_DEADLINE_S)
+
+
+def _environment() -> dict[str, str]:
+    # No GPU, also where there is one; nor a batch job, in which other hosts might have one.
+    hidden = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
+    return {name: value for name, value in os.environ.items() if name not in hidden} | {
+        "CUDA_VISIBLE_DEVICES": ""
+    }
+
+
+@pytest.fixture(scope="module")
+def commands(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Commands]:
+    running = _Commands(place, tmp_path_factory.mktemp("outputs"))
+    yield running
+    running.close()
+
+
 @pytest.mark.parametrize(
     ("command", "arguments", "words"),
     [(c, *case) for c, table in (("train", _TRAIN), ("eval", _EVAL)) for case in table],
 )
 def test_what_cannot_run_is_refused_with_one_line(
-    place: Path, command: str, arguments: str, words: list[str]
+    place: Path, commands: _Commands, command: str, arguments: str, words: list[str]
 ) -> None:
     before = sorted(place.rglob("*"))
-    # No GPU, also where there is one; nor a batch job, in which other hosts might have one.
-    hidden = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden} | {
-        "CUDA_VISIBLE_DEVICES": ""
-    }
     with (place / "held" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = subprocess.run(
-            [sys.executable, "-P", "-X", "importtime", "-m", "burst_rt.launch.main", command, "-n",
-            "4", *arguments.split()],
-            cwd=place, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S,
-            check=False,
-        )  # fmt: skip
-    lines = done.stderr.splitlines()
-    said = [line for line in lines if not line.startswith("import time:")]
+        done = commands.run([command, "-n", "4", *arguments.split()])
+    # One line: neither torch nor mpi4py is imported, which would be another.
+    said = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (78, ""), said
     assert len(said) == 1, said
     assert said[0].startswith("burst-rt: ConfigError: ")
     for word in words:
         assert word in said[0]
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("command", "case"), [("train", _TRAIN[0]), ("eval", _EVAL[0])])
+def test_a_command_of_its_own_process_refuses_too(
+    place: Path, command: str, case: tuple[str, list[str]]
+) -> None:
+    arguments, words = case
+    done = subprocess.run(
+        [sys.executable, "-P", "-X", "importtime", "-m", "burst_rt.launch.main", command, "-n",
+        "4", *arguments.split()],
+        cwd=place, env=_environment(), capture_output=True, text=True, timeout=_DEADLINE_S,
+        check=False,
+    )  # fmt: skip
+    lines = done.stderr.splitlines()
+    said = [line for line in lines if not line.startswith("import time:")]
+    assert (done.returncode, done.stdout) == (78, ""), said
+    assert len(said) == 1, said
+    assert said[0].startswith("burst-rt: ConfigError: ")
+    assert all(word in said[0] for word in words)
     assert not any(line.split()[-1] in ("torch", "mpi4py") for line in lines), (
         "neither is needed for that"
     )
-    assert sorted(place.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
