@@ -5,18 +5,18 @@ before any rank starts.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from forked import Forked
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.command import before_ranks
@@ -139,59 +139,17 @@ _EVAL: list[tuple[str, list[str]]] = [
 ]
 
 
-# Reads the words of commands, one list a line. Each runs in a child of its own, which has what a
-# command of this kind imports; what a child had imported at its end counts all the same.
-_COMMANDS = """
-import json, os, signal, sys
+# Neither torch nor mpi4py is needed to refuse: one that has been imported is another line.
+_COMMAND = """
+import sys
 from burst_rt.launch.main import main
-import burst_rt.launch.train.cli
 
-for line in sys.stdin:
-    words, stdout, stderr, deadline_s = json.loads(line)
-    if child := os.fork():
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(json.dumps(code), flush=True)
-        continue
-    signal.alarm(deadline_s)
-    for number, path in ((1, stdout), (2, stderr)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.argv[:] = ["burst-rt", *words]
-    try:
-        main()
-    finally:
-        for name in {"torch", "mpi4py"} & sys.modules.keys():
-            print("imported", name, file=sys.stderr, flush=True)
-    sys.exit()
+try:
+    main()
+finally:
+    for name in {"torch", "mpi4py"} & sys.modules.keys():
+        print("imported", name, file=sys.stderr)
 """
-
-
-class _Said(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-class _Commands:
-    """Commands of burst-rt, run in a folder by children of one process."""
-
-    def __init__(self, place: Path, outputs: Path) -> None:
-        self._outputs = [outputs / "stdout", outputs / "stderr"]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _COMMANDS],
-            cwd=place, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def run(self, words: Sequence[str]) -> _Said:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        request = [words, *map(str, self._outputs), int(_DEADLINE_S)]
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        code = int(self._process.stdout.readline())
-        return _Said(code, *(path.read_text() for path in self._outputs))
-
-    def close(self) -> None:
-        self._process.communicate(timeout=_DEADLINE_S)
 
 
 def _environment() -> dict[str, str]:
@@ -203,10 +161,10 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def commands(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Commands]:
-    running = _Commands(place, tmp_path_factory.mktemp("outputs"))
-    yield running
-    running.close()
+def commands(place: Path) -> Iterator[Forked]:
+    forked = Forked("import burst_rt.launch.main, burst_rt.launch.train.cli", place)
+    yield forked
+    forked.close()
 
 
 @pytest.mark.parametrize(
@@ -214,13 +172,15 @@ def commands(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     [(c, *case) for c, table in (("train", _TRAIN), ("eval", _EVAL)) for case in table],
 )
 def test_what_cannot_run_is_refused_with_one_line(
-    place: Path, commands: _Commands, command: str, arguments: str, words: list[str]
+    place: Path, commands: Forked, command: str, arguments: str, words: list[str]
 ) -> None:
     before = sorted(place.rglob("*"))
     with (place / "held" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = commands.run([command, "-n", "4", *arguments.split()])
-    # One line: neither torch nor mpi4py is imported, which would be another.
+        done = commands.run(
+            _COMMAND, "burst-rt", command, "-n", "4", *arguments.split(),
+            env=_environment(), timeout_s=int(_DEADLINE_S),
+        )  # fmt: skip
     said = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (78, ""), said
     assert len(said) == 1, said
