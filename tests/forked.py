@@ -1,8 +1,8 @@
-"""Programs that are children of one Python, which has imported what they need: an import of torch
-takes longer than all that most of them do.
+"""Programs forked from one Python, which has imported what they need.
 
-`Forked` starts that Python. Each program is a process of its own, forked before the imported
-modules have started a thread or MPI; it has its own environment, output and exit code.
+An import of torch takes longer than all that most of them do. `Forked` starts that Python. Each
+program is a process of its own, forked before the imported modules have started a thread or MPI; it
+has its own environment, output and exit code.
 """
 
 from __future__ import annotations
