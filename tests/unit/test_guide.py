@@ -224,8 +224,9 @@ def test_the_pages_load_nothing_from_elsewhere(tmp_path: Path) -> None:
         pytest.skip("the guide needs the extra `docs`; `make docs` builds it")
     # `make docs` builds all pages, and looks at each. Here: what pages have in common, Markdown and
     # docstrings, and that a page that loads something is seen.
-    said = _built(tmp_path / "good", ["docs/index.md", "docs/api.md", "README.md"]).stderr
-    assert "loads" not in said, said
+    done = _built(tmp_path / "good", ["docs/index.md", "docs/api.md", "README.md"])
+    assert done.returncode == 0, done.stderr
+    assert "loads" not in done.stderr, done.stderr
     assert len(list((tmp_path / "good").rglob("*.html"))) > 4
     source = tmp_path / "source"
     (source / "docs").mkdir(parents=True)
