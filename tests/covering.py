@@ -101,9 +101,9 @@ def drawn(
         def test(cases: int) -> None:
             from hypothesis import given, settings  # most who import this module draw nothing
 
-            settings(max_examples=cases, deadline=None, derandomize=True)(
-                given(*strategies, **named)(check)
-            )()
+            few_or_many = settings(max_examples=cases, deadline=None, derandomize=True)
+            of_drawn: Any = given(*strategies, **named)
+            few_or_many(of_drawn(check))()
 
         test.__doc__ = check.__doc__
         return test

@@ -66,9 +66,9 @@ def _sampled(
     sample: list[Request] = []
     others: list[Request] = []
     whole = list(requests)
-    taken = sample_of(whole) if taken is None else taken
+    chosen = set(sample_of(whole) if taken is None else taken)
     for request in whole:
-        (sample if request in taken else others).append(request)
+        (sample if request in chosen else others).append(request)
     return pytest.mark.parametrize(
         "requests",
         [

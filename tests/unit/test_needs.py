@@ -148,7 +148,8 @@ def test_of_a_function_what_it_is_within_is_needed(name: str) -> None:
 
 @cache
 def _cells(name: str, tokens: int) -> torch.Tensor:
-    return _HOLES[name].allows(torch.arange(tokens)[:, None], torch.arange(tokens))
+    cells: torch.Tensor = _HOLES[name].allows(torch.arange(tokens)[:, None], torch.arange(tokens))
+    return cells
 
 
 @pytest.mark.parametrize("kind", ["balanced", *sorted(KINDS)])
