@@ -50,8 +50,8 @@ def _cells_of(call: KernelCall) -> Iterator[tuple[slice, slice, torch.Tensor]]:
 
 
 @drawn(
-    100,
     300,
+    1000,
     _piece(),
     st.builds(
         PartSize,

@@ -117,7 +117,7 @@ def test_and_and_or_are_those_of_booleans(tree: Any) -> None:
         assert relation is not Relation.FULL or part.all()
 
 
-@drawn(40, 100, _TREES, st.integers(0, 23), st.integers(1, 24))
+@drawn(100, 300, _TREES, st.integers(0, 23), st.integers(1, 24))
 def test_spans_that_meet_a_stretch_of_keys_are_those_that_count(
     tree: Any, start: int, length: int
 ) -> None:
