@@ -9,6 +9,7 @@ interprets kernels (TRITON_INTERPRET=1).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -201,18 +202,36 @@ def _compile(request: Request) -> Compiled:
         target=target,
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(built.asm["cubin"])
-        used = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
-        sass = _cuobjdump("--dump-sass", cubin)
-    if used is None:
-        raise DeviceError(f"cuobjdump reports no resource usage for {request}")
-    counts = {name: len(re.findall(pattern, sass)) for name, pattern in _INSTRUCTIONS.items()}
+    registers, stack_bytes, counts = _read(built.asm["cubin"], request)
     return Compiled(
-        request, config, int(used[1]), int(used[2]), built.metadata.shared, counts,
+        request, config, registers, stack_bytes, built.metadata.shared, counts,
         _in_flight(built.asm["ttgir"]),
     )  # fmt: skip
+
+
+def _read(cubin: bytes, request: Request) -> tuple[int, int, dict[str, int]]:
+    """Registers and stack of one thread, and `Compiled.instructions`, from the machine code.
+
+    Triton's cache keeps them, by the code itself and what is looked for: to take a kernel apart
+    again costs a third of a second, most of it the start of nvdisasm.
+    """
+    from triton.runtime.cache import get_cache_manager
+
+    asked = hashlib.sha256(cubin + json.dumps(_INSTRUCTIONS).encode()).hexdigest()
+    kept, name = get_cache_manager(asked), "instructions.json"
+    path = kept.get_file(name)
+    if path is None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "kernel.cubin")
+            file.write_bytes(cubin)
+            used = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", file))
+            sass = _cuobjdump("--dump-sass", file)
+        if used is None:
+            raise DeviceError(f"cuobjdump reports no resource usage for {request}")
+        counts = {x: len(re.findall(pattern, sass)) for x, pattern in _INSTRUCTIONS.items()}
+        path = kept.put(json.dumps([int(used[1]), int(used[2]), counts]), name, binary=False)
+    registers, stack_bytes, counts = json.loads(Path(path).read_text(encoding="utf-8"))
+    return registers, stack_bytes, counts
 
 
 def _in_flight(ttgir: str) -> int | None:

@@ -4,6 +4,8 @@ import re
 import runpy
 from pathlib import Path
 
+from sphinx.util import logging
+
 from burst_rt.version import __version__
 
 project = "burst_rt"
@@ -64,7 +66,18 @@ def _add_modules(app: object, name: str, source: list[str]):
         source[0] += "\n" + runpy.run_path(str(Path(__file__).with_name("modules.py")))["page"]()
 
 
+_LOADED = re.compile(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(?:https?:)?//[^"]*"')
+
+
+def _check_loaded(app, error: object):
+    """Warns of pages that load something from elsewhere; a link may lead there."""
+    for page in sorted(Path(app.outdir).rglob("*.html")) if error is None else []:
+        for loaded in _LOADED.findall(page.read_text("utf-8")):
+            logging.getLogger(__name__).warning("%s loads %s", page.name, loaded)
+
+
 def setup(app):
     """Called by Sphinx."""
+    app.connect("build-finished", _check_loaded)
     app.connect("source-read", _add_modules)
     app.connect("autodoc-process-docstring", _to_rest)

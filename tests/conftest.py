@@ -23,6 +23,10 @@ import source_tree  # noqa: F401  (makes `benchmarks` importable)
 os.environ["BURST_RT_POISON"] = "1"
 # A machine file of this machine must not decide what tests do.
 os.environ["BURST_RT_HARDWARE"] = "none"
+# Without files of bytecode each process would compile the package again, and pytest all tests. MPI
+# jobs and other children inherit the variable.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Ranks are threads or processes on few cores. `make other-cpus` tries more.
 torch.set_num_threads(int(os.environ.get("BURST_RT_TEST_THREADS", "1")))
 

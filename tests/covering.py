@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-__all__ = ["Pair", "covering", "first_of", "pairs_of", "sample_of", "sampled"]
+__all__ = ["Pair", "covering", "drawn", "first_of", "pairs_of", "sample_of", "sampled"]
 
 Pair: TypeAlias = tuple[int, int, Any, Any]  # two factors, and a value of each
 _Row: TypeAlias = tuple[Any, ...]
@@ -89,6 +89,26 @@ def first_of(values: Iterable[Any], number: int, *always: Any) -> list[Any]:
         pytest.param(value, marks=() if place < number or value in always else pytest.mark.long)
         for place, value in enumerate(values)
     ]
+
+
+def drawn(
+    few: int, many: int, *strategies: Any, **named: Any
+) -> Callable[[Callable[..., None]], Any]:
+    """A test by cases that Hypothesis draws, the same each time: a few, and many as `long`."""
+
+    def decorate(check: Callable[..., None]) -> Any:
+        @pytest.mark.parametrize("cases", [few, pytest.param(many, marks=pytest.mark.long)])
+        def test(cases: int) -> None:
+            from hypothesis import given, settings  # most who import this module draw nothing
+
+            few_or_many = settings(max_examples=cases, deadline=None, derandomize=True)
+            of_drawn: Any = given(*strategies, **named)
+            few_or_many(of_drawn(check))()
+
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
 
 
 def _name_of(value: Any) -> str:

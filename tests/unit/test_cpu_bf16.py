@@ -32,11 +32,22 @@ def native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("burst_rt.kernels.cpu_bf16.cpu_capabilities", lambda: {"avx512_bf16": True})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+_MASKS = {
+    "full": Full(), "causal": Causal(), "window": SlidingWindow(300),
+    "documents": Causal() & Documents([701, 1, 400, 98]),
+}  # fmt: skip
+
+
+# Every mask in two worlds, in turns.
 @pytest.mark.parametrize(
-    "mask",
-    [Full(), Causal(), SlidingWindow(300), Causal() & Documents([701, 1, 400, 98])],
-    ids=["full", "causal", "window", "documents"],
+    ("mask", "world_size"),
+    [
+        pytest.param(
+            mask, world, id=f"{name} {world}", marks=() if (at + world) % 3 else pytest.mark.long
+        )
+        for at, (name, mask) in enumerate(_MASKS.items())
+        for world in (1, 2, 3)
+    ],
 )
 def test_forward_and_backward_are_right(mask: Mask, world_size: int) -> None:
     case = Case(1200, heads=4, kv_heads=2, dtype=_BF16, mask=mask, head_dim=32, v_head_dim=24)

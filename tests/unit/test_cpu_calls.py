@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from covering import drawn
 from hypothesis import strategies as st
 
 from burst_rt import Causal
@@ -49,8 +49,9 @@ def _cells_of(call: KernelCall) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         yield one.rows, one.columns, _cells(one.shape, rows, columns)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(
+@drawn(
+    300,
+    1000,
     _piece(),
     st.builds(
         PartSize,
@@ -99,8 +100,7 @@ def test_calls_are_what_is_seen_each_once(
     assert begun.equal(truth.any(1))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(
+@drawn(40, 100,
     step=st.integers(64, 130), rows=st.integers(1, 900), ahead=st.integers(-100, 300),
     begun=st.integers(0, 63), first=st.sampled_from([0, 17]), most=st.sampled_from([300, 2000]),
 )  # fmt: skip

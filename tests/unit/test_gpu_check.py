@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,12 +68,7 @@ def test_steps_that_measure_run_alone() -> None:
 def test_the_sanitizers_see_a_tile_such_as_models_have() -> None:
     root = Path(__file__).resolve().parents[2]
     cases = runpy.run_path(str(root / "tests" / "gpu" / "test_rings.py"))["_CASES"]
-    (words,) = {
-        step.words[step.words.index("tests/gpu/test_rings.py") :]
-        for step in STEPS
-        if step.needs == "compute-sanitizer"
-    }
-    (collected,) = _collected(root, words)
+    collected, *_ = _collected_of_steps(root)
     chosen = [
         cases[found]
         for found in re.findall(r"test_rings_against_the_spec\[(.+)-\d+-\w+\]", collected)
@@ -152,13 +148,9 @@ def test_every_test_of_a_step_is_there() -> None:
     root = Path(__file__).resolve().parents[2]
     for step in STEPS:
         assert all((root / word).exists() for word in step.words if word.startswith("tests/"))
-    tiles = ("tests/interpreted/test_tiles.py",)
-    chosen = [step.words for step in STEPS if step.name.startswith("tiles")]
+    _, *tiles = _collected_of_steps(root)
     whole, *halves = (
-        re.search(r"(\d+)(?:/\d+)? tests collected", collected)
-        for collected in _collected(
-            root, tiles, *((*tiles, *words[words.index("-k") :]) for words in chosen)
-        )
+        re.search(r"(\d+)(?:/\d+)? tests collected", collected) for collected in tiles
     )
     assert whole is not None
     counts = [int(found[1]) for found in halves if found is not None]
@@ -173,6 +165,20 @@ for words in json.load(sys.stdin):
         sys.exit(code)
     print("next")
 """
+
+
+@cache
+def _collected_of_steps(root: Path) -> list[str]:
+    """For the sanitizers, of all tiles, and for each step that has tests of tiles."""
+    (rings,) = {
+        step.words[step.words.index("tests/gpu/test_rings.py") :]
+        for step in STEPS
+        if step.needs == "compute-sanitizer"
+    }
+    tiles = ("tests/interpreted/test_tiles.py",)
+    chosen = [step.words for step in STEPS if step.name.startswith("tiles")]
+    halves = [(*tiles, *words[words.index("-k") :]) for words in chosen]
+    return _collected(root, rings, tiles, *halves)
 
 
 def _collected(root: Path, *calls: Sequence[str]) -> list[str]:

@@ -8,8 +8,6 @@ import gc
 import io
 import math
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -22,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from forked import with_torch
 from small_models import TOKENS, make_batch, make_model
 from torch.nn.functional import cross_entropy
 from transformers import masking_utils
@@ -964,9 +963,8 @@ except ImportError as error:
     assert isinstance(error, burst_rt.errors.ConfigError)
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = with_torch().run(source)
+    assert done.returncode == 0, done.stderr
     assert re.fullmatch(
         rf"burst_rt\.hf needs transformers .* \(.*{missing}.*\); in the clone of burst_rt say: "
         r"pip install '\.\[hf\]' -c constraints\.txt\n",

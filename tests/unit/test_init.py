@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+from forked import with_torch
 
 import burst_rt
 from burst_rt.errors import ConfigError, InputError, Stalled
@@ -47,14 +46,8 @@ def _init_under(launcher: dict[str, str], before: str = "") -> str:
     program = f"{before}import burst_rt\n{attempt}"
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=clean | root | launcher,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = with_torch().run(program, env=clean | root | launcher)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

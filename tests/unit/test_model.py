@@ -7,11 +7,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
+from forked import with_torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -231,4 +230,4 @@ torch.nn.utils.clip_grads_with_norm_(decoder.parameters(), 1.0, torch.tensor(2.0
 AdamW(decoder, weight_decay=0.1).step(0.1)
 sys.exit("torch._dynamo" in sys.modules)
 """
-    assert subprocess.run([sys.executable, "-P", "-c", source], check=False).returncode == 0
+    assert with_torch().run(source).returncode == 0

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -29,11 +30,13 @@ _RIDDLES = {"found", "own", "each", "some", "here", "there"}
 _LINES = 3  # maximum number of lines from a riddle's first use to its last
 
 
-def _modules() -> Iterator[tuple[str, ast.Module]]:
-    for folder in _FOLDERS:
-        for path in sorted((_ROOT / folder).rglob("*.py")):
-            name = path.relative_to(_ROOT).as_posix()
-            yield name, ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def _modules() -> list[tuple[str, ast.Module]]:
+    paths = [path for folder in _FOLDERS for path in sorted((_ROOT / folder).rglob("*.py"))]
+    return [
+        (path.relative_to(_ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
+        for path in paths
+    ]
 
 
 def _public(tree: ast.Module) -> Iterator[str]:

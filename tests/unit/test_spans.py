@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from covering import drawn
 from hypothesis import strategies as st
 from mask_truths import MASKS, Sizes, cells_of, truth_of
 
@@ -100,8 +100,7 @@ def _built(tree: Any) -> tuple[Mask, torch.Tensor]:
     return (a & b, a_cells & b_cells) if tree[2] else (a | b, a_cells | b_cells)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(_TREES)
+@drawn(100, 300, _TREES)
 def test_and_and_or_are_those_of_booleans(tree: Any) -> None:
     mask, cells = _built(tree)
     assert cells_of(mask, Sizes(24, 24, 1))[0].equal(cells)
@@ -118,8 +117,7 @@ def test_and_and_or_are_those_of_booleans(tree: Any) -> None:
         assert relation is not Relation.FULL or part.all()
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(_TREES, st.integers(0, 23), st.integers(1, 24))
+@drawn(100, 300, _TREES, st.integers(0, 23), st.integers(1, 24))
 def test_spans_that_meet_a_stretch_of_keys_are_those_that_count(
     tree: Any, start: int, length: int
 ) -> None:
@@ -145,8 +143,9 @@ _MOVED: tuple[tuple[Mask, _Shows], ...] = (
 _LENGTHS = st.tuples(st.integers(0, 8), st.integers(0, 10))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(
+@drawn(
+    100,
+    300,
     st.recursive(
         st.sampled_from([0, 1, 2, 3, 4, 5]),
         lambda inner: st.tuples(inner, inner, st.sampled_from("&|m")),
@@ -225,8 +224,7 @@ def _cells(piece: Piece, mask: Mask, q: range, kv: range) -> torch.Tensor:
     return cells
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(_TREES, st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 3, 64]))
+@drawn(100, 300, _TREES, st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 3, 64]))
 def test_pieces_are_what_is_seen_each_once(
     tree: Any, q_step: int, kv_step: int, few_rows: int
 ) -> None:

@@ -21,6 +21,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from forked import with_torch
 from telemetry_feed import beat, hello
 
 import burst_rt
@@ -543,12 +544,9 @@ def test_what_a_hub_cannot_do_is_told_to_whoever_started_it() -> None:
 
 
 def test_a_record_that_cannot_be_written_is_told_without_a_launcher() -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "import burst_rt; burst_rt.init().close()"],
+    done = with_torch().run(
+        "import burst_rt; burst_rt.init().close()",
         env=dict(os.environ) | {"BURST_RT_RECORD": "/proc/none/x"},
-        capture_output=True,
-        text=True,
-        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert "burst-rt: no record: cannot write /proc/none/x: No such file" in done.stderr
@@ -557,12 +555,9 @@ def test_a_record_that_cannot_be_written_is_told_without_a_launcher() -> None:
 def test_a_job_that_is_started_again_says_where_the_first_record_is(tmp_path: Path) -> None:
     record, said = tmp_path / "job.record", []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", "import burst_rt; burst_rt.init().close()"],
+        done = with_torch().run(
+            "import burst_rt; burst_rt.init().close()",
             env=dict(os.environ) | {"BURST_RT_RECORD": str(record)},
-            capture_output=True,
-            text=True,
-            timeout=60,
         )
         assert done.returncode == 0, done.stderr
         said.append(done.stderr)

@@ -22,7 +22,7 @@ from issued import HeldDevice, HeldWire, context_of, exchange_graph
 import burst_rt
 from burst_rt import Context
 from burst_rt.drivers.device import TorchDevice
-from burst_rt.drivers.watch import SharedWatch, Watch
+from burst_rt.drivers.watch import Backoff, SharedWatch, Watch
 from burst_rt.errors import BurstError, ContractMismatch, DeviceError, PeerLost, Stalled
 from burst_rt.job.ending import mpi_takes_threads
 from burst_rt.runtime import runtime
@@ -432,3 +432,11 @@ time.sleep(60)
     assert done.returncode == Stalled.exit_code
     assert done.stderr == "burst-rt: Stalled: rank 3: call 7 (Pipeline.run) ...\n"
     assert time.monotonic() - started_s < 30
+
+
+def test_a_wait_polls_hot_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burst_rt.drivers.watch._HOT_S", 60.0)
+    backoff = Backoff()
+    assert not backoff.pause()
+    monkeypatch.setattr("burst_rt.drivers.watch._HOT_S", 0.0)
+    assert backoff.pause()
