@@ -25,6 +25,7 @@ import torch
 
 import burst_rt
 from burst_rt.errors import InternalError
+from burst_rt.job.launched import RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_VARIABLE
 from burst_rt.launch.measure.options import OUT, RANKS
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, median, publish
@@ -32,7 +33,6 @@ from burst_rt.launch.measure.timing import slowest_s
 from burst_rt.telemetry.hub.starting import HUB_MODULE
 from burst_rt.telemetry.rank import joining
 from burst_rt.telemetry.rank.agent import Agent
-from burst_rt.telemetry.wire import RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_VARIABLE
 
 __all__ = ["command"]
 

@@ -26,6 +26,7 @@ import click
 import psutil
 
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.job.launched import TELEMETRY_VARIABLE
 from burst_rt.job.reports import (
     RankWait,
     primary_failure,
@@ -38,7 +39,7 @@ from burst_rt.launch.stopping import ask_to_stop, listen, read_word
 from burst_rt.launch.verdict import JobEnd, last_words
 from burst_rt.launch.where import machine_options, telemetry_options
 from burst_rt.telemetry.hub.starting import RunningHub, start_hub
-from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
+from burst_rt.telemetry.wire import read_settings
 
 __all__ = ["command", "kill_job", "launch"]
 

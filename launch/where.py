@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import click
 
-from burst_rt.job.launched import DEVICE_VARIABLE, TRANSPORT_VARIABLE
-from burst_rt.telemetry.wire import (
+from burst_rt.job.launched import (
     DASHBOARD_VARIABLE,
+    DEVICE_VARIABLE,
     METRICS_VARIABLE,
     RECORD_VARIABLE,
     TELEMETRY_VARIABLE,
+    TRANSPORT_VARIABLE,
 )
 from burst_rt.transport import TRANSPORTS
 

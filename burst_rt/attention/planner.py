@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -41,7 +41,9 @@ from burst_rt.scheduler import (
     check_graph,
     check_share,
 )  # fmt: skip
-from burst_rt.scheduler.simulator import Hardware
+
+if TYPE_CHECKING:
+    from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["Graphs", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
 

@@ -5,12 +5,14 @@ It is the planner's forecast, or a simulated run.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from burst_rt.planning.forecast import of_choice
-from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.strategies import Choice
-from burst_rt.scheduler.simulator import Hardware
+
+if TYPE_CHECKING:
+    from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["machine_like", "predicted_s"]
 
@@ -47,9 +49,17 @@ def predicted_s(
     if rank != 0 or choice.program.problem.world_size > _PREDICT_UP_TO:
         return None
     hardware = hardware or _shipped(device)
-    return of_choice(choice, hardware).time_s if hardware is not None else None
+    if hardware is None:
+        return None
+    from burst_rt.planning.forecast import of_choice  # here, as in `planning.choose`
+
+    return of_choice(choice, hardware).time_s
 
 
 def _shipped(device: torch.device) -> Hardware | None:
     name = machine_like(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return load_hardware(name) if name else None
+    if name is None:
+        return None
+    from burst_rt.planning.machines import load_hardware  # here, as above
+
+    return load_hardware(name)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import BurstError
+from burst_rt.job.launched import SECRET_VARIABLE
 from burst_rt.telemetry.hub.hub import Hub, serve
 from burst_rt.telemetry.read.record import Recorder
-from burst_rt.telemetry.wire import SECRET_VARIABLE
 from burst_rt.version import __version__
 
 if TYPE_CHECKING:

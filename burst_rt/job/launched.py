@@ -10,13 +10,27 @@ import os
 from collections.abc import Sequence
 
 __all__ = [
-    "DEVICE_VARIABLE", "TRANSPORT_VARIABLE", "local_rank", "mpi_ranks", "num_local_ranks", "rank",
-    "ranks_here", "torchrun_ranks", "torchrun_wrong",
+    "DASHBOARD_VARIABLE", "DEVICE_VARIABLE", "METRICS_VARIABLE", "RECORD_VARIABLE",
+    "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "TRANSPORT_VARIABLE", "local_rank", "mpi_ranks",
+    "num_local_ranks", "rank", "ranks_here", "torchrun_ranks", "torchrun_wrong",
 ]  # fmt: skip
 
 # The environment variables that say what "auto" means in `burst_rt.init`.
 # `burst-rt run --device ... --transport ...` sets them.
 DEVICE_VARIABLE, TRANSPORT_VARIABLE = "BURST_RT_DEVICE", "BURST_RT_TRANSPORT"
+
+# The variables that ask for telemetry. They are here because every command has options that set
+# them, and telemetry takes 10 ms to import.
+# "1" asks for it, an address asks for it with a hub that runs already. "0", "off", "no" or "false"
+# turns it off, whatever the other variables say; without a value, they decide.
+TELEMETRY_VARIABLE = "BURST_RT_TELEMETRY"
+SECRET_VARIABLE = "BURST_RT_TELEMETRY_SECRET"
+# A file to record to. Asks for telemetry too.
+RECORD_VARIABLE = "BURST_RT_RECORD"
+# "1" asks for a dashboard, [HOST:]PORT for a dashboard there; "0" is any free port. Both variables
+# ask for telemetry too; the dashboard's with "off", "no" or "false" asks for nothing.
+DASHBOARD_VARIABLE = "BURST_RT_DASHBOARD"
+METRICS_VARIABLE = "BURST_RT_METRICS_PORT"  # a port for `/metrics` alone
 
 # The innermost launcher first: an mpirun inside a step of srun leaves srun's variables as they are.
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")

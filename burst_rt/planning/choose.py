@@ -13,17 +13,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from burst_rt.errors import InputError
 from burst_rt.planning.evenness import evenness
-from burst_rt.planning.forecast import Forecast, of_choice
 from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, check_name
 from burst_rt.planning.strategies.ring import backward_ring
 from burst_rt.planning.strategies.table import TABLE, Direction, few_queries
-from burst_rt.scheduler.simulator import Hardware
+
+if TYPE_CHECKING:
+    from burst_rt.planning.forecast import Forecast
+    from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
     "CANDIDATES", "FORECAST_UP_TO", "LAYOUTS", "Chooser", "Ranking", "choose", "fastest_layout",
@@ -135,7 +137,15 @@ def forecast(
     for a strategy that this problem does not allow.
     """
     per_node = ranks_per_node or min(hardware.node.ranks, problem.world_size)
-    return of_choice(choose(problem, strategy, forward=forward, ranks_per_node=per_node), hardware)
+    choice = choose(problem, strategy, forward=forward, ranks_per_node=per_node)
+    return _forecast(choice, hardware)
+
+
+def _forecast(choice: Choice, hardware: Hardware) -> Forecast:
+    # Most jobs have no machine file, and do without the simulator.
+    from burst_rt.planning.forecast import of_choice
+
+    return of_choice(choice, hardware)
 
 
 class Ranking(NamedTuple):
@@ -230,7 +240,7 @@ def _scored(
         except InputError:
             continue  # not for this problem
         if all(choice.program != other.choice.program for other in scored):
-            scored.append(_Scored(strategy, choice, of_choice(choice, hardware)))
+            scored.append(_Scored(strategy, choice, _forecast(choice, hardware)))
     return scored
 
 

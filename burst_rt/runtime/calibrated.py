@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.planning.machines import load_hardware
 from burst_rt.remembered import cache_folder
-from burst_rt.scheduler.simulator import Hardware
+
+if TYPE_CHECKING:
+    from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["HARDWARE_VARIABLE", "calibrated_path", "find_hardware", "fit_to_job"]
 
@@ -35,8 +37,13 @@ def find_hardware(device_type: str) -> Hardware | None:
     if named == "none":
         return None
     path = named or calibrated_path(device_type)
+    if not named and not Path(path).is_file():
+        return None
+    # Most jobs have no machine file, and do without its parser and the simulator.
+    from burst_rt.planning.machines import load_hardware
+
     try:
-        return load_hardware(path) if named or Path(path).is_file() else None
+        return load_hardware(path)
     except InputError as error:
         raise ConfigError(
             f"{HARDWARE_VARIABLE}={named}: {error.message}" if named else error.message

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -40,9 +40,11 @@ from burst_rt.errors import ConfigError
 from burst_rt.runtime.choosing import TransportChoice
 from burst_rt.runtime.stats import Stats
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
-from burst_rt.scheduler.simulator import Hardware
 from burst_rt.transport import Memory, OrderedTransport, Transport
 from burst_rt.transport.staged import stage_graph
+
+if TYPE_CHECKING:
+    from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["CallCounts", "Cluster", "Machine", "Mark", "SlotPool", "Slots"]
 

@@ -19,14 +19,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from burst_rt.errors import InputError, ProtocolError
+from burst_rt.job.launched import (
+    DASHBOARD_VARIABLE,
+    METRICS_VARIABLE,
+    RECORD_VARIABLE,
+    SECRET_VARIABLE,
+    TELEMETRY_VARIABLE,
+)
 
 __all__ = [
-    "DASHBOARD_VARIABLE",
     "MAX_FRAME_BYTES",
-    "METRICS_VARIABLE",
-    "RECORD_VARIABLE",
-    "SECRET_VARIABLE",
-    "TELEMETRY_VARIABLE",
     "Frames",
     "Settings",
     "connect_to_hub",
@@ -36,16 +38,7 @@ __all__ = [
     "until_beat_s",
 ]
 
-# "1" asks for telemetry, an address for telemetry with a hub that runs already. "0" or a word of
-# `_OFF` turns it off, whatever the other variables say; without a value, they decide.
-TELEMETRY_VARIABLE = "BURST_RT_TELEMETRY"
-SECRET_VARIABLE = "BURST_RT_TELEMETRY_SECRET"
-# A file to record to. Asks for telemetry too.
-RECORD_VARIABLE = "BURST_RT_RECORD"
-# "1" asks for a dashboard, [HOST:]PORT for a dashboard there; "0" is any free port. Both variables
-# ask for telemetry too; the dashboard's with a word of `_OFF` asks for nothing.
-DASHBOARD_VARIABLE = "BURST_RT_DASHBOARD"
-METRICS_VARIABLE = "BURST_RT_METRICS_PORT"  # a port for `/metrics` alone
+# Words of the variables that ask for telemetry (`job/launched.py`).
 _OFF, _ON = ("off", "no", "false"), ("on", "yes", "true")
 
 _LENGTH = 4

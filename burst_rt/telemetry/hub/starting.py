@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import ConfigError, Stalled
-from burst_rt.telemetry.wire import (
+from burst_rt.job.launched import (
     DASHBOARD_VARIABLE,
     METRICS_VARIABLE,
     RECORD_VARIABLE,
