@@ -101,7 +101,7 @@ class Call:
         """The shape of v on this rank."""
         return (*self.kv_shape[:3], self.v_head_dim)
 
-    @property
+    @cached_property
     def attention(self) -> AttentionState:
         """What the calls of this call's context share."""
         return self.options.layout.attention

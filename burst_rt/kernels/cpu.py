@@ -107,10 +107,11 @@ class CpuKernel(Kernel):
                 m=_narrow(state.m, 1, heads),
                 l=_narrow(state.l, 1, heads),
             )
-            head_tile = _tile_of_heads(tile, heads)._replace(first=False, last=False)
+            head_tile = _tile_of_heads(tile, heads, first=False, last=False)
             for _, calls in _parts(tile, part, batched):
                 for call in calls:
-                    call = call._replace(first=call.first and fresh)
+                    if call.first and not fresh:
+                        call = call._replace(first=False)
                     if tile.score_options.softcap is not None:
                         alone = head_tile._replace(pieces=(call.first_block(),))
                         _untiled.forward(of_heads, alone, sums)
@@ -258,10 +259,10 @@ def _of_heads(qkv: QKV, heads: slice, kv_heads: slice) -> QKV:
     return QKV(_narrow(qkv.q, 2, heads), _narrow(qkv.k, 2, kv_heads), _narrow(qkv.v, 2, kv_heads))
 
 
-def _tile_of_heads(tile: Tile, heads: slice) -> Tile:
-    """The tile for some of its query heads."""
-    first_head = tile.first_head + heads.start
-    return tile._replace(first_head=first_head, score_options=tile.score_options.of_heads(heads))
+def _tile_of_heads(tile: Tile, heads: slice, **others: Any) -> Tile:
+    """The tile for some of its query heads; others: fields that change too."""
+    first_head, options = tile.first_head + heads.start, tile.score_options.of_heads(heads)
+    return tile._replace(first_head=first_head, score_options=options, **others)
 
 
 # A part is a function of its own, so that a part's memory is free before the next part takes its

@@ -7,15 +7,12 @@ name of the field of the dataclasses in `burst_rt.scheduler.simulator.hardware` 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from types import UnionType
 from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
-
-import tomli_w
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.scheduler.simulator import Hardware
@@ -29,6 +26,8 @@ def to_toml(hardware: Hardware) -> str:
     def given(items: list[tuple[str, object]]) -> dict[str, object]:
         # TOML has no None; a field that is not there is read as None.
         return {name: value for name, value in items if value is not None}
+
+    import tomli_w  # here, as tomllib below: `burst-rt plan --help` needs neither
 
     return tomli_w.dumps(asdict(hardware, dict_factory=given))
 
@@ -69,6 +68,8 @@ def parse_hardware(text: str, where: str) -> Hardware:
 
     Raises ConfigError for a missing, unknown or wrong field, and for text that is not TOML.
     """
+    import tomllib
+
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # numbers of too many digits are a ValueError
