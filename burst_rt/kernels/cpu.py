@@ -110,8 +110,7 @@ class CpuKernel(Kernel):
             head_tile = _tile_of_heads(tile, heads, first=False, last=False)
             for _, calls in _parts(tile, part, batched):
                 for call in calls:
-                    if call.first and not fresh:
-                        call = call._replace(first=False)
+                    call = call if fresh or not call.first else call._replace(first=False)
                     if tile.score_options.softcap is not None:
                         alone = head_tile._replace(pieces=(call.first_block(),))
                         _untiled.forward(of_heads, alone, sums)
