@@ -28,8 +28,9 @@ help: ## this list
 run: $(RUN) ## train a small model on 2 ranks (under 3 minutes)
 	$(BIN)/burst-rt train -n 2
 
-# What needs no MPI job of its own runs a test on each core; a core that has none left takes over some of another's.
-PARALLEL := -n logical --maxprocesses 8 --dist worksteal
+# What needs no MPI job of its own runs a test on each core and one more, as a quarter of the time tests wait; who has none left takes
+# over some of another's.
+PARALLEL := -n $(shell echo $$(($$(nproc) + 1))) --maxprocesses 8 --dist worksteal
 # MPI jobs of up to 5 ranks: half their time goes by waiting. Tests of a file share jobs, so a file is run by one process; the long files
 # come first (tests/conftest.py), where xdist would begin with the files of most tests.
 JOBS := -n 2 --dist loadfile --no-loadscope-reorder
@@ -71,7 +72,8 @@ test-masks: $(ALL) ## every mask with every strategy, layout, world and length; 
 	$(BIN)/pytest $(PARALLEL) tests/all_masks.py -k '$(ONLY)'
 	TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) tests/all_masks.py -k '$(ONLY)'
 
-check: lint types unit ## ruff, mypy and the unit tests
+check: lint types ## ruff, mypy and the unit tests but for those that build something
+	$(BIN)/pytest $(PARALLEL) -m 'not builds' tests/unit tests/sim
 
 lint: $(ALL) ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -35,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "mpi: starts MPI jobs")
 
 
+# Files whose tests build something: pages of the guide, kernels, a job for a GPU.
+_BUILDING_FILES = {"test_aot.py", "test_gpu_check.py", "test_guide.py", "test_tune.py"}
 # Files that take minutes, or (the page) longer than all others of their folder.
 _LONG_FILES = {
     "test_leaving.py", "test_models.py", "test_page.py", "test_train.py", "test_train_model.py",
@@ -43,13 +45,16 @@ _LONG_FILES = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests under tests/mpi, so that `-m 'not mpi'` leaves them out.
+    """Marks the tests under tests/mpi, so that `-m 'not mpi'` leaves them out, and those that
+    build something.
 
     Leaves out tests marked `long` (see `covering`), unless -m names that mark.
     """
     for item in items:
         if item.path.parent.name == "mpi":
             item.add_marker("mpi")
+        if item.path.name in _BUILDING_FILES or "installed_copy" in item.name:
+            item.add_marker("builds")
     if "long" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if _is_long(item)])
         items[:] = [item for item in items if not _is_long(item)]
