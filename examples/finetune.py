@@ -129,6 +129,9 @@ def main() -> None:
         if dist.get_rank() == 0:
             model.save_pretrained(options.out, state_dict=weights)
             tokenizer.save_pretrained(options.out)
+    # A thread of gloo that frees the tensors of its last collective while Python ends aborts the
+    # process; a barrier has none.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -128,4 +128,5 @@ def _run(
         kill_job(process)
         out, err = process.communicate()
         raise TimeoutError(f"{what} did not end within {timeout_s:g} s\n{out}\n{err}") from None
-    return Job(process.returncode, out, err, time.time())
+    # Open MPI's abort leaves a NUL byte in the output, now and then at the beginning of a line.
+    return Job(process.returncode, out, err.replace("\0", ""), time.time())
