@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.strategies import Choice
 
 if TYPE_CHECKING:
@@ -58,8 +59,4 @@ def predicted_s(
 
 def _shipped(device: torch.device) -> Hardware | None:
     name = machine_like(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if name is None:
-        return None
-    from burst_rt.planning.machines import load_hardware  # here, as above
-
-    return load_hardware(name)
+    return load_hardware(name) if name else None

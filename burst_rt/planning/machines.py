@@ -12,10 +12,12 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from types import UnionType
-from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.scheduler.simulator import Hardware
+
+if TYPE_CHECKING:
+    from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["load_hardware", "parse_hardware", "to_toml"]
 
@@ -27,7 +29,7 @@ def to_toml(hardware: Hardware) -> str:
         # TOML has no None; a field that is not there is read as None.
         return {name: value for name, value in items if value is not None}
 
-    import tomli_w  # here, as tomllib below: `burst-rt plan --help` needs neither
+    import tomli_w  # here, as below
 
     return tomli_w.dumps(asdict(hardware, dict_factory=given))
 
@@ -68,7 +70,10 @@ def parse_hardware(text: str, where: str) -> Hardware:
 
     Raises ConfigError for a missing, unknown or wrong field, and for text that is not TOML.
     """
+    # Here: most jobs have no machine file, and do without a parser and the simulator.
     import tomllib
+
+    from burst_rt.scheduler.simulator import Hardware
 
     try:
         table = tomllib.loads(text)

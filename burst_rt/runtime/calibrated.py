@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.planning.machines import load_hardware
 from burst_rt.remembered import cache_folder
 
 if TYPE_CHECKING:
@@ -37,13 +38,8 @@ def find_hardware(device_type: str) -> Hardware | None:
     if named == "none":
         return None
     path = named or calibrated_path(device_type)
-    if not named and not Path(path).is_file():
-        return None
-    # Most jobs have no machine file, and do without its parser and the simulator.
-    from burst_rt.planning.machines import load_hardware
-
     try:
-        return load_hardware(path)
+        return load_hardware(path) if named or Path(path).is_file() else None
     except InputError as error:
         raise ConfigError(
             f"{HARDWARE_VARIABLE}={named}: {error.message}" if named else error.message

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError
 from burst_rt.job import launched
+from burst_rt.planning.machines import parse_hardware, to_toml
 from burst_rt.runtime.calibrated import find_hardware, fit_to_job
 from burst_rt.runtime.choosing import choose_transport
 from burst_rt.runtime.connections import Comm, Connections, Group, connect
@@ -33,9 +34,6 @@ from burst_rt.transport.nccl import (
     first_pairs,
     unique_id_bytes,
 )
-
-if TYPE_CHECKING:
-    from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["GroupMember", "Presence", "check_seconds", "join", "ranks_per_node"]
 
@@ -144,11 +142,8 @@ def _decide(
     facts = [Facts(**word) for word in words]
     hosts = [rank.host for rank in facts]
     choice, per_node = choose_transport(transport, facts), ranks_per_node(hosts)
-    hardware: Hardware | None = None
-    if text:
-        from burst_rt.planning.machines import parse_hardware  # here, as in `calibrated`
-
-        hardware = parse_hardware(text, "of rank 0")
+    hardware = parse_hardware(text, "of rank 0") if text else None
+    if hardware is not None:
         # No machine file says what staging costs. If messages are staged, the planner decides by
         # bytes.
         hardware = None if choice.staged else fit_to_job(hardware, per_node, control.size)
@@ -206,11 +201,7 @@ def _word(
         # All ranks plan with the same machine file, or they would plan differently.
         first = connections.control.rank == 0 and connections.control.size > 1
         planned = find_hardware(computes_on.type) if first else None
-        hardware = ""
-        if planned:
-            from burst_rt.planning.machines import to_toml  # here, as in `calibrated`
-
-            hardware = to_toml(planned)
+        hardware = to_toml(planned) if planned else ""
         return computes_on, {**facts, "asked": transport, "hardware": hardware}
     except (ConfigError, InputError) as error:
         return computes_on, {"error": error.message, "class": type(error).__name__}
