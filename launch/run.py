@@ -35,7 +35,7 @@ from burst_rt.job.reports import (
 )
 from burst_rt.launch.mpirun import MpiLauncher, find_launcher, one_host
 from burst_rt.launch.ranks import Ranks
-from burst_rt.launch.stopping import ask_to_stop, listen, read_word
+from burst_rt.launch.stopping import ask_to_stop, listen, put_back, read_word
 from burst_rt.launch.verdict import JobEnd, last_words
 from burst_rt.launch.where import machine_options, telemetry_options
 from burst_rt.telemetry.hub.starting import RunningHub, start_hub
@@ -322,8 +322,7 @@ def _forward_signals() -> Iterator[_Stop]:
     try:
         yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        put_back(before)
 
 
 def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:

@@ -14,11 +14,12 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from burst_rt.job.reports import job_folder
 
@@ -30,6 +31,7 @@ __all__ = [
     "ask_to_stop",
     "leave_word",
     "listen",
+    "put_back",
     "read_word",
 ]
 
@@ -93,6 +95,16 @@ def leave_word(word: LastWord) -> bool:
     return True
 
 
+def put_back(handlers: Mapping[int, Any]) -> None:
+    """Give signals the handlers that `signal.signal` returned for them.
+
+    It returns None for a handler that Python did not set, as UCX's of SIGHUP where UCX is
+    preloaded. Python cannot put that one back: the signal then ends the process.
+    """
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 @dataclass
 class StopRequests:
     """A context manager that notes requests to stop: signals to this process, and the launcher's.
@@ -106,7 +118,7 @@ class StopRequests:
     offer: bool
     _noted: signal.Signals | None = None
     _noted_at_s: float = 0.0
-    _before: dict[int, object] = field(default_factory=dict)
+    _before: dict[int, Any] = field(default_factory=dict)
     _job_dir: Path | None = None
 
     def votes(self) -> StopVotes:
@@ -152,8 +164,7 @@ class StopRequests:
             signal.raise_signal(number)
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # as signal.signal gave it
+        put_back(self._before)
         self._before = {}
 
 

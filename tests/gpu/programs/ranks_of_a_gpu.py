@@ -1,0 +1,89 @@
+"""A rank of `test_processes.py`: processes that share a GPU and really send to each other.
+
+Arguments: the transport, and what to do. "spec": calls against the float64 spec, each made twice;
+rank 0 prints the transport and the largest errors as JSON. "lost": the last rank kills itself
+before its third call; the other ranks print how their third call ended, and after how many seconds.
+
+NCCL before 2.30 refuses two ranks on one GPU of one host. It knows hosts by their names, so every
+rank here gives itself one, in a namespace of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+import torch
+from spec import errors_of
+from worlds import Case, attend
+
+import burst_rt
+from burst_rt import Causal, Context, SlidingWindow
+from burst_rt.errors import BurstError
+
+_CLONE_NEWUTS = 0x04000000
+_HALF = Case(1000, heads=4, kv_heads=2, head_dim=128, dtype=torch.bfloat16, mask=Causal())
+_WIDE = Case(500, heads=4, head_dim=64, mask=Causal())
+CASES = {
+    "bf16, zigzag, auto": _HALF,
+    "bf16, contiguous, burst": _HALF.but(kind="contiguous", strategy="burst"),
+    "fp32, striped, ring-kv": _WIDE.but(kind="striped", strategy="ring-kv"),
+    "fp32, zigzag, burst": _WIDE.but(strategy="burst"),
+    "fp32, contiguous, bidirectional": _WIDE.but(kind="contiguous", strategy="bidirectional"),
+    "fp32, zigzag, all-to-all": _WIDE.but(strategy="all-to-all"),
+    "fp32, contiguous, window, direct": _WIDE.but(
+        kind="contiguous", strategy="direct", mask=SlidingWindow(40)
+    ),
+}
+
+
+def _on_a_host_of_its_own(rank: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), "unshare: a host name of its own needs root")
+    socket.sethostname(f"host{rank}")
+
+
+def _against_the_spec(ctx: Context) -> dict[str, float]:
+    worst = {}
+    for name, case in CASES.items():
+        first, again = attend(ctx, case), attend(ctx, case)
+        for x, y in zip(first, again, strict=True):
+            assert x is None or (y is not None and torch.equal(x, y)), f"{name}: other bits"
+        worst[name] = max(errors_of(first, case.truth).values())
+    return worst
+
+
+def _until_one_is_lost(ctx: Context) -> dict[str, object]:
+    inputs = _HALF.inputs()
+    for _ in range(2):
+        attend(ctx, _HALF, inputs)
+    ctx.all_gather(None)
+    if ctx.rank == ctx.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun_s = time.monotonic()
+    try:
+        attend(ctx, _HALF, inputs)
+    except BurstError as error:
+        return {"error": type(error).__name__, "after_s": time.monotonic() - begun_s}
+    return {"error": None}
+
+
+def main() -> None:
+    """The rank."""
+    transport, job = sys.argv[1:]
+    if transport != "mpi":
+        _on_a_host_of_its_own(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"  # a CPU rehearses the launching
+    with burst_rt.init(device=device, transport=transport, timeout_s=60) as ctx:
+        found = _against_the_spec(ctx) if job == "spec" else _until_one_is_lost(ctx)
+        if ctx.rank == 0:
+            print(json.dumps({"transport": ctx.why_transport, "found": found}), flush=True)
+
+
+main()
