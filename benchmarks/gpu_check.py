@@ -82,30 +82,34 @@ _HALF = "bfloat16 or float16 or 16_bit or head_sizes"
 
 STEPS = (
     # First: it needs no compiled kernels beside its own, and proves the most.
-    Step("processes that share the GPU", (*_PYTEST, "tests/gpu/test_processes.py"), 120),
-    Step("rings against the spec", (*_PYTEST, *_SHARED, "tests/gpu/test_rings.py"), 150),
+    Step(
+        "processes that share the GPU",
+        (*_PYTEST, "--durations=0", "tests/gpu/test_processes.py"),
+        140,
+    ),
+    Step("rings against the spec", (*_PYTEST, *_SHARED, "tests/gpu/test_rings.py"), 140),
     Step(
         "tiles against the spec, 32 bits",
         (*_PYTEST, *_SHARED, _TILES, "-k", f"not ({_HALF})"),
-        150,
+        140,
         beside=True,
     ),
     Step(
         "tiles against the spec, 16 bits",
         (*_PYTEST, *_SHARED, _TILES, "-k", _HALF),
-        150,
+        140,
         beside=True,
     ),
     Step(
         "rings of triton tiles",
         (*_PYTEST, *_SHARED, "tests/interpreted/test_rings.py"),
-        150,
+        140,
         beside=True,
     ),
     Step(
         "masks through triton tiles",
         (*_PYTEST, *_SHARED, "tests/interpreted/test_masks.py"),
-        150,
+        140,
         beside=True,
     ),
     Step(
@@ -116,19 +120,19 @@ STEPS = (
             "tests/interpreted/test_scores.py",
             "tests/interpreted/test_decode.py",
         ),
-        150,
+        140,
         beside=True,
     ),
     Step(
         "cuDNN and FlashAttention against the spec",
         (*_PYTEST, *_SHARED, "tests/gpu/test_vendor.py"),
-        150,
+        140,
         beside=True,
     ),
-    Step("memcheck", (*_SANITIZER, "memcheck", *_SMALL), 150, "compute-sanitizer", beside=True),
-    Step("racecheck", (*_SANITIZER, "racecheck", *_SMALL), 150, "compute-sanitizer", beside=True),
+    Step("memcheck", (*_SANITIZER, "memcheck", *_SMALL), 140, "compute-sanitizer", beside=True),
+    Step("racecheck", (*_SANITIZER, "racecheck", *_SMALL), 140, "compute-sanitizer", beside=True),
     # The steps after this one use what it finds.
-    Step("block sizes", (*_TUNE, "--repeats", "5", "--limit-s", "45"), 70),
+    Step("block sizes", (*_TUNE, "--repeats", "5", "--limit-s", "40"), 60),
     Step("kernel speed", (*_BENCH, "--part", "kernels", "--repeats", "5"), 60),
     Step("calls under masks", (*_BENCH, "--part", "masks", "--repeats", "5"), 30),
     Step("rings on one GPU", (*_BENCH, "--part", "ring", "--repeats", "5"), 30),

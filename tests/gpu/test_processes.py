@@ -92,7 +92,7 @@ def _told(out: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("transport", ["torch", "nccl", "staged"])
+@pytest.mark.parametrize("transport", ["torch", "nccl"])
 def test_processes_that_meet_through_a_store(transport: str) -> None:
     with _through_a_store(transport, "spec") as ranks:
         (out, err), (_, other) = (rank.communicate(timeout=_DEADLINE_S) for rank in ranks)
@@ -100,13 +100,12 @@ def test_processes_that_meet_through_a_store(transport: str) -> None:
     _check(out, transport)
 
 
-@pytest.mark.parametrize("transport", ["nccl", "staged"])
-def test_processes_of_an_mpi_job(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_an_mpi_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in _NCCL.items():
         monkeypatch.setenv(name, value)
-    job = run_job(_RANK, 2, [transport, "spec"], timeout_s=_DEADLINE_S)
+    job = run_job(_RANK, 2, ["nccl", "spec"], timeout_s=_DEADLINE_S)
     assert job.exit_code == 0, job.text
-    _check(job.out, transport)
+    _check(job.out, "nccl")
 
 
 @pytest.mark.skipif(find_spec("libucx") is None, reason="needs the package libucx-cu13")

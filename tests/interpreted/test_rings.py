@@ -77,7 +77,12 @@ def test_one_tile_needs_no_wider_gradients() -> None:
     def sums(ctx: burst_rt.Context, mask: Mask, strategy: str) -> int | None:
         layout = ctx.layout(40)
         q, k, v = (
-            torch.zeros(1, layout.shard_len, heads, 32, dtype=torch.bfloat16, requires_grad=True)
+            torch.zeros(
+                (1, layout.shard_len, heads, 32),
+                dtype=torch.bfloat16,
+                device=ctx.device,
+                requires_grad=True,
+            )  # fmt: skip
             for heads in (4, 2, 2)
         )
         call = burst_rt.make_call(q, k, v, mask=mask, layout=layout, strategy=strategy)
