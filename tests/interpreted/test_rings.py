@@ -82,7 +82,7 @@ def test_one_tile_needs_no_wider_gradients() -> None:
                 dtype=torch.bfloat16,
                 device=ctx.device,
                 requires_grad=True,
-            )  # fmt: skip
+            )
             for heads in (4, 2, 2)
         )
         call = burst_rt.make_call(q, k, v, mask=mask, layout=layout, strategy=strategy)
