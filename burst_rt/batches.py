@@ -313,7 +313,8 @@ def _layout(ctx: Context, tokens: int, mask: Mask, layout: str | ContextLayout) 
     if not isinstance(layout, ContextLayout):
         followed = Causal() & mask if layout == "balanced" else None
         layout = ContextLayout(
-            ctx.attention, choose_layout(ctx.attention, tokens, layout, followed, None, None, None)
+            ctx.attention,
+            choose_layout(ctx.attention, tokens, layout, followed, (None, None, None)),
         )
     elif layout.runtime is not ctx.runtime or layout.seq_len != tokens:
         got = f"got {layout.seq_len} tokens over {layout.runtime.world_size} ranks"

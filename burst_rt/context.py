@@ -102,7 +102,8 @@ class Context:
         they make next.
         """
         try:
-            chosen = choose_layout(self.attention, seq_len, kind, mask, heads, head_dim, dtype)
+            shape = heads, head_dim, dtype
+            chosen = choose_layout(self.attention, seq_len, kind, mask, shape)
         except InputError as error:
             refuse("layout", error, self.runtime)
         return ContextLayout(self.attention, chosen)

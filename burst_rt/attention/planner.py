@@ -45,7 +45,7 @@ from burst_rt.scheduler import (
 if TYPE_CHECKING:
     from burst_rt.scheduler.simulator import Hardware
 
-__all__ = ["Graphs", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
+__all__ = ["Graphs", "KernelPlan", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
 
 # Number of programs whose intermediate data is kept: two calls in both directions. The other
 # direction's tables need the data. It grows with the square of the world size.
@@ -99,20 +99,15 @@ class MemoryNeed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """The verified graph of one rank, and the kernel of its tasks: what every plan is."""
+    """The verified graph of one rank: what every plan is."""
 
     rank: int
-    picked: KernelChoice  # the kernel, and why it was picked
     program_graph: Graph  # the graph that the program built
     schedule: Schedule  # schedule of `graph`, which the machine lowered from `program_graph`
 
     @property
     def graph(self) -> Graph:
         return self.schedule.graph
-
-    @cached_property
-    def kernel(self) -> Kernel:
-        return self.picked.kernel
 
     @cached_property
     def slots(self) -> tuple[Part, ...]:
@@ -138,7 +133,18 @@ class RankPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(RankPlan):
+class KernelPlan(RankPlan):
+    """A plan whose tasks are tiles of a kernel."""
+
+    picked: KernelChoice  # the kernel, and why it was picked
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        return self.picked.kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(KernelPlan):
     """One direction of one call on one rank, verified."""
 
     key: PlanKey

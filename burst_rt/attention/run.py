@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -74,7 +74,7 @@ def run_forward(
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
         make = run_types(type(plan.choice.program)).forward
-        run = _bound(call, contract, plan, make, qkv, score_options)
+        run = _bound(call, plan, make, _Given(contract, qkv, score_options))
         _, free = runtime.perform(contract, _schedule(plan, run), call.agreed)
         runtime.machine.give_back(plan, run.slots, free)
         run.forget()
@@ -97,7 +97,7 @@ def run_backward(
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
         make = run_types(type(plan.choice.program)).backward
-        run = _bound(call, contract, plan, make, qkv, score_options, results)
+        run = _bound(call, plan, make, _Given(contract, qkv, score_options, results))
         _, free = runtime.perform(contract, _schedule(plan, run))
         runtime.machine.give_back(plan, run.slots, free)
         run.forget()
@@ -140,22 +140,23 @@ def _plain_math(device_type: str) -> Iterator[None]:
         yield
 
 
-def _bound(
-    call: Forward,
-    contract: Contract,
-    plan: Plan,
-    make: Callable[[Binding], _R],
-    qkv: QKV,
-    score_options: ScoreOptions,
-    results: Results | None = None,
-) -> _R:
+class _Given(NamedTuple):
+    """One direction of a call: its words, and its tensors; a backward has results."""
+
+    contract: Contract
+    qkv: QKV
+    score_options: ScoreOptions
+    results: Results | None = None
+
+
+def _bound(call: Forward, plan: Plan, make: Callable[[Binding], _R], given: _Given) -> _R:
     """Binds a call's tensors: the run that is to be performed.
 
     To bind takes all memory of the call but the tiles' scratch, before anything is sent. If memory
     runs out, every rank raises DeviceError: the call is refused, which blocks at most `timeout_s`.
     One of several calls that the ranks agreed on at once cannot be refused: there this rank fails.
     """
-    runtime = call.attention.runtime
+    runtime, (contract, qkv, score_options, results) = call.attention.runtime, given
     try:
         binding = Binding(
             plan=plan,

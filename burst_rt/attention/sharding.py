@@ -149,12 +149,13 @@ def choose_layout(
     seq_len: int,
     kind: str,
     mask: Mask | None,
-    heads: tuple[int, int] | None,
-    head_dim: int | None,
-    dtype: torch.dtype | None,
+    shape: tuple[tuple[int, int] | None, int | None, torch.dtype | None],
 ) -> Layout:
-    """The layout that `Context.layout` makes from its arguments. Local. Raises InputError."""
-    world_size = attention.runtime.world_size
+    """The layout that `Context.layout` makes from its arguments. Local. Raises InputError.
+
+    shape: heads, head_dim and dtype.
+    """
+    world_size, (heads, head_dim, dtype) = attention.runtime.world_size, shape
     if kind != AUTO and (heads, head_dim, dtype) != (None, None, None):
         raise InputError(
             f"layout: heads, head_dim and dtype are for kind 'auto' only, got kind {kind!r}"

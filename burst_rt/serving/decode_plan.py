@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from burst_rt.attention.planner import RankPlan
+from burst_rt.attention.planner import KernelPlan
 from burst_rt.attention.state import AttentionState
 from burst_rt.errors import InputError
 from burst_rt.kernels import Work, pick_decode, sum_dtype
@@ -27,7 +27,7 @@ _FEW_KEYS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodePlan(RankPlan):
+class DecodePlan(KernelPlan):
     """A decode on one rank, verified."""
 
     program: Decode

@@ -326,7 +326,7 @@ _FLOORS = (
     ("transport", "planning"),
     ("kernels", "drivers"),
     ("runtime",),
-    ("attention", "serving"),
+    ("attention", "serving", "recurrence"),
     ("telemetry",),
     ("dashboard",),
     ("context", "batches", "hf", "local", ""),

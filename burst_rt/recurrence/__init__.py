@@ -1,0 +1,21 @@
+"""What mixes tokens otherwise than by softmax: linear attention, state spaces, convolutions."""
+
+from burst_rt.recurrence.api import (
+    causal_conv1d,
+    gated_delta_rule,
+    linear_attention,
+    linear_recurrence,
+    selective_scan,
+    state_space,
+)
+from burst_rt.recurrence.call import RecurrencePlan
+
+__all__ = [
+    "RecurrencePlan",
+    "causal_conv1d",
+    "gated_delta_rule",
+    "linear_attention",
+    "linear_recurrence",
+    "selective_scan",
+    "state_space",
+]

@@ -1,0 +1,369 @@
+"""What a user calls: recurrences over a sequence that is spread over ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from burst_rt.attention.sharding import ContextLayout
+from burst_rt.errors import BurstError, InputError
+from burst_rt.planning.masks import Documents
+from burst_rt.planning.scan import segments_of
+from burst_rt.recurrence.base import Recurrence
+from burst_rt.recurrence.call import RecurrenceCall
+from burst_rt.recurrence.checks import begins_of, check_heads, check_sizes, scale_of
+from burst_rt.recurrence.convolution import Convolution
+from burst_rt.recurrence.elements import LinearRecurrence, SelectiveScan
+from burst_rt.recurrence.matrix import DeltaRule, LinearAttention
+from burst_rt.recurrence.run import RecurrenceFunction
+from burst_rt.runtime.refusing import refuse
+
+__all__ = [
+    "causal_conv1d",
+    "gated_delta_rule",
+    "linear_attention",
+    "linear_recurrence",
+    "selective_scan",
+    "state_space",
+]
+
+Tensor = torch.Tensor
+
+_Result = Tensor | tuple[Tensor, Tensor]
+
+
+class _Given(NamedTuple):
+    """What every function takes besides its tensors."""
+
+    layout: ContextLayout
+    documents: Documents | Tensor | None
+    initial_state: Tensor | None  # as `Recurrence.state_shape` has it
+    return_state: bool
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    layout: ContextLayout,
+    documents: Documents | Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+) -> _Result:
+    """A causal convolution of each channel over the K tokens up to each token, over ranks.
+
+    x: this rank's tokens `[batch, tokens, channels]`. weight: `[channels, K]`, K at least 2. bias:
+        `[channels]`. activation: None, "silu" or "swish" (the same). As causal-conv1d has them.
+    State: `[batch, channels, K - 1]`, the tokens before; 0 where they are of another document.
+
+    Returns `[batch, tokens, channels]` in x's dtype. See `gated_delta_rule` for the rest.
+    """
+    name = "causal_conv1d"
+    try:
+        if activation not in (None, "silu", "swish"):
+            raise InputError(
+                f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}"
+            )
+        sizes = check_sizes(name, layout, {"x": (x, "b t c"), "weight": (weight, "c k")})
+        if bias is not None:
+            check_sizes(name, layout, {"bias": (bias, "c")}, sizes)
+        taps = sizes["k"]
+        if taps < 2:
+            raise InputError(f"{name}: weight must be [channels, K], K at least 2, got K = {taps}")
+        if initial_state is not None:
+            known = sizes | {"m": taps - 1}
+            check_sizes(name, layout, {"initial_state": (initial_state, "b c m")}, known)
+            initial_state = initial_state.transpose(1, 2)
+        shared = (weight,) if bias is None else (weight, bias)
+        given = _Given(layout, documents, initial_state, return_state)
+        call, begins = _call(Convolution(taps, activation is not None), (x,), shared, given)
+    except InputError as error:
+        _refuse(name, error, layout)
+    out, state = _run(call, begins, initial_state, (x,), shared)
+    return (out, state.transpose(1, 2)) if state is not None else out
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    layout: ContextLayout,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    documents: Documents | Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+) -> _Result:
+    """The gated delta rule over a sequence that is spread over the ranks of a context, exactly.
+
+    For each head, with the state S `[K, V]`: S <- exp(g) S, then S <- S + beta k (v - S^T k)^T,
+    then out = scale S^T q. Sources: arXiv 2412.06464 (g for each head), 2510.26692 (Kimi delta
+    attention: g for each key channel).
+
+    Collective: every rank makes the same call. Blocks until this rank's part is done, within the
+    deadlines of `init`. Differentiable in every tensor, the initial state included; deterministic.
+
+    q, k: this rank's tokens `[batch, tokens, key heads, K]` in `layout`'s order. v: `[batch,
+        tokens, heads, V]`; heads is a multiple of the key heads, each of which serves as many
+        heads in a row. float64, float32, bfloat16 or float16.
+    g: logarithms of decays, at most 0: `[batch, tokens, heads]` or `[batch, tokens, heads, K]`.
+    beta: `[batch, tokens, heads]`.
+    layout: "zigzag", "contiguous" or "balanced": runs of consecutive tokens.
+    scale: of the result; the default is 1 / sqrt(K).
+    use_qk_l2norm: whether q and k are divided by their lengths first.
+    documents: the sequence's `Documents`, or a bool tensor `[batch or 1, tokens]` that is true
+        where a token of this rank begins a document. The state is 0 there.
+    initial_state: `[batch, heads, K, V]`, the same on every rank; its gradient is this rank's
+        share, as for any parameter that all ranks hold. None: 0.
+    return_state: whether the state after the last token is returned too, on every rank.
+
+    Sums and states are float32, float64 for float64 inputs. Returns out `[batch, tokens, heads, V]`
+    in v's dtype; with return_state (out, state). Raises InputError or ContractMismatch on every
+    rank alike, before anything is sent; PeerLost and Stalled.
+    """
+    name = "gated_delta_rule"
+    try:
+        tensors = {
+            "v": (v, "b t h v"), "q": (q, "b t q k"), "k": (k, "b t q k"), "beta": (beta, "b t h"),
+            "g": (g, "b t h k" if isinstance(g, Tensor) and g.ndim == 4 else "b t h"),
+        }  # fmt: skip
+        sizes = check_sizes(name, layout, tensors)
+        check_heads(name, sizes)
+        if initial_state is not None:
+            check_sizes(name, layout, {"initial_state": (initial_state, "b h k v")}, sizes)
+        rule = DeltaRule(
+            # Decays by channel take `size` times the memory of the keys.
+            size=64 if g.ndim == 3 else 16,
+            scale=scale_of(name, scale, sizes["k"]),
+            normalised=bool(use_qk_l2norm),
+        )
+        tokens = (q, k, v, g, beta)
+        given = _Given(layout, documents, initial_state, return_state)
+        call, begins = _call(rule, tokens, (), given)
+    except InputError as error:
+        _refuse(name, error, layout)
+    out, state = _run(call, begins, initial_state, tokens, ())
+    return out if state is None else (out, state)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    layout: ContextLayout,
+    scale: float | None = None,
+    documents: Documents | Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+) -> _Result:
+    """Decayed linear attention over ranks: S <- exp(g) S + k v^T, out = scale S^T q.
+
+    Lightning attention and RetNet give one decay for each head, gated linear attention one for each
+    token too. Source: arXiv 2401.04658, 2307.08621.
+
+    q, k, v, scale: as `gated_delta_rule` takes them. g: `[batch, tokens, heads]`, or `[heads]`.
+    State: `[batch, heads, K, V]`. See `gated_delta_rule` for the rest.
+    """
+    name = "linear_attention"
+    try:
+        by_head = isinstance(g, Tensor) and g.ndim == 1
+        tensors = {
+            "v": (v, "b t h v"), "q": (q, "b t q k"), "k": (k, "b t q k"),
+            "g": (g, "h" if by_head else "b t h"),
+        }  # fmt: skip
+        sizes = check_sizes(name, layout, tensors)
+        check_heads(name, sizes)
+        if initial_state is not None:
+            check_sizes(name, layout, {"initial_state": (initial_state, "b h k v")}, sizes)
+        tokens = (q, k, v, g.expand(v.shape[:3]) if by_head else g)
+        attention = LinearAttention(scale=scale_of(name, scale, sizes["k"]))
+        given = _Given(layout, documents, initial_state, return_state)
+        call, begins = _call(attention, tokens, (), given)
+    except InputError as error:
+        _refuse(name, error, layout)
+    out, state = _run(call, begins, initial_state, tokens, ())
+    return out if state is None else (out, state)
+
+
+def state_space(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    layout: ContextLayout,
+    documents: Documents | Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+) -> _Result:
+    """Mamba-2's state space over ranks: S <- exp(dt A) S + dt x B^T, out = S C + D x.
+
+    Source: arXiv 2405.21060. It is linear attention: C queries, B keys, dt x values.
+
+    x: this rank's tokens `[batch, tokens, heads, P]`. dt: `[batch, tokens, heads]`, steps above 0
+        (after bias and softplus). A: `[heads]`, below 0. B, C: `[batch, tokens, groups, N]`; heads
+        is a multiple of groups. D: `[heads]` or `[heads, P]`.
+    State: `[batch, heads, P, N]`, as mamba-ssm has it.
+
+    Returns `[batch, tokens, heads, P]` in x's dtype. See `gated_delta_rule` for the rest.
+    """
+    name = "state_space"
+    try:
+        tensors = {
+            "x": (x, "b t h v"), "dt": (dt, "b t h"), "A": (A, "h"), "B": (B, "b t q k"),
+            "C": (C, "b t q k"),
+        }  # fmt: skip
+        sizes = check_sizes(name, layout, tensors)
+        check_heads(name, sizes)
+        if initial_state is not None:
+            check_sizes(name, layout, {"initial_state": (initial_state, "b h v k")}, sizes)
+            initial_state = initial_state.transpose(2, 3)
+        if D is not None:
+            shape = "h v" if isinstance(D, Tensor) and D.ndim == 2 else "h"
+            check_sizes(name, layout, {"D": (D, shape)}, sizes)
+    except InputError as error:
+        _refuse(name, error, layout)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    steps = dt.to(wide)
+    result = linear_attention(
+        C, B, x.to(wide) * steps[..., None], steps * A.to(wide), layout=layout, scale=1.0,
+        documents=documents, initial_state=initial_state, return_state=return_state,
+    )  # fmt: skip
+    out, state = result if isinstance(result, tuple) else (result, None)
+    if D is not None:
+        out = out + x.to(wide) * (D if D.ndim == 2 else D[:, None])
+    out = out.to(x.dtype)
+    return out if state is None else (out, state.transpose(2, 3))
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    layout: ContextLayout,
+    documents: Documents | Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+) -> _Result:
+    """Mamba-1's selective scan over ranks: S <- exp(dt A) S + dt x B, out = S C + D x.
+
+    Source: arXiv 2312.00752.
+
+    x: this rank's tokens `[batch, tokens, channels]`. dt: the same shape, steps above 0 (after bias
+        and softplus). A: `[channels, N]`, below 0. B, C: `[batch, tokens, N]`. D: `[channels]`.
+    State: `[batch, channels, N]`.
+
+    Returns `[batch, tokens, channels]` in x's dtype. See `gated_delta_rule` for the rest.
+    """
+    name = "selective_scan"
+    try:
+        tensors = {
+            "x": (x, "b t d"), "dt": (dt, "b t d"), "A": (A, "d n"), "B": (B, "b t n"),
+            "C": (C, "b t n"),
+        }  # fmt: skip
+        sizes = check_sizes(name, layout, tensors)
+        if initial_state is not None:
+            check_sizes(name, layout, {"initial_state": (initial_state, "b d n")}, sizes)
+        if D is not None:
+            check_sizes(name, layout, {"D": (D, "d")}, sizes)
+        tokens = (x, dt, B, C)
+        scan = SelectiveScan()
+        given = _Given(layout, documents, initial_state, return_state)
+        call, begins = _call(scan, tokens, (A,), given)
+    except InputError as error:
+        _refuse(name, error, layout)
+    out, state = _run(call, begins, initial_state, tokens, (A,))
+    if D is not None:
+        out = (out + x * D).to(x.dtype)
+    return out if state is None else (out, state)
+
+
+def linear_recurrence(
+    x: Tensor,
+    log_a: Tensor,
+    *,
+    layout: ContextLayout,
+    documents: Documents | Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+) -> _Result:
+    """A recurrence of each channel by itself over ranks: S <- exp(log_a) S + x, out = S.
+
+    The recurrence inside RG-LRU (arXiv 2402.19427).
+
+    x, log_a: this rank's tokens `[batch, tokens, channels]`. State: `[batch, channels]`.
+
+    Returns `[batch, tokens, channels]` in x's dtype. See `gated_delta_rule` for the rest.
+    """
+    name = "linear_recurrence"
+    try:
+        sizes = check_sizes(name, layout, {"x": (x, "b t d"), "log_a": (log_a, "b t d")})
+        if initial_state is not None:
+            check_sizes(name, layout, {"initial_state": (initial_state, "b d")}, sizes)
+            initial_state = initial_state[..., None]
+        tokens, scan = (x, log_a), LinearRecurrence()
+        given = _Given(layout, documents, initial_state, return_state)
+        call, begins = _call(scan, tokens, (), given)
+    except InputError as error:
+        _refuse(name, error, layout)
+    out, state = _run(call, begins, initial_state, tokens, ())
+    return out if state is None else (out, state[..., 0])
+
+
+def _run(
+    call: RecurrenceCall,
+    begins: Tensor | None,
+    initial_state: Tensor | None,
+    tokens: tuple[Tensor, ...],
+    shared: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor | None]:
+    found: tuple[Tensor, Tensor | None] = RecurrenceFunction.apply(  # type: ignore[no-untyped-call]
+        call, begins, initial_state, len(tokens), *tokens, *shared
+    )
+    return found
+
+
+def _call(
+    recurrence: Recurrence, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...], given: _Given
+) -> tuple[RecurrenceCall, Tensor | None]:
+    """The checked call, and where documents begin. Local. Raises InputError."""
+    layout, documents, initial, returns_state = given
+    layout.runtime.check_open()
+    segments_of(layout.map)
+    batch, wants = tokens[0].shape[0], torch.is_grad_enabled()
+    said = repr(documents) if isinstance(documents, Documents) else "a tensor"
+    call = RecurrenceCall(
+        recurrence=recurrence,
+        layout=layout,
+        batch=batch,
+        dtype=recurrence.out_like(tokens).dtype,
+        state_shape=recurrence.state_shape(tokens, shared),
+        flops=recurrence.flops(tokens, shared),
+        shapes=(*(tuple(x.shape[2:]) for x in tokens), *(tuple(x.shape) for x in shared)),
+        documents="none" if documents is None else said,
+        needs=tuple(
+            wants and x is not None and x.requires_grad for x in (*tokens, *shared, initial)
+        ),
+        has_initial_state=initial is not None,
+        returns_state=bool(returns_state),
+    )
+    return call, begins_of(recurrence.name, layout, documents, batch)
+
+
+def _refuse(name: str, error: BurstError, layout: object) -> NoReturn:
+    """Raises the error on every rank that waits for this rank's call; blocks as `refuse` does."""
+    refuse(name, error, layout.runtime if isinstance(layout, ContextLayout) else None)

@@ -1,0 +1,158 @@
+"""One call of a recurrence, checked, and its plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from burst_rt.attention.planner import RankPlan
+from burst_rt.attention.sharding import ContextLayout
+from burst_rt.attention.state import AttentionState
+from burst_rt.kernels import sum_dtype
+from burst_rt.planning.scan import Scan, StageFlops, segments_of, ways_of
+from burst_rt.recurrence.base import Recurrence
+from burst_rt.runtime.agreement import Contract
+from burst_rt.runtime.observer import Description
+from burst_rt.scheduler import Schedule
+from burst_rt.version import __version__
+
+__all__ = ["RecurrenceCall", "RecurrencePlan"]
+
+# Operations of a backward's stages over those of the forward: it makes the forward's chunks and
+# states again, and every product has two gradients.
+_BACKWARD = StageFlops(prepare=2, compose=1, fold=1, advance=1, emit=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrencePlan(RankPlan):
+    """One direction of one call on one rank, verified."""
+
+    name: str
+    program: Scan
+
+    def explain(self) -> str:
+        """The plan in words."""
+        program = self.program
+        direction = "forward" if program.forward else "backward"
+        memory = sum(part.size_bytes for part in (*self.slots, *self.chunks))
+        return (
+            f"{direction} of {self.name}: {program}\n"
+            f"  bytes all ranks send: {program.wire_bytes():,}; this rank sends "
+            f"{self.bytes_sent():,}, whatever the number of tokens\n"
+            f"  slots {memory:,} bytes\n"
+            f"  {len(self.graph.tasks)} tasks on this rank"
+        )
+
+    def describe(self) -> Description:
+        """See `Subject.describe`."""
+        return Description(
+            kind="forward" if self.program.forward else "backward",
+            explain=self.explain(),
+            problem=f"{self.name}, {self.program}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrenceCall:
+    """The options of one call, and the shapes and types of its tensors on this rank.
+
+    needs: whether each tensor of tokens, each shared tensor and the initial state need gradients.
+    """
+
+    recurrence: Recurrence
+    layout: ContextLayout
+    batch: int
+    dtype: torch.dtype  # type of the results
+    state_shape: torch.Size
+    flops: StageFlops
+    shapes: tuple[tuple[int, ...], ...]  # shapes of the tensors, without batch and tokens
+    documents: str  # in words
+    needs: tuple[bool, ...]
+    has_initial_state: bool
+    returns_state: bool
+
+    @property
+    def attention(self) -> AttentionState:
+        """What the calls of this call's context share."""
+        return self.layout.attention
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The type of states and sums."""
+        return sum_dtype(self.dtype)
+
+    @cached_property
+    def forward_plan(self) -> RecurrencePlan:
+        """The plan of the forward. Local."""
+        return self._plan(forward=True)
+
+    @cached_property
+    def backward_plan(self) -> RecurrencePlan:
+        """The plan of the backward. Local."""
+        return self._plan(forward=False)
+
+    @cached_property
+    def forward_contract(self) -> Contract:
+        """The words that the ranks compare before the forward."""
+        return self._contract(self.recurrence.name)
+
+    @cached_property
+    def backward_contract(self) -> Contract:
+        """The words that the ranks compare before the backward."""
+        return self._contract(f"backward of {self.recurrence.name}")
+
+    def _contract(self, name: str) -> Contract:
+        return Contract(
+            {
+                "call": name,
+                "layout": str(self.layout.map),
+                "options": repr(self.recurrence),
+                "batch": str(self.batch),
+                "dtype": str(self.dtype),
+                "shapes": str(self.shapes),
+                "documents": self.documents,
+                "needs_grad": str(self.needs),
+                "initial_state": str(self.has_initial_state),
+                "return_state": str(self.returns_state),
+                "version": __version__,
+            }
+        )
+
+    def _plan(self, *, forward: bool) -> RecurrencePlan:
+        key = (
+            forward, self.recurrence, self.layout.map, self.batch, self.state_shape, self.flops,
+            self.wide, self.returns_state,
+        )  # fmt: skip
+        plans = self.attention.kept[RecurrencePlan]
+        plan = plans.get(key)
+        if plan is None:
+            plan = self._made(forward=forward)
+        plans.put(key, plan)
+        return plan
+
+    def _made(self, *, forward: bool) -> RecurrencePlan:
+        runtime = self.attention.runtime
+        segments = segments_of(self.layout.map)
+        flops = (
+            self.flops
+            if forward
+            else StageFlops(*(a * b for a, b in zip(self.flops, _BACKWARD, strict=True)))
+        )
+        program = Scan(
+            world_size=runtime.world_size,
+            segments=segments,
+            ways=ways_of(segments, flops, self.recurrence.memory, forward=forward),
+            state_bytes=self.state_shape.numel() * self.wide.itemsize,
+            flops=flops,
+            batch=self.batch,
+            forward=forward,
+            shares_last=self.returns_state,
+        )
+        graph = program.graph(runtime.rank, runtime.machine.lanes)
+        schedule = Schedule.of(self.attention.planner.lowered(program, graph))
+        return RecurrencePlan(
+            rank=runtime.rank, program_graph=graph, schedule=schedule, name=self.recurrence.name,
+            program=program,
+        )  # fmt: skip

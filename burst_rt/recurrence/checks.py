@@ -1,0 +1,112 @@
+"""Checks of a recurrence's arguments, on this rank alone. Nothing here is collective."""
+
+from __future__ import annotations
+
+import torch
+
+from burst_rt.attention.sharding import ContextLayout
+from burst_rt.errors import InputError
+from burst_rt.kernels import DTYPES
+from burst_rt.planning.masks import Documents
+
+__all__ = ["begins_of", "check_heads", "check_sizes", "scale_of"]
+
+Tensor = torch.Tensor
+_FLOATS = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+
+
+def begins_of(
+    name: str, layout: ContextLayout, documents: Documents | Tensor | None, batch: int
+) -> Tensor | None:
+    """Where documents begin among this rank's tokens, bool `[batch or 1, tokens]`."""
+    if documents is None:
+        return None
+    if isinstance(documents, Documents):
+        misfit = documents.refuses(layout.seq_len, layout.seq_len, batch)
+        if misfit is not None or documents.mover is not None:
+            raise InputError(
+                f"{name}: documents must be those of the whole sequence, "
+                f"{misfit or 'without q_lengths'}"
+            )
+        positions = layout.positions().cpu().numpy()
+        begins = torch.from_numpy(documents.begins(positions) == positions)
+        return begins.to(layout.runtime.device)
+    shapes = [(1, layout.shard_len), (batch, layout.shard_len)]
+    if (
+        isinstance(documents, Tensor)
+        and documents.dtype == torch.bool
+        and tuple(documents.shape) in shapes
+    ):
+        return documents.to(layout.runtime.device)
+    got = (
+        f"{tuple(documents.shape)} of {documents.dtype}"
+        if isinstance(documents, Tensor)
+        else type(documents).__name__
+    )
+    raise InputError(
+        f"{name}: documents must be burst_rt.Documents, or a bool tensor [batch or 1, this rank's "
+        f"{layout.shard_len} tokens] that is true where a document begins, got {got}"
+    )
+
+
+def check_sizes(
+    name: str,
+    layout: ContextLayout,
+    tensors: dict[str, tuple[Tensor, str]],
+    known: dict[str, int] | None = None,
+) -> dict[str, int]:
+    """Checks tensors against shapes in letters, such as "b t h k"; returns what letters are.
+
+    known: letters from before. "t" is this rank's tokens. Raises InputError.
+    """
+    if not isinstance(layout, ContextLayout):
+        raise InputError(
+            f"{name}: layout must come from Context.layout, got {type(layout).__name__}"
+        )
+    sizes = {"t": layout.shard_len} | (known or {})
+    device = layout.runtime.device
+    for argument, (x, letters) in tensors.items():
+        where, axes = f"{name}: {argument}", letters.split()
+        if not isinstance(x, Tensor):
+            raise InputError(f"{where} must be a torch.Tensor, got {type(x).__name__}")
+        if x.device != device or x.layout != torch.strided or x.dtype not in DTYPES:
+            raise InputError(
+                f"{where} must be a dense tensor of {_FLOATS} on {device}, the context's device, "
+                f"got {x.layout}, {x.dtype} on {x.device}"
+            )
+        expected, got = [sizes.get(letter) for letter in axes], tuple(x.shape)
+        fits = len(got) == len(axes) and all(
+            n == want or (want is None and n > 0) for want, n in zip(expected, got, strict=True)
+        )
+        if not fits:
+            words = ", ".join(
+                _LETTERS[letter] + ("" if n is None else f" {n}")
+                for letter, n in zip(axes, expected, strict=True)
+            )
+            raise InputError(f"{where} must be [{words}], got {got}")
+        sizes |= dict(zip(axes, got, strict=True))
+    return sizes
+
+
+_LETTERS = {
+    "b": "batch", "t": "this rank's tokens", "h": "heads", "q": "key heads", "k": "K", "v": "V",
+    "c": "channels", "d": "channels", "n": "N", "m": "K - 1",
+}  # fmt: skip
+
+
+def check_heads(name: str, sizes: dict[str, int]) -> None:
+    """Raises InputError where heads do not share key heads evenly."""
+    if sizes["h"] % sizes["q"]:
+        raise InputError(
+            f"{name}: the number of heads must be a multiple of the number of key heads (groups), "
+            f"got {sizes['h']} and {sizes['q']}"
+        )
+
+
+def scale_of(name: str, scale: float | None, key_dim: int) -> float:
+    """The scale of results. Raises InputError for what is no finite number."""
+    if scale is None:
+        return float(key_dim**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) < torch.inf:
+        raise InputError(f"{name}: scale must be a finite number, got {scale!r}")
+    return float(scale)

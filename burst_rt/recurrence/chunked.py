@@ -1,0 +1,196 @@
+"""The stages of recurrences that remember every token, on the chunks of a segment.
+
+A recurrence differs from another in `chunks` alone: what follows is the algebra of its maps
+(`maps.py`). Only `chunks` is differentiated by autograd, inside a stage, on leaves of its own. A
+backward makes the chunks and the states again, rather than keep them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import hardshrink
+
+from burst_rt.planning.scan import StageFlops
+from burst_rt.recurrence.base import SegmentGrads, SegmentTensors, Stages
+from burst_rt.recurrence.maps import LEAST, Algebra, Chunks, Reader
+
+__all__ = ["ChunkedRecurrence", "Reach"]
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class ChunkedRecurrence:
+    """The base of these recurrences; see `Recurrence`."""
+
+    name: ClassVar[str]
+    algebra: ClassVar[Algebra]
+    reader: ClassVar[Reader]
+    memory: ClassVar[None] = None
+    size: int = 64  # tokens of a chunk
+
+    def chunks(self, segment: SegmentTensors) -> Chunks:
+        """The chunks of a segment. Differentiable by autograd."""
+        raise NotImplementedError
+
+    def state_shape(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> torch.Size:
+        """See `Recurrence.state_shape`."""
+        raise NotImplementedError
+
+    def out_like(self, tokens: tuple[Tensor, ...]) -> Tensor:
+        """See `Recurrence.out_like`."""
+        raise NotImplementedError
+
+    def flops(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> StageFlops:
+        """See `Recurrence.flops`."""
+        raise NotImplementedError
+
+    def forward(self, segment: SegmentTensors, out: Tensor) -> Stages:
+        """See `Recurrence.forward`."""
+        return _Forward(self, segment, out)
+
+    def backward(
+        self, segment: SegmentTensors, before: Tensor, dout: Tensor, grads: SegmentGrads
+    ) -> Stages:
+        """See `Recurrence.backward`."""
+        return _Backward(self, segment, before, dout, grads)
+
+
+class Reach:
+    """Which tokens of a chunk are in one document.
+
+    pairs: `[chunks, batch or 1, 1, size, size]`, whether two tokens are. since: `[chunks, batch or
+    1, 1, size]`, whether the state before the chunk reaches a token. until: whether a token reaches
+    the state after the chunk. through: `[chunks, batch or 1, 1]`, whether the state before the
+    chunk reaches the state after it.
+    """
+
+    def __init__(self, reader: Reader, begins: Tensor, size: int) -> None:
+        number = reader.cut(begins[:, :, None].to(torch.int32), size).cumsum(-1)
+        last = number[..., -1:]
+        self.pairs = number[..., :, None] == number[..., None, :]
+        self.since, self.until = number == 0, number == last
+        self.through = (last == 0)[..., 0]
+
+
+class _Forward:
+    def __init__(self, recurrence: ChunkedRecurrence, segment: SegmentTensors, out: Tensor) -> None:
+        self._of, self._segment, self._out = recurrence, segment, out
+
+    def prepare(self) -> None:
+        self._chunks = self._of.chunks(self._segment)
+
+    def compose(self) -> None:
+        self._map = _composed(self._of.algebra, self._chunks)
+
+    def fold(self, before: Tensor | None, after: Tensor) -> None:
+        assert before is not None
+        a, b = self._map
+        torch.add(self._of.algebra.apply(a, before), b, out=after)
+
+    def advance(self, before: Tensor, after: Tensor | None) -> None:
+        self._states, last = _states(self._of.algebra, self._chunks, before)
+        if after is not None:
+            after.copy_(last)
+
+    def emit(self) -> None:
+        reader = self._of.reader
+        out = reader.read(self._chunks.q, self._states).add_(self._chunks.o)
+        self._out.copy_(reader.join(out, self._out.shape[1]))
+        del self._chunks, self._states
+
+
+class _Backward:
+    def __init__(
+        self,
+        recurrence: ChunkedRecurrence,
+        segment: SegmentTensors,
+        before: Tensor,
+        dout: Tensor,
+        grads: SegmentGrads,
+    ) -> None:
+        self._of, self._before, self._segment = recurrence, before, segment
+        self._dout, self._grads = dout, grads
+
+    def prepare(self) -> None:
+        segment, grads = self._segment, self._grads
+        given = (*segment.tokens, *segment.shared)
+        sums = (*grads.tokens, *grads.shared)
+        with torch.enable_grad():
+            leaves = [
+                x.detach().requires_grad_(grad is not None)
+                for x, grad in zip(given, sums, strict=True)
+            ]
+            count = len(segment.tokens)
+            again = SegmentTensors(tuple(leaves[:count]), tuple(leaves[count:]), segment.begins)
+            self._made = self._of.chunks(again)
+        self._wanted = [(x, dx) for x, dx in zip(leaves, sums, strict=True) if dx is not None]
+        self._chunks = Chunks(*(x.detach() for x in self._made))
+        self._states, _ = _states(self._of.algebra, self._chunks, self._before)
+        self._dout = self._of.reader.cut(self._dout, self._of.size)
+        self._dread = self._of.reader.grad_s(self._chunks.q, self._dout)
+
+    def compose(self) -> None:
+        a, _ = _composed(self._of.algebra, self._chunks)
+        _, first = self._back(torch.zeros_like(self._before))
+        self._map = a, first
+
+    def fold(self, before: Tensor | None, after: Tensor) -> None:
+        assert before is not None
+        a, first = self._map
+        torch.add(self._of.algebra.apply_transposed(a, before), first, out=after)
+
+    def advance(self, before: Tensor, after: Tensor | None) -> None:
+        self._dstates, first = self._back(before)
+        if after is not None:
+            after.copy_(first)
+
+    def emit(self) -> None:
+        algebra, reader, chunks = self._of.algebra, self._of.reader, self._chunks
+        made = Chunks(
+            a=algebra.grad(chunks.a, self._states, self._dstates),
+            b=self._dstates,
+            q=reader.grad_q(self._states, self._dout),
+            o=self._dout,
+        )
+        known = [(x, dx) for x, dx in zip(self._made, made, strict=True) if x.requires_grad]
+        if not known:
+            return
+        grads = torch.autograd.grad(
+            [x for x, _ in known], [x for x, _ in self._wanted], [dx for _, dx in known],
+            allow_unused=True,
+        )  # fmt: skip
+        for (_, total), grad in zip(self._wanted, grads, strict=True):
+            if grad is not None:
+                total.add_(grad)
+        del self._made, self._chunks, self._states, self._dstates, self._dread
+
+    def _back(self, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the states after each chunk, and of the state before the segment."""
+        after, ds = torch.empty_like(self._chunks.b), last
+        for i in range(len(after) - 1, -1, -1):
+            after[i] = ds
+            ds = self._of.algebra.apply_transposed(self._chunks.a[i], ds).add_(self._dread[i])
+        return after, ds
+
+
+def _states(algebra: Algebra, chunks: Chunks, before: Tensor) -> tuple[Tensor, Tensor]:
+    """The state before each chunk, and the state after all of them."""
+    states, state = torch.empty_like(chunks.b), before
+    for i, (a, b) in enumerate(zip(chunks.a, chunks.b, strict=True)):
+        states[i] = state
+        state = algebra.apply(a, state).add_(b)
+    return states, state
+
+
+def _composed(algebra: Algebra, chunks: Chunks) -> tuple[Tensor, Tensor]:
+    """The map of all chunks, one after another."""
+    a, b = chunks.a[0], chunks.b[0]
+    for later, added in zip(chunks.a[1:], chunks.b[1:], strict=True):
+        # Products of many decays come to nothing; denormal numbers would be slow on their way.
+        a = hardshrink(algebra.compose(later, a), LEAST)
+        b = algebra.apply(later, b).add_(added)
+    return a, b

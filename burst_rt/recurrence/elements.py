@@ -1,0 +1,105 @@
+"""Recurrences whose state has a decay for each element: Mamba-1's selective scan, and linear ones.
+
+    selective scan       S <- exp(dt A) S + dt x B        out = S C        state `[D, N]`
+    linear recurrence    S <- exp(log_a) S + x            out = S          state `[D]`
+
+Within a chunk the tokens go one after another, all chunks at once: nothing is divided by a decay,
+so decays of any size are exact. Sources: arXiv 2312.00752 (Mamba), 2402.19427 (RG-LRU).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from burst_rt.planning.scan import StageFlops
+from burst_rt.recurrence.base import SegmentTensors
+from burst_rt.recurrence.chunked import ChunkedRecurrence
+from burst_rt.recurrence.maps import ELEMENTS, FACTORS, Algebra, Chunks, Reader
+
+__all__ = ["LinearRecurrence", "SelectiveScan"]
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class _ElementState(ChunkedRecurrence):
+    """The base of both: the state is `[batch, D, N]`, the result `[batch, tokens, D]`."""
+
+    algebra: ClassVar[Algebra] = FACTORS
+    reader: ClassVar[Reader] = ELEMENTS
+
+    def out_like(self, tokens: tuple[Tensor, ...]) -> Tensor:
+        """See `Recurrence.out_like`: x."""
+        return tokens[0]
+
+    def flops(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> StageFlops:
+        """See `Recurrence.flops`."""
+        _, channels, size = self.state_shape(tokens, shared)
+        state = channels * size
+        step = -(-4 * state // self.size)
+        return StageFlops(6 * state, step, 2 * state, step, 2 * state)
+
+    def _scanned(self, a: Tensor, b: Tensor, c: Tensor, begins: Tensor | None) -> Chunks:
+        """The chunks from each token's factor, what it adds, and how it reads: `[batch, tokens, D
+        or 1, N]`.
+        """
+        if begins is not None:
+            a = a.masked_fill(begins[:, :, None, None], 0.0)
+        missing = -a.shape[1] % self.size
+        if missing:  # tokens that change nothing
+            a = torch.cat([a, a.new_ones(a.shape[0], missing, *a.shape[2:])], 1)
+        a, b, c = (ELEMENTS.cut(x, self.size) for x in (a, b, c))
+        products, sums = [a[:, :, 0]], [b[:, :, 0]]
+        for i in range(1, self.size):
+            products.append(a[:, :, i] * products[-1])
+            sums.append(a[:, :, i] * sums[-1] + b[:, :, i])
+        return Chunks(
+            a=products[-1],
+            b=sums[-1],
+            q=torch.stack(products, 2) * c,
+            o=(torch.stack(sums, 2) * c).sum(-1),
+        )
+
+
+@dataclass(frozen=True)
+class SelectiveScan(_ElementState):
+    """See the module. Tokens: x and dt `[batch, tokens, D]`, B and C `[batch, tokens, N]`.
+
+    Shared: A `[D, N]`.
+    """
+
+    name: ClassVar[str] = "selective_scan"
+
+    def state_shape(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> torch.Size:
+        """See `Recurrence.state_shape`."""
+        x, _, b, _ = tokens
+        return torch.Size((x.shape[0], x.shape[2], b.shape[2]))
+
+    def chunks(self, segment: SegmentTensors) -> Chunks:
+        """See `ChunkedRecurrence.chunks`."""
+        x, dt, b, c = segment.tokens
+        (a,) = segment.shared
+        factors = (dt[..., None] * a).exp()
+        added = (dt * x)[..., None] * b[:, :, None]
+        return self._scanned(factors, added, c[:, :, None], segment.begins)
+
+
+@dataclass(frozen=True)
+class LinearRecurrence(_ElementState):
+    """See the module. Tokens: x and log_a `[batch, tokens, D]`. The state has N = 1."""
+
+    name: ClassVar[str] = "linear_recurrence"
+
+    def state_shape(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> torch.Size:
+        """See `Recurrence.state_shape`."""
+        batch, _, channels = tokens[0].shape
+        return torch.Size((batch, channels, 1))
+
+    def chunks(self, segment: SegmentTensors) -> Chunks:
+        """See `ChunkedRecurrence.chunks`."""
+        x, log_a = segment.tokens
+        one = torch.ones_like(x[:, :, :1, None])
+        return self._scanned(log_a.exp()[..., None], x[..., None], one, segment.begins)

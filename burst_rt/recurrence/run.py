@@ -1,0 +1,298 @@
+"""Running a recurrence's plan on tensors, and its autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from burst_rt.attention.execute.ring import SlotRun
+from burst_rt.attention.run import autocast_off, check_not_captured
+from burst_rt.drivers import is_out_of_memory
+from burst_rt.errors import ConfigError, DeviceError, InputError
+from burst_rt.planning.scan import (
+    Advance,
+    Collect,
+    Compose,
+    Emit,
+    Fold,
+    Offer,
+    Prepare,
+    Way,
+)
+from burst_rt.recurrence.base import SegmentGrads, SegmentTensors, Stages
+from burst_rt.recurrence.call import RecurrenceCall, RecurrencePlan
+from burst_rt.runtime.bound_schedule import BoundSchedule
+
+__all__ = ["RecurrenceFunction"]
+
+Tensor = torch.Tensor
+
+
+class Bound(NamedTuple):
+    """The tensors of one call on this rank, as the user gave them."""
+
+    tokens: tuple[Tensor, ...]  # `[batch, tokens, ...]`
+    shared: tuple[Tensor, ...]
+    begins: Tensor | None  # `[batch or 1, tokens]`
+
+
+class _Run(SlotRun):
+    """One direction of one call.
+
+    first: the state that the first segment begins from; in a backward the gradient of the last
+    state on this rank. befores: after the run, the state before each of this rank's segments.
+    last: after `settle`, the state after all segments, where this rank has it.
+    """
+
+    def __init__(self, plan: RecurrencePlan, call: RecurrenceCall, first: Tensor) -> None:
+        super().__init__(plan, call.attention.runtime.machine, poison=call.attention.poison)
+        self._call, self._program, self._rank = call, plan.program, plan.rank
+        self._part = plan.part_ids
+        self._first = first
+        self._places = {number: i for i, number in enumerate(self._program.order)}
+        self.befores: dict[int, Tensor] = {}
+        self.last: Tensor | None = None
+        # Stages of this rank's segments, by number.
+        self.stages: dict[int, Stages] = {}
+        self.operations |= {
+            Prepare: self._prepare,
+            Compose: self._compose,
+            Fold: self._fold,
+            Advance: self._advance,
+            Emit: self._emit,
+            Offer: self._offer,
+            Collect: self._collect,
+        }
+
+    def own(self) -> dict[int, slice]:
+        """This rank's segments by number, and their tokens in the shard."""
+        segments = enumerate(self._program.segments)
+        return {number: s.shard for number, s in segments if s.owner == self._rank}
+
+    def state(self, buffer: str, index: int = 0) -> Tensor:
+        """The state in a slot, `[batch, ...]`."""
+        call = self._call
+        raw = self.storage[self._part[buffer, index]]
+        return raw.view(call.wide).view(call.state_shape)
+
+    def settle(self) -> None:
+        """Takes the last state out of the slots, which the next call receives into again."""
+        program, count = self._program, len(self._program.order)
+        name = f"after {count - 1}" if program.owners[-1] == self._rank else "last"
+        if (name, 0) in self._part:
+            self.last = self.state(name).clone()
+
+    def _before(self, number: int) -> Tensor:
+        place = self._places[number]
+        if place:
+            return self.state(f"before {place}")
+        collected = ("collected", 0) in self._part
+        return self.state("collected") if collected else self._first
+
+    def _prepare(self, op: Prepare) -> None:
+        self.stages[op.number].prepare()
+
+    def _compose(self, op: Compose) -> None:
+        self.stages[op.number].compose()
+
+    def _emit(self, op: Emit) -> None:
+        self.stages[op.number].emit()
+
+    def _offer(self, _: Offer) -> None:
+        self.state("offered").copy_(self._first)
+
+    def _fold(self, op: Fold) -> None:
+        folded = self._program.ways[op.number] is Way.FOLDED
+        before = self._before(op.number) if folded else None
+        self.stages[op.number].fold(before, self.state(f"after {self._places[op.number]}"))
+
+    def _advance(self, op: Advance) -> None:
+        before = self._before(op.number)
+        if self._program.forward:
+            # The slot is received into again in the next call.
+            self.befores[op.number] = before.clone() if self._places[op.number] else before
+        relayed = self._program.ways[op.number] is Way.RELAYED
+        after = self.state(f"after {self._places[op.number]}") if relayed else None
+        self.stages[op.number].advance(before, after)
+
+    def _collect(self, _: Collect) -> None:
+        """In the order of ranks, so that the sum has the same bits every time."""
+        total, world = self.state("collected"), self._program.world_size
+        parts = [self.state("brought", i) for i in range(world - 1)]
+        parts.insert(self._rank, self.state("offered"))
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(part)
+
+
+def _segment(call: RecurrenceCall, bound: Bound, shard: slice) -> SegmentTensors:
+    """The tensors of one of this rank's segments, in the type of the sums."""
+    wide = call.wide
+    return SegmentTensors(
+        tuple(x[:, shard].to(wide) for x in bound.tokens),
+        tuple(x.to(wide) for x in bound.shared),
+        None if bound.begins is None else bound.begins[:, shard],
+    )
+
+
+class _Done(NamedTuple):
+    out: Tensor
+    last: Tensor | None  # `[batch, *state]`, in the type of the sums
+    befores: tuple[Tensor, ...]  # the state before each of this rank's segments
+
+
+def _forward(call: RecurrenceCall, bound: Bound, initial: Tensor | None) -> _Done:
+    shape = call.recurrence.out_like(bound.tokens).shape
+    device = bound.tokens[0].device
+
+    def bind(plan: RecurrencePlan) -> tuple[_Run, Tensor]:
+        first = _state(call, initial, device)
+        run = _Run(plan, call, first)
+        out = run.fresh(*shape, dtype=call.dtype)
+        for number, shard in run.own().items():
+            segment = _segment(call, bound, shard)
+            run.stages[number] = call.recurrence.forward(segment, out[:, shard])
+        return run, out
+
+    run, out = _performed(call, call.forward_contract, "forward_plan", bind)
+    last = run.last if call.returns_state else None
+    befores = tuple(run.befores[number] for number in run.own())
+    return _Done(out, last, befores)
+
+
+class _Gradients(NamedTuple):
+    tokens: tuple[Tensor | None, ...]
+    shared: tuple[Tensor | None, ...]
+    initial: Tensor | None
+
+
+def _backward(
+    call: RecurrenceCall,
+    bound: Bound,
+    befores: Sequence[Tensor],
+    dout: Tensor,
+    dlast: Tensor | None,
+) -> _Gradients:
+    wide, counts = call.wide, len(bound.tokens)
+    needs, needs_shared = call.needs[:counts], call.needs[counts:-1]
+
+    def zeros(x: Tensor, needed: bool) -> Tensor | None:
+        return torch.zeros_like(x, dtype=wide) if needed else None
+
+    def bind(plan: RecurrencePlan) -> tuple[_Run, SegmentGrads]:
+        run = _Run(plan, call, _state(call, dlast, dout.device))
+        whole = SegmentGrads(
+            tuple(zeros(x, n) for x, n in zip(bound.tokens, needs, strict=True)),
+            tuple(zeros(x, n) for x, n in zip(bound.shared, needs_shared, strict=True)),
+        )
+        for (number, shard), before in zip(run.own().items(), befores, strict=True):
+            run.stages[number] = call.recurrence.backward(
+                _segment(call, bound, shard), before, dout[:, shard].to(wide),
+                SegmentGrads(
+                    tuple(None if dx is None else dx[:, shard] for dx in whole.tokens), whole.shared
+                ),
+            )  # fmt: skip
+        return run, whole
+
+    run, whole = _performed(call, call.backward_contract, "backward_plan", bind)
+    initial = None
+    if call.needs[-1]:
+        # The owner of the first segment has the whole gradient, and other ranks have a share of 0.
+        initial = _state(call, run.last, dout.device)
+    return _Gradients(
+        _typed(whole.tokens, bound.tokens), _typed(whole.shared, bound.shared), initial
+    )
+
+
+def _typed(sums: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients in the types of their tensors."""
+    return tuple(
+        None if dx is None else dx.to(x.dtype) for dx, x in zip(sums, tensors, strict=True)
+    )
+
+
+def _state(call: RecurrenceCall, state: Tensor | None, device: torch.device) -> Tensor:
+    """A state as runs take it: of the type of the sums; zeros for None."""
+    if state is None:
+        return torch.zeros(call.state_shape, dtype=call.wide, device=device)
+    return state.to(call.wide).expand(call.state_shape).contiguous()
+
+
+def _performed(
+    call: RecurrenceCall, contract: Any, plan_name: str, bind: Callable[[RecurrencePlan], Any]
+) -> Any:  # what `bind` returned
+    """Binds a plan's tensors and performs it. Collective; blocks as `Runtime.perform` does."""
+    runtime = call.attention.runtime
+    try:
+        check_not_captured(runtime.device)
+        plan: RecurrencePlan = getattr(call, plan_name)
+    except (ConfigError, InputError) as error:
+        runtime.refuse(contract.call, error)
+    try:
+        run, result = bind(plan)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        refused = DeviceError(
+            f"{contract.call}: out of memory on {runtime.device}; {plan.explain()}",
+            rank=runtime.rank,
+        )
+        refused.__cause__ = error
+        runtime.refuse(contract.call, refused)
+    bound = BoundSchedule(
+        plan.schedule, run.operations, run.memory, subject=plan, takes=plan.explain
+    )
+    _, free = runtime.perform(contract, bound)
+    run.settle()
+    runtime.machine.give_back(plan, run.slots, free)
+    run.forget()
+    return run, result
+
+
+class RecurrenceFunction(torch.autograd.Function):
+    """`apply(call, begins, initial_state, count, *tensors)` -> (out, last state or None).
+
+    The first `count` tensors have tokens, the others have none. Collective, and blocks, in the
+    forward and in the backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: RecurrenceCall,
+        begins: Tensor | None,
+        initial: Tensor | None,
+        count: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the call, and saves its inputs and the state before each segment."""
+        bound = Bound(tensors[:count], tensors[count:], begins)
+        with torch.no_grad(), autocast_off(tensors[0].device.type):
+            done = _forward(call, bound, initial)
+        ctx.call, ctx.count, ctx.number = call, count, call.attention.runtime.number
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(begins, *tensors, *done.befores)
+        return done.out, done.last
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Returns the gradients, None where one is not needed."""
+        call: RecurrenceCall = ctx.call
+        if torch.is_grad_enabled():
+            raise InputError(
+                f"{call.recurrence.name}: second derivatives are not supported; differentiate "
+                "once, without create_graph=True"
+            )
+        begins, *saved = ctx.saved_tensors
+        num = len(call.needs) - 1
+        tensors, befores = tuple(saved[:num]), saved[num:]
+        bound = Bound(tensors[: ctx.count], tensors[ctx.count :], begins)
+        if dout is None:
+            shape = call.recurrence.out_like(bound.tokens).shape
+            dout = torch.zeros(shape, dtype=call.dtype, device=tensors[0].device)
+        runtime = call.attention.runtime
+        with runtime.backward_of(ctx.number), autocast_off(dout.device.type), torch.no_grad():
+            grads = _backward(call, bound, befores, dout, dlast)
+        return (None, None, grads.initial, None, *grads.tokens, *grads.shared)

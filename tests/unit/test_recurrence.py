@@ -1,0 +1,181 @@
+"""Recurrences over ranks against the float64 spec, which goes one token at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from recurrences import KINDS, Drawn, attend, drawn, errors, truth
+
+import burst_rt
+from burst_rt import Context, recurrence
+from burst_rt.errors import ContractMismatch, InputError
+from burst_rt.planning.scan import Way
+
+_ALLOWED = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def _run(case: Drawn, dtype: torch.dtype = torch.float32) -> list[dict[str, torch.Tensor]]:
+    return burst_rt.run_local(case.world_size, lambda ctx: attend(ctx, case, dtype), timeout_s=60)
+
+
+def _rounded(case: Drawn, dtype: torch.dtype) -> Drawn:
+    """The case with the inputs that a call of this type gets."""
+    tokens, shared = (
+        {name: x.to(dtype).double() for name, x in some.items()}
+        for some in (case.tokens, case.shared)
+    )
+    state = None if case.state is None else case.state.to(dtype).double()
+    return replace(case, tokens=tokens, shared=shared, state=state)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(64), pytest.param(range(64, 560), marks=pytest.mark.long)], ids=["few", "many"]
+)
+def test_drawn_calls_against_the_spec(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that divide by nothing, documents of one token and across ranks, decays near 0 and 1,
+    states in and out, worlds of 1 to 5; out, state and every gradient.
+    """
+    monkeypatch.setenv("BURST_RT_POISON", "1")
+    for seed in seeds:
+        case = drawn(seed)
+        for found in _run(case)[:1]:
+            wrong = {name: e for name, e in errors(found, truth(case)).items() if not e < 1e-5}
+            assert not wrong, (case.about, wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_types_of_inputs(kind: str, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        case = _rounded(drawn(seed, kind, 3), dtype)
+        worst = max(errors(_run(case, dtype)[0], truth(case)).values())
+        assert worst < _ALLOWED[dtype], (case.about, worst)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits_every_time(kind: str) -> None:
+    case = drawn(7, kind, 4)
+    first, again = _run(case), _run(case)
+    for rank in first[1:] + again:
+        assert rank.keys() == first[0].keys()
+        assert all(torch.equal(x, first[0][name]) for name, x in rank.items()), case.about
+
+
+def test_both_ways_of_the_state_are_taken() -> None:
+    def ways(world_size: int) -> set[Way]:
+        def rank(ctx: Context) -> set[Way]:
+            layout = ctx.layout(4096, "contiguous")
+            tokens = layout.shard_len
+            q, k, v = (torch.randn(1, tokens, 1, 8) for _ in range(3))
+            g, beta = -torch.rand(1, tokens, 1), torch.rand(1, tokens, 1)
+            recurrence.gated_delta_rule(q, k, v, g, beta, layout=layout, use_qk_l2norm=True)
+            (plan,) = ctx.attention.kept[recurrence.RecurrencePlan].values()
+            assert plan.bytes_sent() == (8 * 8 * 4 if ctx.rank < world_size - 1 else 0)
+            assert f"this rank sends {plan.bytes_sent():,}" in plan.explain()
+            return set(plan.program.ways)
+
+        return burst_rt.run_local(world_size, rank)[0]
+
+    assert ways(2) == {Way.RELAYED}
+    assert ways(8) == {Way.RELAYED, Way.FOLDED}
+
+
+def test_only_what_is_needed_gets_gradients() -> None:
+    def rank(ctx: Context) -> None:
+        layout = ctx.layout(50)
+        q, k, v = (torch.randn(1, layout.shard_len, 2, 8) for _ in range(3))
+        g, beta = -torch.rand(1, layout.shard_len, 2), torch.rand(1, layout.shard_len, 2)
+        v.requires_grad_()
+        out = recurrence.gated_delta_rule(q, k, v, g, beta, layout=layout, use_qk_l2norm=True)
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+        assert v.grad is not None
+        assert q.grad is k.grad is None
+        with torch.no_grad():
+            silent = recurrence.gated_delta_rule(q, k, v, g, beta, layout=layout)
+        assert isinstance(silent, torch.Tensor)
+        assert not silent.requires_grad
+
+    burst_rt.run_local(2, rank)
+
+
+def test_second_derivatives_are_refused() -> None:
+    def rank(ctx: Context) -> None:
+        layout = ctx.layout(20)
+        x = torch.randn(1, layout.shard_len, 4, requires_grad=True)
+        out = recurrence.linear_recurrence(x, -x.detach().abs(), layout=layout)
+        assert isinstance(out, torch.Tensor)
+        with pytest.raises(InputError, match="linear_recurrence: second derivatives"):
+            torch.autograd.grad(out.sum(), x, create_graph=True)
+
+    burst_rt.run_local(1, rank)
+
+
+def _arguments(own: Any, /, **changes: Any) -> dict[str, Any]:
+    tokens = own.shard_len
+    q, k, v = (torch.randn(1, tokens, 2, 8) for _ in range(3))
+    g, beta = -torch.rand(1, tokens, 2), torch.rand(1, tokens, 2)
+    return {"q": q, "k": k, "v": v, "g": g, "beta": beta, "layout": own} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"v": torch.randn(1, 3, 2, 8)}, r"v must be \[batch, this rank's tokens 10, heads, V\]"),
+        ({"q": torch.randn(1, 10, 2, 4)}, r"k must be \[batch 1, .*key heads 2, K 4\]"),
+        ({"k": [1.0]}, "k must be a torch.Tensor, got list"),
+        ({"beta": torch.ones(1, 10, 2, dtype=torch.int64)}, "beta must be a dense tensor of"),
+        ({"v": torch.randn(1, 10, 3, 8), "g": -torch.rand(1, 10, 3), "beta": torch.rand(1, 10, 3)},
+         "multiple of the number of key heads .*, got 3 and 2"),
+        ({"scale": "1"}, "scale must be a finite number, got '1'"),
+        ({"initial_state": torch.zeros(1, 2, 8, 7)}, r"initial_state must be \[batch 1, heads 2"),
+        ({"documents": [5, 5]}, "documents must be burst_rt.Documents, or a bool tensor"),
+        ({"documents": torch.zeros(1, 9, dtype=torch.bool)}, r"got \(1, 9\) of torch.bool"),
+        ({"documents": burst_rt.Documents([3, 3])}, "documents must be those of the whole"),
+        ({"layout": "zigzag"}, "layout must come from Context.layout, got str"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused_on_every_rank(changes: dict[str, Any], why: str) -> None:
+    def rank(ctx: Context) -> None:
+        layout = ctx.layout(20)
+        wrong = changes if ctx.rank == 1 else {}
+        with pytest.raises(InputError, match=f"gated_delta_rule: .*{why}"):
+            recurrence.gated_delta_rule(**_arguments(layout, **wrong))
+        recurrence.gated_delta_rule(**_arguments(layout))  # nothing was sent, so all goes on
+
+    burst_rt.run_local(2, rank, timeout_s=30)
+
+
+def test_what_ranks_do_not_agree_on() -> None:
+    def rank(ctx: Context) -> None:
+        layout = ctx.layout(20)
+        with pytest.raises(ContractMismatch, match=r"options: .*scale=2\.0"):
+            recurrence.gated_delta_rule(**_arguments(layout, scale=1.0 + ctx.rank))
+
+    burst_rt.run_local(2, rank, timeout_s=30)
+
+
+def test_striped_layouts_are_refused() -> None:
+    def rank(ctx: Context) -> None:
+        layout = ctx.layout(20, "striped")
+        with pytest.raises(InputError, match="a recurrence takes layouts of consecutive tokens"):
+            recurrence.gated_delta_rule(**_arguments(layout))
+
+    burst_rt.run_local(2, rank, timeout_s=30)
+
+
+def test_convolutions_know_what_they_cannot_do() -> None:
+    def rank(ctx: Context) -> None:
+        layout = ctx.layout(20)
+        x = torch.randn(1, layout.shard_len, 4)
+        with pytest.raises(
+            InputError, match="activation must be None, 'silu' or 'swish', got 'gelu'"
+        ):
+            recurrence.causal_conv1d(x, torch.randn(4, 3), activation="gelu", layout=layout)
+        with pytest.raises(InputError, match="K at least 2, got K = 1"):
+            recurrence.causal_conv1d(x, torch.randn(4, 1), layout=layout)
+
+    burst_rt.run_local(1, rank)
