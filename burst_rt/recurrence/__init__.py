@@ -1,7 +1,9 @@
 """What mixes tokens otherwise than by softmax: linear attention, state spaces, convolutions."""
 
 from burst_rt.recurrence.api import (
+    RecurrenceExplanation,
     causal_conv1d,
+    explain,
     gated_delta_rule,
     linear_attention,
     linear_recurrence,
@@ -11,8 +13,10 @@ from burst_rt.recurrence.api import (
 from burst_rt.recurrence.call import RecurrencePlan
 
 __all__ = [
+    "RecurrenceExplanation",
     "RecurrencePlan",
     "causal_conv1d",
+    "explain",
     "gated_delta_rule",
     "linear_attention",
     "linear_recurrence",

@@ -1,8 +1,11 @@
-"""What a user calls: recurrences over a sequence that is spread over ranks."""
+"""What a user calls: recurrences over a sequence that is spread over ranks, and `explain`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple, NoReturn, ParamSpec
 
 import torch
 
@@ -11,7 +14,7 @@ from burst_rt.errors import BurstError, InputError
 from burst_rt.planning.masks import Documents
 from burst_rt.planning.scan import segments_of
 from burst_rt.recurrence.base import Recurrence
-from burst_rt.recurrence.call import RecurrenceCall
+from burst_rt.recurrence.call import RecurrenceCall, RecurrencePlan
 from burst_rt.recurrence.checks import begins_of, check_heads, check_sizes, scale_of
 from burst_rt.recurrence.convolution import Convolution
 from burst_rt.recurrence.elements import LinearRecurrence, SelectiveScan
@@ -20,7 +23,9 @@ from burst_rt.recurrence.run import RecurrenceFunction
 from burst_rt.runtime.refusing import refuse
 
 __all__ = [
+    "RecurrenceExplanation",
     "causal_conv1d",
+    "explain",
     "gated_delta_rule",
     "linear_attention",
     "linear_recurrence",
@@ -29,7 +34,7 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-
+_P = ParamSpec("_P")
 _Result = Tensor | tuple[Tensor, Tensor]
 
 
@@ -42,6 +47,64 @@ class _Given(NamedTuple):
     return_state: bool
 
 
+class _Bound(NamedTuple):
+    """A checked call with its tensors. after: makes the user's results of out and the state."""
+
+    call: RecurrenceCall
+    begins: Tensor | None
+    initial_state: Tensor | None
+    tokens: tuple[Tensor, ...]
+    shared: tuple[Tensor, ...]
+    after: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] = lambda *both: both
+
+
+def _collective(bind: Callable[_P, _Bound]) -> Callable[_P, _Result]:
+    """The function that binds a call, and runs it; what `bind` finds wrong, every rank raises."""
+
+    @wraps(bind)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        try:
+            bound = bind(*args, **kwargs)
+        except InputError as error:
+            _refuse(bind.__name__, error, kwargs.get("layout"))
+        out, state = RecurrenceFunction.apply(  # type: ignore[no-untyped-call]
+            bound.call, bound.begins, bound.initial_state, len(bound.tokens), *bound.tokens,
+            *bound.shared,
+        )  # fmt: skip
+        out, state = bound.after(out, state)
+        return out if state is None else (out, state)
+
+    return run
+
+
+@dataclass(frozen=True)
+class RecurrenceExplanation:
+    """The plans of a call, made without running it; `str()` puts them into words."""
+
+    forward: RecurrencePlan
+    backward: RecurrencePlan | None  # None where no tensor needs a gradient
+
+    def __str__(self) -> str:
+        plans = (self.forward, self.backward)
+        return "\n".join(plan.explain() for plan in plans if plan is not None)
+
+
+def explain(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> RecurrenceExplanation:
+    """The plans that a function of this module would run with these arguments.
+
+    A plan tells segments, how states pass, bytes and memory. Local: nothing is sent. Raises
+    InputError.
+
+    Worked example: `explain(gated_delta_rule, q, k, v, g, beta, layout=layout)`.
+    """
+    bind = getattr(function, "__wrapped__", None)
+    if bind is None or getattr(bind, "__module__", "") != __name__:
+        raise InputError(f"explain: function must be one of burst_rt.recurrence, got {function!r}")
+    call = bind(*args, **kwargs).call
+    return RecurrenceExplanation(call.forward_plan, call.backward_plan if any(call.needs) else None)
+
+
+@_collective
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -52,7 +115,7 @@ def causal_conv1d(
     documents: Documents | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
-) -> _Result:
+) -> _Bound:
     """A causal convolution of each channel over the K tokens up to each token, over ranks.
 
     x: this rank's tokens `[batch, tokens, channels]`. weight: `[channels, K]`, K at least 2. bias:
@@ -62,30 +125,27 @@ def causal_conv1d(
     Returns `[batch, tokens, channels]` in x's dtype. See `gated_delta_rule` for the rest.
     """
     name = "causal_conv1d"
-    try:
-        if activation not in (None, "silu", "swish"):
-            raise InputError(
-                f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}"
-            )
-        sizes = check_sizes(name, layout, {"x": (x, "b t c"), "weight": (weight, "c k")})
-        if bias is not None:
-            check_sizes(name, layout, {"bias": (bias, "c")}, sizes)
-        taps = sizes["k"]
-        if taps < 2:
-            raise InputError(f"{name}: weight must be [channels, K], K at least 2, got K = {taps}")
-        if initial_state is not None:
-            known = sizes | {"m": taps - 1}
-            check_sizes(name, layout, {"initial_state": (initial_state, "b c m")}, known)
-            initial_state = initial_state.transpose(1, 2)
-        shared = (weight,) if bias is None else (weight, bias)
-        given = _Given(layout, documents, initial_state, return_state)
-        call, begins = _call(Convolution(taps, activation is not None), (x,), shared, given)
-    except InputError as error:
-        _refuse(name, error, layout)
-    out, state = _run(call, begins, initial_state, (x,), shared)
-    return (out, state.transpose(1, 2)) if state is not None else out
+    if activation not in (None, "silu", "swish"):
+        raise InputError(f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}")
+    sizes = check_sizes(name, layout, {"x": (x, "b t c"), "weight": (weight, "c k")})
+    if bias is not None:
+        check_sizes(name, layout, {"bias": (bias, "c")}, sizes)
+    taps = sizes["k"]
+    if taps < 2:
+        raise InputError(f"{name}: weight must be [channels, K], K at least 2, got K = {taps}")
+    if initial_state is not None:
+        known = sizes | {"m": taps - 1}
+        check_sizes(name, layout, {"initial_state": (initial_state, "b c m")}, known)
+        initial_state = initial_state.transpose(1, 2)
+    shared = (weight,) if bias is None else (weight, bias)
+    given = _Given(layout, documents, initial_state, return_state)
+    bound = _bound(Convolution(taps, activation is not None), (x,), shared, given)
+    return bound._replace(
+        after=lambda out, state: (out, None if state is None else state.transpose(1, 2))
+    )
 
 
+@_collective
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -99,7 +159,7 @@ def gated_delta_rule(
     documents: Documents | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
-) -> _Result:
+) -> _Bound:
     """The gated delta rule over a sequence that is spread over the ranks of a context, exactly.
 
     For each head, with the state S `[K, V]`: S <- exp(g) S, then S <- S + beta k (v - S^T k)^T,
@@ -128,30 +188,26 @@ def gated_delta_rule(
     rank alike, before anything is sent; PeerLost and Stalled.
     """
     name = "gated_delta_rule"
-    try:
-        tensors = {
-            "v": (v, "b t h v"), "q": (q, "b t q k"), "k": (k, "b t q k"), "beta": (beta, "b t h"),
-            "g": (g, "b t h k" if isinstance(g, Tensor) and g.ndim == 4 else "b t h"),
-        }  # fmt: skip
-        sizes = check_sizes(name, layout, tensors)
-        check_heads(name, sizes)
-        if initial_state is not None:
-            check_sizes(name, layout, {"initial_state": (initial_state, "b h k v")}, sizes)
-        rule = DeltaRule(
-            # Decays by channel take `size` times the memory of the keys.
-            size=64 if g.ndim == 3 else 16,
-            scale=scale_of(name, scale, sizes["k"]),
-            normalised=bool(use_qk_l2norm),
-        )
-        tokens = (q, k, v, g, beta)
-        given = _Given(layout, documents, initial_state, return_state)
-        call, begins = _call(rule, tokens, (), given)
-    except InputError as error:
-        _refuse(name, error, layout)
-    out, state = _run(call, begins, initial_state, tokens, ())
-    return out if state is None else (out, state)
+    by_channel = isinstance(g, Tensor) and g.ndim == 4
+    tensors = {
+        "v": (v, "b t h v"), "q": (q, "b t q k"), "k": (k, "b t q k"), "beta": (beta, "b t h"),
+        "g": (g, "b t h k" if by_channel else "b t h"),
+    }  # fmt: skip
+    sizes = check_sizes(name, layout, tensors)
+    check_heads(name, sizes)
+    if initial_state is not None:
+        check_sizes(name, layout, {"initial_state": (initial_state, "b h k v")}, sizes)
+    rule = DeltaRule(
+        # Decays by channel take `size` times the memory of the keys.
+        size=16 if by_channel else 64,
+        scale=scale_of(name, scale, sizes["k"]),
+        normalised=bool(use_qk_l2norm),
+    )
+    given = _Given(layout, documents, initial_state, return_state)
+    return _bound(rule, (q, k, v, g, beta), (), given)
 
 
+@_collective
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -163,7 +219,7 @@ def linear_attention(
     documents: Documents | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
-) -> _Result:
+) -> _Bound:
     """Decayed linear attention over ranks: S <- exp(g) S + k v^T, out = scale S^T q.
 
     Lightning attention and RetNet give one decay for each head, gated linear attention one for each
@@ -173,26 +229,21 @@ def linear_attention(
     State: `[batch, heads, K, V]`. See `gated_delta_rule` for the rest.
     """
     name = "linear_attention"
-    try:
-        by_head = isinstance(g, Tensor) and g.ndim == 1
-        tensors = {
-            "v": (v, "b t h v"), "q": (q, "b t q k"), "k": (k, "b t q k"),
-            "g": (g, "h" if by_head else "b t h"),
-        }  # fmt: skip
-        sizes = check_sizes(name, layout, tensors)
-        check_heads(name, sizes)
-        if initial_state is not None:
-            check_sizes(name, layout, {"initial_state": (initial_state, "b h k v")}, sizes)
-        tokens = (q, k, v, g.expand(v.shape[:3]) if by_head else g)
-        attention = LinearAttention(scale=scale_of(name, scale, sizes["k"]))
-        given = _Given(layout, documents, initial_state, return_state)
-        call, begins = _call(attention, tokens, (), given)
-    except InputError as error:
-        _refuse(name, error, layout)
-    out, state = _run(call, begins, initial_state, tokens, ())
-    return out if state is None else (out, state)
+    by_head = isinstance(g, Tensor) and g.ndim == 1
+    tensors = {
+        "v": (v, "b t h v"), "q": (q, "b t q k"), "k": (k, "b t q k"),
+        "g": (g, "h" if by_head else "b t h"),
+    }  # fmt: skip
+    sizes = check_sizes(name, layout, tensors)
+    check_heads(name, sizes)
+    if initial_state is not None:
+        check_sizes(name, layout, {"initial_state": (initial_state, "b h k v")}, sizes)
+    given = _Given(layout, documents, initial_state, return_state)
+    tokens = (q, k, v, g.expand(v.shape[:3]) if by_head else g)
+    return _bound(LinearAttention(scale=scale_of(name, scale, sizes["k"])), tokens, (), given)
 
 
+@_collective
 def state_space(
     x: Tensor,
     dt: Tensor,
@@ -205,7 +256,7 @@ def state_space(
     documents: Documents | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
-) -> _Result:
+) -> _Bound:
     """Mamba-2's state space over ranks: S <- exp(dt A) S + dt x B^T, out = S C + D x.
 
     Source: arXiv 2405.21060. It is linear attention: C queries, B keys, dt x values.
@@ -218,34 +269,32 @@ def state_space(
     Returns `[batch, tokens, heads, P]` in x's dtype. See `gated_delta_rule` for the rest.
     """
     name = "state_space"
-    try:
-        tensors = {
-            "x": (x, "b t h v"), "dt": (dt, "b t h"), "A": (A, "h"), "B": (B, "b t q k"),
-            "C": (C, "b t q k"),
-        }  # fmt: skip
-        sizes = check_sizes(name, layout, tensors)
-        check_heads(name, sizes)
-        if initial_state is not None:
-            check_sizes(name, layout, {"initial_state": (initial_state, "b h v k")}, sizes)
-            initial_state = initial_state.transpose(2, 3)
-        if D is not None:
-            shape = "h v" if isinstance(D, Tensor) and D.ndim == 2 else "h"
-            check_sizes(name, layout, {"D": (D, shape)}, sizes)
-    except InputError as error:
-        _refuse(name, error, layout)
+    tensors = {
+        "x": (x, "b t h v"), "dt": (dt, "b t h"), "A": (A, "h"), "B": (B, "b t q k"),
+        "C": (C, "b t q k"),
+    }  # fmt: skip
+    sizes = check_sizes(name, layout, tensors)
+    check_heads(name, sizes)
+    if initial_state is not None:
+        check_sizes(name, layout, {"initial_state": (initial_state, "b h v k")}, sizes)
+        initial_state = initial_state.transpose(2, 3)
+    if D is not None:
+        shape = "h v" if isinstance(D, Tensor) and D.ndim == 2 else "h"
+        check_sizes(name, layout, {"D": (D, shape)}, sizes)
     wide = torch.promote_types(x.dtype, torch.float32)
     steps = dt.to(wide)
-    result = linear_attention(
-        C, B, x.to(wide) * steps[..., None], steps * A.to(wide), layout=layout, scale=1.0,
-        documents=documents, initial_state=initial_state, return_state=return_state,
-    )  # fmt: skip
-    out, state = result if isinstance(result, tuple) else (result, None)
-    if D is not None:
-        out = out + x.to(wide) * (D if D.ndim == 2 else D[:, None])
-    out = out.to(x.dtype)
-    return out if state is None else (out, state.transpose(2, 3))
+    tokens = (C, B, x.to(wide) * steps[..., None], steps * A.to(wide))
+
+    def after(out: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if D is not None:
+            out = out + x.to(wide) * (D if D.ndim == 2 else D[:, None])
+        return out.to(x.dtype), None if state is None else state.transpose(2, 3)
+
+    given = _Given(layout, documents, initial_state, return_state)
+    return _bound(LinearAttention(name="state_space"), tokens, (), given)._replace(after=after)
 
 
+@_collective
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -258,7 +307,7 @@ def selective_scan(
     documents: Documents | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
-) -> _Result:
+) -> _Bound:
     """Mamba-1's selective scan over ranks: S <- exp(dt A) S + dt x B, out = S C + D x.
 
     Source: arXiv 2312.00752.
@@ -270,28 +319,23 @@ def selective_scan(
     Returns `[batch, tokens, channels]` in x's dtype. See `gated_delta_rule` for the rest.
     """
     name = "selective_scan"
-    try:
-        tensors = {
-            "x": (x, "b t d"), "dt": (dt, "b t d"), "A": (A, "d n"), "B": (B, "b t n"),
-            "C": (C, "b t n"),
-        }  # fmt: skip
-        sizes = check_sizes(name, layout, tensors)
-        if initial_state is not None:
-            check_sizes(name, layout, {"initial_state": (initial_state, "b d n")}, sizes)
-        if D is not None:
-            check_sizes(name, layout, {"D": (D, "d")}, sizes)
-        tokens = (x, dt, B, C)
-        scan = SelectiveScan()
-        given = _Given(layout, documents, initial_state, return_state)
-        call, begins = _call(scan, tokens, (A,), given)
-    except InputError as error:
-        _refuse(name, error, layout)
-    out, state = _run(call, begins, initial_state, tokens, (A,))
+    tensors = {
+        "x": (x, "b t d"), "dt": (dt, "b t d"), "A": (A, "d n"), "B": (B, "b t n"),
+        "C": (C, "b t n"),
+    }  # fmt: skip
+    sizes = check_sizes(name, layout, tensors)
+    if initial_state is not None:
+        check_sizes(name, layout, {"initial_state": (initial_state, "b d n")}, sizes)
     if D is not None:
-        out = (out + x * D).to(x.dtype)
-    return out if state is None else (out, state)
+        check_sizes(name, layout, {"D": (D, "d")}, sizes)
+    given = _Given(layout, documents, initial_state, return_state)
+    bound = _bound(SelectiveScan(), (x, dt, B, C), (A,), given)
+    if D is None:
+        return bound
+    return bound._replace(after=lambda out, state: ((out + x * D).to(x.dtype), state))
 
 
+@_collective
 def linear_recurrence(
     x: Tensor,
     log_a: Tensor,
@@ -300,7 +344,7 @@ def linear_recurrence(
     documents: Documents | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
-) -> _Result:
+) -> _Bound:
     """A recurrence of each channel by itself over ranks: S <- exp(log_a) S + x, out = S.
 
     The recurrence inside RG-LRU (arXiv 2402.19427).
@@ -310,37 +354,19 @@ def linear_recurrence(
     Returns `[batch, tokens, channels]` in x's dtype. See `gated_delta_rule` for the rest.
     """
     name = "linear_recurrence"
-    try:
-        sizes = check_sizes(name, layout, {"x": (x, "b t d"), "log_a": (log_a, "b t d")})
-        if initial_state is not None:
-            check_sizes(name, layout, {"initial_state": (initial_state, "b d")}, sizes)
-            initial_state = initial_state[..., None]
-        tokens, scan = (x, log_a), LinearRecurrence()
-        given = _Given(layout, documents, initial_state, return_state)
-        call, begins = _call(scan, tokens, (), given)
-    except InputError as error:
-        _refuse(name, error, layout)
-    out, state = _run(call, begins, initial_state, tokens, ())
-    return out if state is None else (out, state[..., 0])
+    sizes = check_sizes(name, layout, {"x": (x, "b t d"), "log_a": (log_a, "b t d")})
+    if initial_state is not None:
+        check_sizes(name, layout, {"initial_state": (initial_state, "b d")}, sizes)
+        initial_state = initial_state[..., None]
+    given = _Given(layout, documents, initial_state, return_state)
+    bound = _bound(LinearRecurrence(), (x, log_a), (), given)
+    return bound._replace(after=lambda out, state: (out, None if state is None else state[..., 0]))
 
 
-def _run(
-    call: RecurrenceCall,
-    begins: Tensor | None,
-    initial_state: Tensor | None,
-    tokens: tuple[Tensor, ...],
-    shared: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor | None]:
-    found: tuple[Tensor, Tensor | None] = RecurrenceFunction.apply(  # type: ignore[no-untyped-call]
-        call, begins, initial_state, len(tokens), *tokens, *shared
-    )
-    return found
-
-
-def _call(
+def _bound(
     recurrence: Recurrence, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...], given: _Given
-) -> tuple[RecurrenceCall, Tensor | None]:
-    """The checked call, and where documents begin. Local. Raises InputError."""
+) -> _Bound:
+    """The checked call with its tensors. Local. Raises InputError."""
     layout, documents, initial, returns_state = given
     layout.runtime.check_open()
     segments_of(layout.map)
@@ -361,7 +387,8 @@ def _call(
         has_initial_state=initial is not None,
         returns_state=bool(returns_state),
     )
-    return call, begins_of(recurrence.name, layout, documents, batch)
+    begins = begins_of(recurrence.name, layout, documents, batch)
+    return _Bound(call, begins, initial, tokens, shared)
 
 
 def _refuse(name: str, error: BurstError, layout: object) -> NoReturn:

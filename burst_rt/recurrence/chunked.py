@@ -26,11 +26,15 @@ Tensor = torch.Tensor
 class ChunkedRecurrence:
     """The base of these recurrences; see `Recurrence`."""
 
-    name: ClassVar[str]
     algebra: ClassVar[Algebra]
     reader: ClassVar[Reader]
     memory: ClassVar[None] = None
     size: int = 64  # tokens of a chunk
+
+    @property
+    def name(self) -> str:
+        """See `Recurrence.name`."""
+        raise NotImplementedError
 
     def chunks(self, segment: SegmentTensors) -> Chunks:
         """The chunks of a segment. Differentiable by autograd."""

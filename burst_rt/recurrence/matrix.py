@@ -58,10 +58,13 @@ class _MatrixState(ChunkedRecurrence):
 
 @dataclass(frozen=True)
 class LinearAttention(_MatrixState):
-    """See the module. Tokens: q, k, v, and g `[batch, tokens, heads]`."""
+    """See the module. Tokens: q, k, v, and g `[batch, tokens, heads]`.
 
-    name: ClassVar[str] = "linear_attention"
+    name: of the public function, which may be a state space's.
+    """
+
     algebra: ClassVar[Algebra] = FACTORS
+    name: str = "linear_attention"
 
     def chunks(self, segment: SegmentTensors) -> Chunks:
         """See `ChunkedRecurrence.chunks`."""
