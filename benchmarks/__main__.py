@@ -27,6 +27,7 @@ _COMMANDS = {
     "page": "Write BENCHMARKS.md and its plots from benchmarks/results.",
     "paper": "The BurstAttention paper's figures next to forecasts. Measures nothing.",
     "predict": "Forecasts against measurements, for every strategy.",
+    "recurrence": "Delta rules over ranks: against threads, and against heads over ranks.",
     "prefill": "First tokens of large models next to published figures. Measures nothing.",
     "scaling": "One sequence over more ranks, and sequences that grow with the ranks.",
     "serve": "First tokens, chunks, and tokens by what is cached, over ranks.",

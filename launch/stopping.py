@@ -95,7 +95,7 @@ def leave_word(word: LastWord) -> bool:
     return True
 
 
-def put_back(handlers: Mapping[int, Any]) -> None:
+def put_back(handlers: Mapping[Any, Any]) -> None:
     """Give signals the handlers that `signal.signal` returned for them.
 
     It returns None for a handler that Python did not set, as UCX's of SIGHUP where UCX is
