@@ -33,7 +33,9 @@ from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node, Rat
 _ROOT = Path(__file__).parents[2]
 _PAGES = [*sorted((_ROOT / "docs").glob("*.md")), _ROOT / "README.md"]
 # Pages whose programs are whole: they run as they stand, one block after the other.
-_PROGRAMS = ("index", "choosing", "masks", "serving", "pipelines", "watching", "errors", "how")
+_PROGRAMS = (
+    "index", "choosing", "masks", "recurrences", "serving", "pipelines", "watching", "errors", "how",
+)  # fmt: skip
 
 
 def _blocks(page: Path, language: str) -> list[str]:
@@ -89,11 +91,12 @@ def test_the_ring_of_the_page_opens_the_module_of_rings() -> None:
     )
 
 
-def test_the_explanation_of_the_page() -> None:
+@pytest.mark.parametrize(("page", "world_size"), [("choosing", 4), ("recurrences", 2)])
+def test_the_explanation_of_the_page(page: str, world_size: int) -> None:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        _run("choosing", 4)
-    shown, *_ = _blocks(_ROOT / "docs" / "choosing.md", "text")
+        _run(page, world_size)
+    shown, *_ = _blocks(_ROOT / "docs" / f"{page}.md", "text")
     assert said.getvalue().strip() == shown.strip()
 
 

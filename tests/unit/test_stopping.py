@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,3 +131,34 @@ def test_ranks_that_were_asked_have_so_long_and_no_longer(
     assert (stop.due(), stop.asked, sent) == (True, False, [signal.SIGTERM])
     assert told == ["SIGHUP"], "before any rank ends: they are stopped, not lost"
     assert (stop.due(), sent) == (True, [signal.SIGTERM])
+
+
+_PRELOADED = """
+#include <signal.h>
+static void ours(int number) { (void)number; }
+__attribute__((constructor)) static void take(void) { signal(SIGHUP, ours); }
+"""
+_PROGRAM = """
+import signal
+import subprocess
+import sys
+from burst_rt.launch.run import _forward_signals
+from burst_rt.launch.stopping import StopRequests
+assert signal.getsignal(signal.SIGHUP) is None
+with StopRequests(offer=False), _forward_signals():
+    pass
+assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+"""
+
+
+def test_a_signal_that_a_library_took_before_python_started(tmp_path: Path) -> None:
+    """Python cannot put such a handler back; UCX has one for SIGHUP where it is preloaded."""
+    source, library = tmp_path / "take.c", tmp_path / "libtake.so"
+    source.write_text(_PRELOADED, encoding="utf-8")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    environment = dict(os.environ) | {"LD_PRELOAD": str(library)}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
