@@ -8,10 +8,14 @@ on a collective go on while it runs: gradients of weights hide transfers, as in 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import TypeAlias
 
-from burst_rt.launch.plan.layer_sizes import HALVES, Spread
+from burst_rt.launch.plan.layer_sizes import Spread
+from burst_rt.launch.plan.sublayers import Attention, FeedForward, Product, Sublayer
+from burst_rt.planning.recurrences import Recurrence
 from burst_rt.planning.strategies import AGREE, Program
 from burst_rt.runtime.collectives import (
     all_gather,
@@ -28,13 +32,15 @@ _Parts: TypeAlias = "Iterable[Buffer | Part]"
 # The lane on which collectives add up, in parallel with the products, as NCCL's collectives do. On
 # the compute lane a sum would wait for a long product to end.
 _SUMS = Lane("sums", max_in_flight=1)
+# The first tag of a recurrence's messages, above all tags of collectives and attention.
+_FIRST_TAG = 1 << 24
 
 
 class LayerGraph:
-    """Builds the graph of one rank. A buffer is named after its half and what the buffer holds."""
+    """Builds the graph of one rank. A buffer is named after its sublayer and what it holds."""
 
     def __init__(self, layer: Spread, rank: int, lanes: tuple[Lane, ...]) -> None:
-        self.layer, self.shape, self.rank, self.lanes = layer, layer.shape, rank, lanes
+        self.layer, self.dim, self.rank, self.lanes = layer, layer.layer.dim, rank, lanes
         self.rows, self.own_rows = layer.rows(rank), layer.own_rows(rank)
         self.g = GraphBuilder(rank, layer.world_size, (*lanes, _SUMS))
         self.tag = 0
@@ -47,93 +53,215 @@ class LayerGraph:
         Without attention, attention's outputs are there already.
         """
         x = self.g.buffer("x", initialised=True)
-        for half in HALVES:
-            normed, wide = self._tokens(f"{half} normed"), self.g.buffer(f"{half} wide")
+        for sublayer in self.layer.layer.sublayers:
+            name, core = sublayer.name, sublayer.core
+            normed, wide = self._tokens(f"{name} normed"), self.g.buffer(f"{name} wide")
             self._element(
-                f"{half} norm",
+                f"{name} norm",
                 "norm",
-                2 * self.own_rows * self.shape.dim,
+                2 * self.own_rows * self.dim,
                 reads=[x],
                 writes=[self._own(normed)],
             )
-            self._product(half, "in", reads=self._gather(normed), writes=[wide])
-            if half == "attention":
+            self._product(sublayer.into, reads=self._gather(normed), writes=[wide])
+            if isinstance(core, Attention):
                 attention = _Inserted(
                     self.g, self.layer.program(forward=True), self.rank, self.lanes
                 )
                 self._element(
-                    "rotate", "rotate", self._rotated(), reads=[wide], writes=attention.bound
+                    "rotate", "rotate", self._rotated(core), reads=[wide], writes=attention.bound
                 )
                 if with_attention:
                     attention.insert(self.agreed)
                 narrow: list[Part] = attention.bound
             else:
-                narrow = [self.g.buffer("feed_forward narrow")[0]]
-                self._element("gate", "gate", 3 * self._ffn(), reads=[wide], writes=narrow)
-            out = self._terms(f"{half} out")
-            self._product(half, "out", reads=narrow, writes=[out])
+                narrow = [self.g.buffer(f"{name} narrow")[0]]
+                if isinstance(core, FeedForward):
+                    self._gate(sublayer, forward=True, reads=wide, writes=narrow[0])
+                else:
+                    self._recur(core, forward=True, reads=wide, writes=narrow[0])
+            out = self._terms(f"{name} out")
+            self._product(sublayer.out, reads=narrow, writes=[out])
             self._reduce(out)
             self._element(
-                f"{half} residual",
+                f"{name} residual",
                 "residual",
-                3 * self.own_rows * self.shape.dim,
+                3 * self.own_rows * self.dim,
                 reads=[self._own(out)],
                 accumulates=[x],
             )
         return self.g.build()
 
     def backward(self) -> Graph:
-        """The graph of the backward: "feed_forward dout" becomes "dx".
-
-        These are the gradient of the output and the gradient of x.
-        """
-        dout = self._tokens("feed_forward dout", initialised=True)
-        dx = self.g.buffer("dx")
-        after = self._tokens("attention dout")
-        self._half_back("feed_forward", dout, after)
-        self._half_back("attention", after, dx)
+        """The graph of the backward: the gradient of the output becomes "dx"."""
+        *before, last = reversed(self.layer.layer.sublayers)
+        first = before[0] if before else last
+        dout = self._tokens(f"{first.name} dout", initialised=True)
+        for sublayer, after in zip(before, [*before[1:], last], strict=True):
+            dx = self._tokens(f"{after.name} dout")
+            self._back(sublayer, dout, dx)
+            dout = dx
+        self._back(last, dout, self.g.buffer("dx"))
         return self.g.build()
 
-    def _half_back(self, half: str, dout: Buffer, dx: Buffer) -> None:
-        """Adds the backward of a half.
+    def _back(self, sublayer: Sublayer, dout: Buffer, dx: Buffer) -> None:
+        """Adds the backward of a sublayer.
 
-        dout: the gradient of the half's output; dx: the gradient of the half's input.
+        dout: the gradient of its output; dx: the gradient of its input.
         """
-        norm_grad, grads = self._gradients(half)
+        name, core, out = sublayer.name, sublayer.core, sublayer.out
+        norm_grad, grads = self._gradients(sublayer)
         whole = self._gather(dout)
-        dwide = self.g.buffer(f"{half} dwide")
-        if half == "attention":
+        dwide = self.g.buffer(f"{name} dwide")
+        if isinstance(core, Attention):
             attention = _Inserted(self.g, self.layer.program(forward=False), self.rank, self.lanes)
-            self._product(half, "out", reads=whole, writes=attention.bound)
-            self._product(half, "out", reads=whole, accumulates=[grads])
+            self._product(out, reads=whole, writes=attention.bound)
+            self._product(out, reads=whole, accumulates=[grads])
             attention.insert(self.agreed)
             self._element(
-                "rotate back", "rotate", self._rotated(), reads=attention.bound, writes=[dwide]
+                "rotate back",
+                "rotate",
+                self._rotated(core),
+                reads=attention.bound,
+                writes=[dwide],
             )
         else:
-            dnarrow = self.g.buffer("feed_forward dnarrow")
-            self._product(half, "out", reads=whole, writes=[dnarrow])
-            self._product(half, "out", reads=whole, accumulates=[grads])
-            self._element("gate back", "gate", 5 * self._ffn(), reads=[dnarrow], writes=[dwide])
-        normed = self._tokens(f"{half} normed", initialised=True)
+            dnarrow = self.g.buffer(f"{name} dnarrow")
+            self._product(out, reads=whole, writes=[dnarrow])
+            self._product(out, reads=whole, accumulates=[grads])
+            if isinstance(core, FeedForward):
+                self._gate(sublayer, forward=False, reads=dnarrow, writes=dwide[0])
+            else:
+                self._recur(core, forward=False, reads=dnarrow, writes=dwide[0])
+        normed = self._tokens(f"{name} normed", initialised=True)
         whole = self._gather(normed, after=dwide)
-        dnormed = self._terms(f"{half} dnormed")
-        self._product(half, "in", reads=[dwide], writes=[dnormed])
+        dnormed = self._terms(f"{name} dnormed")
+        self._product(sublayer.into, reads=[dwide], writes=[dnormed])
         self._reduce(dnormed)
-        self._product(half, "in", reads=[dwide, *whole], accumulates=[grads])
-        reads, count = [self._own(dnormed), self._own(dout)], 4 * self.own_rows * self.shape.dim
+        self._product(sublayer.into, reads=[dwide, *whole], accumulates=[grads])
+        reads, count = [self._own(dnormed), self._own(dout)], 4 * self.own_rows * self.dim
         self._element(
-            f"{half} norm back",
+            f"{name} norm back",
             "norm",
             count,
             reads=reads,
             writes=[self._own(dx)],
             accumulates=[norm_grad],
         )
-        if self.layer.summed(half):
+        if self.layer.num_summed(sublayer):
             self.tag = all_reduce(
                 self.g, norm_grad, tag=self.tag, reads=[self.agreed], lane=_SUMS.name
             )
+
+    # Recurrences.
+
+    def _recur(self, core: Recurrence, *, forward: bool, reads: Buffer, writes: Part) -> None:
+        """Adds a recurrence with its short convolution before it, or the backward of both.
+
+        The backward goes the other way: from the output to the convolution's input, and from late
+        positions to early ones.
+        """
+        convolved = self.g.buffer("recurrence convolved")
+        if forward:
+            self._convolve(core, forward=True, reads=reads, writes=convolved[0])
+            self._states(core, forward=True, reads=convolved, writes=writes)
+        else:
+            self._states(core, forward=False, reads=reads, writes=convolved[0])
+            self._convolve(core, forward=False, reads=convolved, writes=writes)
+
+    def _convolve(self, core: Recurrence, *, forward: bool, reads: Buffer, writes: Part) -> None:
+        halo: list[Part] = []
+        size = core.halo_bytes(self.layer.input_bytes, self.layer.batch)
+        for at, first, second in self._neighbours(size, forward):
+            if self.rank == first:
+                last = self.g.buffer(f"tokens to run {at}", size_bytes=size)
+                count = 2 * size // self.layer.input_bytes
+                self._element(f"pack run {at}", "pack", count, reads=[reads], writes=[last])
+                self.g.exchange(
+                    f"tokens to run {at}",
+                    sends=[(last[0], second)],
+                    tag=_FIRST_TAG + 2 * at,
+                    reads=[self.agreed],
+                )
+            if self.rank == second:
+                halo.append(self.g.buffer(f"tokens for run {at}", size_bytes=size)[0])
+                self.g.exchange(
+                    f"tokens of run {at}",
+                    recvs=[(halo[-1], first)],
+                    tag=_FIRST_TAG + 2 * at,
+                    reads=[self.agreed],
+                )
+        channels = core.channels // self.layer.share
+        self._element(
+            "convolution",
+            "convolution",
+            (2 if forward else 4) * self.rows * channels,
+            reads=[reads, *halo],
+            writes=[writes],
+        )
+
+    def _states(self, core: Recurrence, *, forward: bool, reads: Buffer, writes: Part) -> None:
+        """Adds the maps of this rank's runs, the states along the positions, and the recurrence."""
+        size, share = core.state_bytes(self.layer.batch), self.layer.share
+        arrived: list[Part] = []
+        neighbours = list(self._neighbours(size, forward))
+        if neighbours:
+            maps = self.g.buffer("recurrence maps")
+            moved = core.moved_bytes(self.rows, self.layer.input_bytes)
+            cost = Cost(core.map_flops(self.rows), moved)
+            self.g.compute("maps", Op("recurrence"), reads=[reads], writes=[maps], cost=cost)
+            arrived.append(maps[0])
+        for at, first, second in neighbours:
+            tag = _FIRST_TAG + 2 * at + 1
+            if self.rank == first:
+                state = self.g.buffer(f"state to run {at}", size_bytes=size)
+                self._element(
+                    f"fold to run {at}",
+                    "fold",
+                    3 * size // self.layer.input_bytes,
+                    reads=arrived,
+                    writes=[state],
+                )
+                self.g.exchange(
+                    f"state to run {at}", sends=[(state[0], second)], tag=tag, reads=[self.agreed]
+                )
+            if self.rank == second:
+                arrived.append(self.g.buffer(f"state for run {at}", size_bytes=size)[0])
+                self.g.exchange(
+                    f"state of run {at}",
+                    recvs=[(arrived[-1], first)],
+                    tag=tag,
+                    reads=[self.agreed],
+                )
+        flops = core.forward_flops if forward else core.backward_flops
+        moved = core.moved_bytes(self.rows, self.layer.input_bytes) // share
+        self.g.compute(
+            "recurrence",
+            Op("recurrence"),
+            reads=[reads, *arrived],
+            writes=[writes],
+            cost=Cost(flops(self.rows) // share, moved if forward else 3 * moved),
+        )
+
+    def _neighbours(self, size: int, forward: bool) -> Iterator[tuple[int, int, int]]:
+        """(run, rank before, rank after) where two consecutive runs are of different ranks.
+
+        Runs count along the positions; backward, from the end. size: the bytes that go from one to
+        the next; where there are none, there are no neighbours.
+        """
+        if self.layer.tensor_parallel or not size:
+            return
+        owners = self._owners if forward else self._owners[::-1]
+        for at, (first, second) in enumerate(pairwise(owners)):
+            if first != second:
+                yield at, first, second
+
+    @cached_property
+    def _owners(self) -> list[int]:
+        """The ranks of all runs along the positions."""
+        runs = self.layer.layout.runs
+        starts = sorted((run.start, rank) for rank, own in enumerate(runs) for run in own if run)
+        return [rank for _, rank in starts]
 
     # Buffers.
 
@@ -149,7 +277,7 @@ class LayerGraph:
         """A buffer of rows as wide as x, whose values are summed over the ranks."""
         if not self.layer.tensor_parallel:
             return self.g.buffer(name)
-        sizes = self._by_rank() if self.layer.gathers else self._evenly(self.rows * self.shape.dim)
+        sizes = self._by_rank() if self.layer.gathers else self._evenly(self.rows * self.dim)
         return self.g.buffer(name, parts=self.layer.world_size, size_bytes=sizes)
 
     def _own(self, buffer: Buffer) -> Buffer | Part:
@@ -157,26 +285,25 @@ class LayerGraph:
 
     def _by_rank(self) -> list[int]:
         return [
-            self.layer.own_rows(rank) * self.shape.dim * self.layer.input_bytes
+            self.layer.own_rows(rank) * self.dim * self.layer.input_bytes
             for rank in range(self.layer.world_size)
         ]
 
     def _evenly(self, count: int) -> list[int]:
         return [part * self.layer.input_bytes for part in even_parts(count, self.layer.world_size)]
 
-    def _gradients(self, half: str) -> tuple[Buffer, Buffer]:
+    def _gradients(self, sublayer: Sublayer) -> tuple[Buffer, Buffer]:
         """Buffers of gradients: of the norm's weight, and of the two products' weights.
 
         The two are one buffer where both are summed over the ranks, or neither is.
         """
-        summed = self.layer.summed(half)
-        sizes = self._evenly(self.shape.num_weights(*summed)) if summed else [0]
-        norm = self.g.buffer(
-            f"{half} gradients", parts=len(sizes), size_bytes=sizes, initialised=True
-        )
-        return norm, norm if len(summed) != 1 else self.g.buffer(
-            f"{half} gradients of products", initialised=True
-        )
+        summed = self.layer.num_summed(sublayer)
+        sizes = self._evenly(summed) if summed else [0]
+        name = f"{sublayer.name} gradients"
+        norm = self.g.buffer(name, parts=len(sizes), size_bytes=sizes, initialised=True)
+        if not self.layer.gathers:
+            return norm, norm
+        return norm, self.g.buffer(f"{name} of products", initialised=True)
 
     # Tasks.
 
@@ -195,18 +322,16 @@ class LayerGraph:
             self.tag = collective(self.g, terms, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
 
     def _product(
-        self, half: str, side: str, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()
+        self, product: Product, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()
     ) -> None:
-        """Adds a product of all rows with one of the half's weights.
+        """Adds a product of all rows with weights.
 
-        With accumulates, adds the gradient of that weight, which takes as long.
+        With accumulates, adds the gradient of those weights, which takes as long.
         """
-        weight = HALVES[half][1 if side == "in" else 2]
-        flops = 2 * self.rows * self.shape.num_weights(weight) // self.layer.share
-        name = f"{weight} gradient" if accumulates else weight
+        flops = 2 * self.rows * product.active // self.layer.share
         self.g.compute(
-            name,
-            Op("linear", (weight,)),
+            f"{product.name} gradient" if accumulates else product.name,
+            Op("linear", (product.name,)),
             reads=reads,
             writes=writes,
             accumulates=accumulates,
@@ -227,18 +352,18 @@ class LayerGraph:
         cost = Cost(0, count * self.layer.input_bytes)
         self.g.compute(name, Op(op), reads=reads, writes=writes, accumulates=accumulates, cost=cost)
 
-    def _rotated(self) -> int:
+    def _rotated(self, core: Attention) -> int:
         """Number of elements read and written to rotate q and k by their positions."""
-        return (
-            2
-            * self.rows
-            * (self.shape.num_heads + self.shape.num_kv_heads)
-            * self.shape.head_dim
-            // self.layer.share
-        )
+        heads = core.num_heads + core.num_kv_heads
+        return 2 * self.rows * heads * core.head_dim // self.layer.share
 
-    def _ffn(self) -> int:
-        return self.rows * self.shape.ffn_dim // self.layer.share
+    def _gate(self, sublayer: Sublayer, *, forward: bool, reads: Buffer, writes: Part) -> None:
+        """Adds what lies between the two products of a feed-forward."""
+        wide, narrow = sublayer.wide, sublayer.narrow
+        count = wide + narrow if forward else 2 * wide + narrow
+        name = "gate" if forward else "gate back"
+        elements = self.rows * count // self.layer.share
+        self._element(name, "gate", elements, reads=[reads], writes=[writes])
 
 
 class _Inserted:
