@@ -30,7 +30,7 @@ __all__ = ["LayerGraph"]
 _Parts: TypeAlias = "Iterable[Buffer | Part]"
 
 # The lane on which collectives add up, in parallel with the products, as NCCL's collectives do. On
-# the compute lane a sum would wait for a long product to end.
+# the compute lane a sum would wait for a long product to end; so would a recurrence's state.
 _SUMS = Lane("sums", max_in_flight=1)
 # The first tag of a recurrence's messages, above all tags of collectives and attention.
 _FIRST_TAG = 1 << 24
@@ -94,14 +94,13 @@ class LayerGraph:
 
     def backward(self) -> Graph:
         """The graph of the backward: the gradient of the output becomes "dx"."""
-        *before, last = reversed(self.layer.layer.sublayers)
-        first = before[0] if before else last
-        dout = self._tokens(f"{first.name} dout", initialised=True)
-        for sublayer, after in zip(before, [*before[1:], last], strict=True):
+        order = self.layer.layer.sublayers[::-1]
+        dout = self._tokens(f"{order[0].name} dout", initialised=True)
+        for sublayer, after in pairwise(order):
             dx = self._tokens(f"{after.name} dout")
             self._back(sublayer, dout, dx)
             dout = dx
-        self._back(last, dout, self.g.buffer("dx"))
+        self._back(order[-1], dout, self.g.buffer("dx"))
         return self.g.build()
 
     def _back(self, sublayer: Sublayer, dout: Buffer, dx: Buffer) -> None:
@@ -215,12 +214,14 @@ class LayerGraph:
             tag = _FIRST_TAG + 2 * at + 1
             if self.rank == first:
                 state = self.g.buffer(f"state to run {at}", size_bytes=size)
-                self._element(
+                # A long product would delay the state of all later runs.
+                self.g.compute(
                     f"fold to run {at}",
-                    "fold",
-                    3 * size // self.layer.input_bytes,
+                    Op("fold"),
                     reads=arrived,
                     writes=[state],
+                    cost=Cost(0, 3 * size),
+                    lane=_SUMS.name,
                 )
                 self.g.exchange(
                     f"state to run {at}", sends=[(state[0], second)], tag=tag, reads=[self.agreed]

@@ -52,7 +52,8 @@ class LayerMemory(NamedTuple):
     # Autograd keeps a little more, such as the gate's silu.
     activations: int
     # Temporary memory of attention, of a recurrence or of the products, whichever needs more.
-    # Attention needs slots, sums and copies, a recurrence its chunks' states; the products need gathered inputs and unsummed outputs.
+    # Attention needs slots, sums and copies, a recurrence its chunks' states; the products need
+    # gathered inputs and unsummed outputs.
     working: int
 
     @property

@@ -215,13 +215,13 @@ def published_mask(strategy: str) -> str:
 def forecast_model(
     question: Question, strategy: str, world_size: int, hardware: Hardware
 ) -> ModelForecast:
-    """Simulates one layer, and multiplies by the number of layers.
+    """Simulates one layer of each kind, and multiplies by the number of layers of that kind.
 
     Tensor parallelism has no layout: a rank has the whole sequence, or a contiguous part of it.
     Raises InputError for a strategy and sizes that do not go together.
     """
     if question.layout == "auto":
-        kinds = LAYOUTS if strategy not in TENSOR_PARALLEL else LAYOUTS[:1]
+        kinds: tuple[str, ...] = LAYOUTS if strategy not in TENSOR_PARALLEL else LAYOUTS[:1]
         if any(_plain(layer).recurrence for _, layer in question.model.layers):
             kinds = tuple(kind for kind in kinds if kind != "striped")
         forecasts = [
@@ -312,7 +312,7 @@ def _layers(question: Question, strategy: str, world_size: int, hardware: Hardwa
                 strategy,
                 question.batch,
                 _INPUT_BYTES,
-                _allowed(asked, _plain(layer).attention),
+                _allowed(asked, _plain(layer).attention, question.seq_len),
                 question.layout,
                 even,
                 asked,
@@ -322,13 +322,17 @@ def _layers(question: Question, strategy: str, world_size: int, hardware: Hardwa
     ]
 
 
-def _allowed(asked: Mask, attention: Attention | None) -> Mask:
+def _allowed(asked: Mask, attention: Attention | None, seq_len: int) -> Mask:
     """The mask that was asked for, as far as a layer's own mask allows."""
-    if attention is None or attention.window is None:
+    window = None if attention is None else attention.window
+    if window is None:
         return asked
-    # A window looks back only, so it is causal already.
-    alone = asked == Causal() and isinstance(attention.window, SlidingWindow)
-    return attention.window if alone else asked & attention.window
+    if isinstance(window, SlidingWindow):
+        if window.left >= seq_len - 1:
+            window = Causal()
+        if asked == Causal():  # A window looks back only.
+            return window
+    return asked & window
 
 
 def _attending(layers: _Layers) -> list[SpreadLayer]:
