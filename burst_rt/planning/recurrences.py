@@ -46,7 +46,7 @@ class Recurrence:
     value_dim: int = 1  # V
     num_key_heads: int = 0  # heads of queries and keys, as `linear` shares them; 0: num_heads
     chunk: int = 64  # C
-    channels: int = 0  # of the short convolution
+    channels: int = 0  # those that the short convolution takes
     kernel: int = 1  # tokens that the convolution sees; 1: there is none
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.plan.model import Model
-from burst_rt.launch.plan.structure import described, inactive, kinds_of
+from burst_rt.launch.plan.structure import inactive_weights, kinds_in_words, kinds_of
 
 __all__ = ["FAMILIES", "read_config"]
 
@@ -76,10 +76,10 @@ def read_config(path: Path, name: str) -> Model:
         model = _built(file, config)
     total = sum(weight.numel() for weight in model.parameters())
     kinds = kinds_of(model, config, str(file))
-    resting = inactive(model, config)
+    resting = inactive_weights(model, config)
     layers = tuple((count, layer) for layer, count in kinds.items())
     inside = sum(count * layer.num_weights for count, layer in layers)
-    about = f"{config.model_type}: {described(kinds)}"
+    about = f"{config.model_type}: {kinds_in_words(kinds)}"
     return Model(name, layers, total - inside, resting, about)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from burst_rt.errors import InputError, InternalError
-from burst_rt.launch.plan.sublayers import Attention, FeedForward, Layer, Product, Sublayer
+from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes, Product, Sublayer
 from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.masks import Causal, Mask
@@ -79,11 +79,11 @@ class LayerShape:
         return sum(sizes[name] for name in names or sizes)
 
     @property
-    def layer(self) -> Layer:
+    def layer(self) -> LayerSizes:
         """This layer among those of other models."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         heads = (self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)
-        return Layer(
+        return LayerSizes(
             self.dim,
             (
                 self._sublayer("attention", Attention(*heads), q + 2 * kv, q),
@@ -109,7 +109,7 @@ class Spread:
     the ranks share.
     """
 
-    shape: LayerShape | Layer
+    shape: LayerShape | LayerSizes
     seq_len: int
     world_size: int
     strategy: str  # one of TENSOR_PARALLEL, or an attention strategy
@@ -152,8 +152,8 @@ class Spread:
                 yield "num_heads of a recurrence", core.num_heads
 
     @cached_property
-    def layer(self) -> Layer:
-        return self.shape if isinstance(self.shape, Layer) else self.shape.layer
+    def layer(self) -> LayerSizes:
+        return self.shape if isinstance(self.shape, LayerSizes) else self.shape.layer
 
     @property
     def tensor_parallel(self) -> bool:

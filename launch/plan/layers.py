@@ -2,10 +2,10 @@
 
 The graphs tell how many bytes the layer sends and holds, and how long it takes in the simulator.
 `LayerShape` is Llama's layer: x + attention(norm(x)), then x + feed_forward(norm(x)), with RMSNorm,
-rotary positions, grouped key/value heads, SwiGLU and no biases. A `Layer` is any model's: a mixture
-of experts, whose every expert each rank holds (a part of each under tensor parallelism), and a
-recurrence (`burst_rt/planning/recurrences.py`) instead of attention or beside it. A layer is spread
-in one of these ways:
+rotary positions, grouped key/value heads, SwiGLU and no biases. `LayerSizes` is any model's: a
+mixture of experts, whose every expert each rank holds (a part of each under tensor parallelism),
+and a recurrence (`burst_rt/planning/recurrences.py`) instead of attention or beside it. A layer is
+spread in one of these ways:
 
 * "tensor-parallel" (Megatron-LM, arXiv 1909.08053; V1 in the BurstAttention paper): heads and the
   feed-forward's width are split, and every rank holds the whole sequence. The forward has an
@@ -170,7 +170,8 @@ class SpreadLayer(Spread):
     def cached_bytes(self, rank: int) -> int:
         """Bytes of this layer's cache after a prompt: keys and values, or states.
 
-        Keys and values of all tokens, whatever the layer's window.
+        Keys and values of all tokens, whatever the layer's window; under MLA those of all heads,
+        as transformers keeps them.
         """
         core = self.layer.attention
         kv = 0 if core is None else self.rows(rank) * core.kv_width // self.share * self.input_bytes

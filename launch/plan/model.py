@@ -1,7 +1,6 @@
-"""A whole model on a machine: a forecast of each kind of layer times the layers of that kind;
-activations kept or not.
+"""A whole model on a machine: each kind of layer times its layers; activations kept or not.
 
-It is pure Python. Layers are of one kind in a model by its sizes; `configuration.py` reads others.
+It is pure Python. A model by its sizes has layers of one kind; `configuration.py` reads others.
 
 The layer comes from `burst_rt.launch.plan.layers`. Times leave out the embedding and the head (one
 row of logits a sequence; their weights are counted), the sampler, and the optimizer's step.
@@ -27,7 +26,7 @@ from typing import Literal, TypeAlias, get_args
 
 from burst_rt.errors import InputError
 from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerMemory, LayerShape, SpreadLayer
-from burst_rt.launch.plan.sublayers import Attention, Layer
+from burst_rt.launch.plan.sublayers import Attention, LayerSizes
 from burst_rt.launch.plan.words import parse_mask
 from burst_rt.planning.choose import CANDIDATES, LAYOUTS
 from burst_rt.planning.masks import Causal, Mask, SlidingWindow
@@ -60,7 +59,7 @@ class Model:
     """A decoder."""
 
     name: str
-    layers: tuple[tuple[int, LayerShape | Layer], ...]  # how many of each kind
+    layers: tuple[tuple[int, LayerShape | LayerSizes], ...]  # how many of each kind
     # Weights that no layer has: embedding and head. Less than none, where layers share theirs.
     outside: int
     inactive: int = 0  # weights of experts to which one token does not go
@@ -85,8 +84,8 @@ class Model:
         return layer
 
 
-def _plain(layer: LayerShape | Layer) -> Layer:
-    return layer if isinstance(layer, Layer) else layer.layer
+def _plain(layer: LayerShape | LayerSizes) -> LayerSizes:
+    return layer if isinstance(layer, LayerSizes) else layer.layer
 
 
 def _llama(name: str, num_layers: int, layer: LayerShape, vocab_size: int) -> Model:
@@ -239,9 +238,10 @@ def forecast_model(
     ]
     time_s, idle_s, sent = map(sum, zip(*passes, strict=True))
     fits = memory <= limit
-    attending = _attending(layers)
-    if strategy in ("hybrid", "two-level") and attending:
-        strategy = attending[0].choice(forward=True).strategy
+    if strategy in ("hybrid", "two-level"):
+        # Where kinds of layers differ in the ranks of a group, the name says none.
+        names = {layer.choice(forward=True).strategy for layer in _attending(layers)}
+        strategy = names.pop() if len(names) == 1 else strategy
     return ModelForecast(
         strategy,
         layers[0][1].layout.kind,

@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 
 from burst_rt.errors import InputError
-from burst_rt.launch.plan.sublayers import Attention, FeedForward, Layer, Product, Sublayer
+from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes, Product, Sublayer
 from burst_rt.planning.masks import Causal, Chunked, Mask, SlidingWindow
 from burst_rt.planning.recurrences import Recurrence
 
-__all__ = ["described", "inactive", "kinds_of"]
+__all__ = ["inactive_weights", "kinds_in_words", "kinds_of"]
 
 _FEED_FORWARD = re.compile("(MLP|Mlp|MoE|Moe|MoeBlock)$")
 _NESTED = re.compile("(Layer|Block)$")
@@ -35,7 +35,7 @@ _ALL_WINDOWS = ("minimax", "ministral3", "mistral", "mixtral", "phi3", "starcode
 _DELTA_CHUNK = 64
 
 
-def kinds_of(model: Any, config: Any, where: str) -> dict[Layer, int]:
+def kinds_of(model: Any, config: Any, where: str) -> dict[LayerSizes, int]:
     """The kinds of layers of a model, in the order in which they come, and how many of each.
 
     model: on any device. Raises InputError, which begins with `where`, for a module that is not
@@ -45,7 +45,7 @@ def kinds_of(model: Any, config: Any, where: str) -> dict[Layer, int]:
     return dict(Counter(read.layer(layer, at) for at, layer in enumerate(_layers(model, config))))
 
 
-def inactive(model: nn.Module, config: Any) -> int:
+def inactive_weights(model: nn.Module, config: Any) -> int:
     """Weights of experts to which one token does not go, over all layers."""
     experts = [module for module in model.modules() if _num_experts(module)]
     resting = 0
@@ -56,7 +56,7 @@ def inactive(model: nn.Module, config: Any) -> int:
     return resting
 
 
-def described(kinds: dict[Layer, int]) -> str:
+def kinds_in_words(kinds: dict[LayerSizes, int]) -> str:
     """The kinds in words: "36 layers of gated delta rule and feed-forward, 12 of ..."."""
     counts: Counter[str] = Counter()
     for layer, count in kinds.items():
@@ -125,16 +125,16 @@ class _Count:
 
     def add(self, module: nn.Module) -> None:
         """Adds all parameters of a module."""
-        for path, each in module.named_modules():
-            experts = _num_experts(each)
+        for path, owner in module.named_modules():
+            experts = _num_experts(owner)
             self.num_experts = max(self.num_experts, experts)
-            for name, weight in each.named_parameters(recurse=False):
-                known_by = path if isinstance(each, nn.Linear) else name
-                plain = weight.ndim < 2 or not _MATRIX.search(name) or isinstance(each, nn.Conv1d)
-                if plain:
-                    self.vectors += weight.numel()
-                else:
+            is_matrix = not isinstance(owner, nn.Conv1d)
+            for name, weight in owner.named_parameters(recurse=False):
+                if is_matrix and weight.ndim > 1 and _MATRIX.search(name):
+                    known_by = path if isinstance(owner, nn.Linear) else name
                     self._matrix(known_by, weight, experts, _alternatives(module, path))
+                else:
+                    self.vectors += weight.numel()
 
     def _matrix(self, name: str, weight: Any, experts: int, alternatives: int) -> None:
         size = weight.numel()
@@ -165,7 +165,7 @@ class _Reader:
     def __init__(self, config: Any, where: str) -> None:
         self._config, self._where, self._dim = config, where, config.hidden_size
 
-    def layer(self, module: nn.Module, at: int) -> Layer:
+    def layer(self, module: nn.Module, at: int) -> LayerSizes:
         """A layer; at: its place among the layers."""
         counts: dict[type, _Count] = {}
         cores: dict[type, Attention | Recurrence] = {}
@@ -189,7 +189,7 @@ class _Reader:
             count.vectors += (vectors + at) // len(counts)
         order = (Attention, Recurrence, FeedForward)
         made = [_sublayer(kind, cores.get(kind), counts[kind]) for kind in order if kind in counts]
-        return Layer(self._dim, tuple(made))
+        return LayerSizes(self._dim, tuple(made))
 
     def _parts(self, module: nn.Module) -> Iterator[nn.Module]:
         """The modules of a layer that have weights, out of the modules that only join others."""

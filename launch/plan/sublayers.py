@@ -14,7 +14,7 @@ from typing import NamedTuple
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.recurrences import Recurrence
 
-__all__ = ["Attention", "FeedForward", "Layer", "Product", "Sublayer"]
+__all__ = ["Attention", "FeedForward", "LayerSizes", "Product", "Sublayer"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Attention:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of q and k
-    v_head_dim: int  # of v and the output
+    head_dim: int  # q's and k's
+    v_head_dim: int  # v's and the output's
     window: Mask | None = None  # what the layer's own mask allows; None: everything
 
     @property
@@ -85,7 +85,7 @@ class Sublayer:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSizes:
     """Any layer; `LayerShape` is Llama's."""
 
     dim: int  # width of x

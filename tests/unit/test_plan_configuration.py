@@ -19,7 +19,7 @@ from burst_rt.launch.main import cli
 from burst_rt.launch.plan.configuration import FAMILIES, read_config
 from burst_rt.launch.plan.model import Model, Question, forecast_model, parse_model
 from burst_rt.launch.plan.structure import kinds_of
-from burst_rt.launch.plan.sublayers import Attention, FeedForward, Layer
+from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Chunked, SlidingWindow
 from burst_rt.planning.recurrences import Recurrence
@@ -117,8 +117,8 @@ def _read(folder: Path, family: str, **fields: Any) -> Model:
     return read_config(folder, family)
 
 
-def _kinds(model: Model) -> list[tuple[int, Layer]]:
-    return [(count, layer) for count, layer in model.layers if isinstance(layer, Layer)]
+def _kinds(model: Model) -> list[tuple[int, LayerSizes]]:
+    return [(count, layer) for count, layer in model.layers if isinstance(layer, LayerSizes)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from burst_rt.errors import InputError
 from burst_rt.launch.plan.layers import TENSOR_PARALLEL, SpreadLayer
-from burst_rt.launch.plan.sublayers import Attention, FeedForward, Layer, Product, Sublayer
+from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes, Product, Sublayer
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks import Causal
 from burst_rt.planning.recurrences import Recurrence
@@ -25,13 +25,13 @@ _DELTA = Recurrence(
 )
 
 
-def _layer(recurrence: Recurrence, *, attention: bool = False) -> Layer:
+def _layer(recurrence: Recurrence, *, attention: bool = False) -> LayerSizes:
     into, out = Product("in", 64 * 192, 64 * 192), Product("out", 64 * 64, 64 * 64)
     mixing = [Sublayer(recurrence, 64, into, out, 192, 64)]
     if attention:
         mixing.insert(0, Sublayer(Attention(8, 8, 8, 8), 64, into, out, 192, 64))
     feed_forward = Sublayer(FeedForward((64,)), 64, into, out, 192, 64)
-    return Layer(64, (*mixing, feed_forward))
+    return LayerSizes(64, (*mixing, feed_forward))
 
 
 def _products(counter: FlopCounterMode) -> int:
