@@ -74,13 +74,15 @@ def read_config(path: Path, name: str) -> Model:
         config = _config(file, family)
         _check_sizes(file, given, config)
         model = _built(file, config)
+    try:
+        kinds = kinds_of(model, config, str(file))
+    except (ArithmeticError, AttributeError, TypeError) as error:
+        raise _unusable(file, config.model_type, error) from error
     total = sum(weight.numel() for weight in model.parameters())
-    kinds = kinds_of(model, config, str(file))
-    resting = inactive_weights(model, config)
     layers = tuple((count, layer) for layer, count in kinds.items())
     inside = sum(count * layer.num_weights for count, layer in layers)
     about = f"{config.model_type}: {kinds_in_words(kinds)}"
-    return Model(name, layers, total - inside, resting, about)
+    return Model(name, layers, total - inside, inactive_weights(model, config), about)
 
 
 def _parsed(file: Path) -> Mapping[str, Any]:

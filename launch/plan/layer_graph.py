@@ -8,12 +8,12 @@ on a collective go on while it runs: gradients of weights hide transfers, as in 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
 from burst_rt.launch.plan.layer_sizes import Spread
+from burst_rt.launch.plan.recurrence_graph import RecurrenceGraph
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, Product, Sublayer
 from burst_rt.planning.recurrences import Recurrence
 from burst_rt.planning.strategies import AGREE, Program
@@ -32,15 +32,13 @@ _Parts: TypeAlias = "Iterable[Buffer | Part]"
 # The lane on which collectives add up, in parallel with the products, as NCCL's collectives do. On
 # the compute lane a sum would wait for a long product to end; so would a recurrence's state.
 _SUMS = Lane("sums", max_in_flight=1)
-# The first tag of a recurrence's messages, above all tags of collectives and attention.
-_FIRST_TAG = 1 << 24
 
 
 class LayerGraph:
     """Builds the graph of one rank. A buffer is named after its sublayer and what it holds."""
 
     def __init__(self, layer: Spread, rank: int, lanes: tuple[Lane, ...]) -> None:
-        self.layer, self.dim, self.rank, self.lanes = layer, layer.layer.dim, rank, lanes
+        self.layer, self.dim, self.rank, self.lanes = layer, layer.sizes.dim, rank, lanes
         self.rows, self.own_rows = layer.rows(rank), layer.own_rows(rank)
         self.g = GraphBuilder(rank, layer.world_size, (*lanes, _SUMS))
         self.tag = 0
@@ -53,7 +51,7 @@ class LayerGraph:
         Without attention, attention's outputs are there already.
         """
         x = self.g.buffer("x", initialised=True)
-        for sublayer in self.layer.layer.sublayers:
+        for sublayer in self.layer.sizes.sublayers:
             name, core = sublayer.name, sublayer.core
             normed, wide = self._tokens(f"{name} normed"), self.g.buffer(f"{name} wide")
             self._element(
@@ -79,7 +77,7 @@ class LayerGraph:
                 if isinstance(core, FeedForward):
                     self._gate(sublayer, forward=True, reads=wide, writes=narrow[0])
                 else:
-                    self._recur(core, forward=True, reads=wide, writes=narrow[0])
+                    self._recurrence(core).forward(wide, narrow[0])
             out = self._terms(f"{name} out")
             self._product(sublayer.out, reads=narrow, writes=[out])
             self._reduce(out)
@@ -94,7 +92,7 @@ class LayerGraph:
 
     def backward(self) -> Graph:
         """The graph of the backward: the gradient of the output becomes "dx"."""
-        order = self.layer.layer.sublayers[::-1]
+        order = self.layer.sizes.sublayers[::-1]
         dout = self._tokens(f"{order[0].name} dout", initialised=True)
         for sublayer, after in pairwise(order):
             dx = self._tokens(f"{after.name} dout")
@@ -131,7 +129,7 @@ class LayerGraph:
             if isinstance(core, FeedForward):
                 self._gate(sublayer, forward=False, reads=dnarrow, writes=dwide[0])
             else:
-                self._recur(core, forward=False, reads=dnarrow, writes=dwide[0])
+                self._recurrence(core).backward(dnarrow, dwide[0])
         normed = self._tokens(f"{name} normed", initialised=True)
         whole = self._gather(normed, after=dwide)
         dnormed = self._terms(f"{name} dnormed")
@@ -151,118 +149,6 @@ class LayerGraph:
             self.tag = all_reduce(
                 self.g, norm_grad, tag=self.tag, reads=[self.agreed], lane=_SUMS.name
             )
-
-    # Recurrences.
-
-    def _recur(self, core: Recurrence, *, forward: bool, reads: Buffer, writes: Part) -> None:
-        """Adds a recurrence with its short convolution before it, or the backward of both.
-
-        The backward goes the other way: from the output to the convolution's input, and from late
-        positions to early ones.
-        """
-        convolved = self.g.buffer("recurrence convolved")
-        if forward:
-            self._convolve(core, forward=True, reads=reads, writes=convolved[0])
-            self._states(core, forward=True, reads=convolved, writes=writes)
-        else:
-            self._states(core, forward=False, reads=reads, writes=convolved[0])
-            self._convolve(core, forward=False, reads=convolved, writes=writes)
-
-    def _convolve(self, core: Recurrence, *, forward: bool, reads: Buffer, writes: Part) -> None:
-        halo: list[Part] = []
-        size = core.halo_bytes(self.layer.input_bytes, self.layer.batch)
-        for at, first, second in self._neighbours(size, forward):
-            if self.rank == first:
-                last = self.g.buffer(f"tokens to run {at}", size_bytes=size)
-                count = 2 * size // self.layer.input_bytes
-                self._element(f"pack run {at}", "pack", count, reads=[reads], writes=[last])
-                self.g.exchange(
-                    f"tokens to run {at}",
-                    sends=[(last[0], second)],
-                    tag=_FIRST_TAG + 2 * at,
-                    reads=[self.agreed],
-                )
-            if self.rank == second:
-                halo.append(self.g.buffer(f"tokens for run {at}", size_bytes=size)[0])
-                self.g.exchange(
-                    f"tokens of run {at}",
-                    recvs=[(halo[-1], first)],
-                    tag=_FIRST_TAG + 2 * at,
-                    reads=[self.agreed],
-                )
-        channels = core.channels // self.layer.share
-        self._element(
-            "convolution",
-            "convolution",
-            (2 if forward else 4) * self.rows * channels,
-            reads=[reads, *halo],
-            writes=[writes],
-        )
-
-    def _states(self, core: Recurrence, *, forward: bool, reads: Buffer, writes: Part) -> None:
-        """Adds the maps of this rank's runs, the states along the positions, and the recurrence."""
-        size, share = core.state_bytes(self.layer.batch), self.layer.share
-        arrived: list[Part] = []
-        neighbours = list(self._neighbours(size, forward))
-        if neighbours:
-            maps = self.g.buffer("recurrence maps")
-            moved = core.moved_bytes(self.rows, self.layer.input_bytes)
-            cost = Cost(core.map_flops(self.rows), moved)
-            self.g.compute("maps", Op("recurrence"), reads=[reads], writes=[maps], cost=cost)
-            arrived.append(maps[0])
-        for at, first, second in neighbours:
-            tag = _FIRST_TAG + 2 * at + 1
-            if self.rank == first:
-                state = self.g.buffer(f"state to run {at}", size_bytes=size)
-                # A long product would delay the state of all later runs.
-                self.g.compute(
-                    f"fold to run {at}",
-                    Op("fold"),
-                    reads=arrived,
-                    writes=[state],
-                    cost=Cost(0, 3 * size),
-                    lane=_SUMS.name,
-                )
-                self.g.exchange(
-                    f"state to run {at}", sends=[(state[0], second)], tag=tag, reads=[self.agreed]
-                )
-            if self.rank == second:
-                arrived.append(self.g.buffer(f"state for run {at}", size_bytes=size)[0])
-                self.g.exchange(
-                    f"state of run {at}",
-                    recvs=[(arrived[-1], first)],
-                    tag=tag,
-                    reads=[self.agreed],
-                )
-        flops = core.forward_flops if forward else core.backward_flops
-        moved = core.moved_bytes(self.rows, self.layer.input_bytes) // share
-        self.g.compute(
-            "recurrence",
-            Op("recurrence"),
-            reads=[reads, *arrived],
-            writes=[writes],
-            cost=Cost(flops(self.rows) // share, moved if forward else 3 * moved),
-        )
-
-    def _neighbours(self, size: int, forward: bool) -> Iterator[tuple[int, int, int]]:
-        """(run, rank before, rank after) where two consecutive runs are of different ranks.
-
-        Runs count along the positions; backward, from the end. size: the bytes that go from one to
-        the next; where there are none, there are no neighbours.
-        """
-        if self.layer.tensor_parallel or not size:
-            return
-        owners = self._owners if forward else self._owners[::-1]
-        for at, (first, second) in enumerate(pairwise(owners)):
-            if first != second:
-                yield at, first, second
-
-    @cached_property
-    def _owners(self) -> list[int]:
-        """The ranks of all runs along the positions."""
-        runs = self.layer.layout.runs
-        starts = sorted((run.start, rank) for rank, own in enumerate(runs) for run in own if run)
-        return [rank for _, rank in starts]
 
     # Buffers.
 
@@ -357,6 +243,9 @@ class LayerGraph:
         """Number of elements read and written to rotate q and k by their positions."""
         heads = core.num_heads + core.num_kv_heads
         return 2 * self.rows * heads * core.head_dim // self.layer.share
+
+    def _recurrence(self, core: Recurrence) -> RecurrenceGraph:
+        return RecurrenceGraph(self.g, self.layer, core, self.agreed, _SUMS.name)
 
     def _gate(self, sublayer: Sublayer, *, forward: bool, reads: Buffer, writes: Part) -> None:
         """Adds what lies between the two products of a feed-forward."""

@@ -79,7 +79,7 @@ class LayerShape:
         return sum(sizes[name] for name in names or sizes)
 
     @property
-    def layer(self) -> LayerSizes:
+    def sizes(self) -> LayerSizes:
         """This layer among those of other models."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         heads = (self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)
@@ -126,7 +126,7 @@ class Spread:
     def __post_init__(self) -> None:
         if not self.tensor_parallel:
             check_name(self.strategy)
-            if self.kind == "striped" and self.layer.recurrence is not None:
+            if self.kind == "striped" and self.sizes.recurrence is not None:
                 raise InputError(
                     f"{self.strategy}: a recurrence needs runs of consecutive tokens, and the "
                     "striped layout has none; use another layout"
@@ -141,7 +141,7 @@ class Spread:
 
     def _split(self) -> Iterator[tuple[str, int]]:
         """What ranks of tensor parallelism share."""
-        for sublayer in self.layer.sublayers:
+        for sublayer in self.sizes.sublayers:
             core = sublayer.core
             if isinstance(core, Attention):
                 yield "num_heads", core.num_heads
@@ -152,8 +152,8 @@ class Spread:
                 yield "num_heads of a recurrence", core.num_heads
 
     @cached_property
-    def layer(self) -> LayerSizes:
-        return self.shape if isinstance(self.shape, LayerSizes) else self.shape.layer
+    def sizes(self) -> LayerSizes:
+        return self.shape if isinstance(self.shape, LayerSizes) else self.shape.sizes
 
     @property
     def tensor_parallel(self) -> bool:
@@ -226,7 +226,7 @@ class Spread:
 
     def _choose(self, *, forward: bool) -> Choice:
         layout = make_layout("contiguous", self.seq_len, 1) if self.tensor_parallel else self.layout
-        attention = self.layer.attention
+        attention = self.sizes.attention
         if attention is None:
             raise InternalError("a layer without attention has no attention strategy")
         problem = Problem(

@@ -112,7 +112,7 @@ class SpreadLayer(Spread):
 
         attention: as for `graph`.
         """
-        kernel = None if self.layer.attention is None else self.choice(forward=forward).kernel
+        kernel = None if self.sizes.attention is None else self.choice(forward=forward).kernel
         return simulate(
             self.schedules(forward=forward, attention=attention),
             hardware,
@@ -137,16 +137,16 @@ class SpreadLayer(Spread):
 
         backward: whether there is one. working: False says 0 in their place, and makes no graph.
         """
-        size, rows, sublayers = self.input_bytes, self.rows(rank), self.layer.sublayers
+        size, rows, sublayers = self.input_bytes, self.rows(rank), self.sizes.sublayers
         vectors = sum(sublayer.vectors for sublayer in sublayers)
-        products = (self.layer.num_weights - vectors) // self.share
+        products = (self.sizes.num_weights - vectors) // self.share
         weights = (vectors + products) * size
         per_row = sum(sublayer.kept for sublayer in sublayers) // self.share
-        x = 2 * len(sublayers) * self.own_rows(rank) * self.layer.dim
+        x = 2 * len(sublayers) * self.own_rows(rank) * self.sizes.dim
         activations = (x + rows * per_row) * size + self._lse(rank) + self._states(rank)
         # The output of a split weight is one term of a sum, for the whole sequence. With a split
         # sequence the weight's input has been gathered, too.
-        whole = rows * self.layer.dim * size * (2 if self.gathers else 1)
+        whole = rows * self.sizes.dim * size * (2 if self.gathers else 1)
         holds = 0
         if working:
             directions = (True, False) if backward else (True,)
@@ -160,8 +160,8 @@ class SpreadLayer(Spread):
         That is the layer's input; with `attention` the output of attention and its lse, too.
         Recurrences are computed again.
         """
-        size = self.own_rows(rank) * self.layer.dim * self.input_bytes
-        core = self.layer.attention
+        size = self.own_rows(rank) * self.sizes.dim * self.input_bytes
+        core = self.sizes.attention
         if attention and core is not None:
             out = core.num_heads // self.share * core.v_head_dim * self.input_bytes
             size += self.rows(rank) * out + self._lse(rank)
@@ -173,35 +173,35 @@ class SpreadLayer(Spread):
         Keys and values of all tokens, whatever the layer's window; under MLA those of all heads,
         as transformers keeps them.
         """
-        core = self.layer.attention
+        core = self.sizes.attention
         kv = 0 if core is None else self.rows(rank) * core.kv_width // self.share * self.input_bytes
-        recurrence = self.layer.recurrence
+        recurrence = self.sizes.recurrence
         if recurrence is None:
             return kv
         halo = recurrence.halo_bytes(self.input_bytes, self.batch)
         return kv + (recurrence.state_bytes(self.batch) + halo) // self.share
 
     def _lse(self, rank: int) -> int:
-        core = self.layer.attention
+        core = self.sizes.attention
         heads = 0 if core is None else core.num_heads // self.share
         return self.rows(rank) * heads * max(4, self.input_bytes)
 
     def _states(self, rank: int) -> int:
         """Bytes of the states at the beginnings of a rank's runs."""
-        recurrence = self.layer.recurrence
+        recurrence = self.sizes.recurrence
         if recurrence is None:
             return 0
         runs = 1 if self.tensor_parallel else len(self.layout.runs[rank])
         return runs * recurrence.state_bytes(self.batch) // self.share
 
     def _chunk_states(self, rank: int) -> int:
-        recurrence = self.layer.recurrence
+        recurrence = self.sizes.recurrence
         if recurrence is None:
             return 0
         return recurrence.chunk_state_bytes(self.rows(rank)) // self.share
 
     def _attention_bytes(self, rank: int, forward: bool) -> int:
-        if self.layer.attention is None:
+        if self.sizes.attention is None:
             return 0
         choice = self.choice(forward=forward)
         rank %= choice.program.problem.world_size

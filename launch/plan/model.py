@@ -72,7 +72,7 @@ class Model:
     @property
     def num_weights(self) -> int:
         """The weights of all layers, of the embedding and of the head."""
-        weights = (count * _plain(layer).num_weights for count, layer in self.layers)
+        weights = (count * _sizes(layer).num_weights for count, layer in self.layers)
         return sum(weights) + self.outside
 
     @property
@@ -84,8 +84,8 @@ class Model:
         return layer
 
 
-def _plain(layer: LayerShape | LayerSizes) -> LayerSizes:
-    return layer if isinstance(layer, LayerSizes) else layer.layer
+def _sizes(layer: LayerShape | LayerSizes) -> LayerSizes:
+    return layer if isinstance(layer, LayerSizes) else layer.sizes
 
 
 def _llama(name: str, num_layers: int, layer: LayerShape, vocab_size: int) -> Model:
@@ -221,7 +221,7 @@ def forecast_model(
     """
     if question.layout == "auto":
         kinds: tuple[str, ...] = LAYOUTS if strategy not in TENSOR_PARALLEL else LAYOUTS[:1]
-        if any(_plain(layer).recurrence for _, layer in question.model.layers):
+        if any(_sizes(layer).recurrence for _, layer in question.model.layers):
             kinds = tuple(kind for kind in kinds if kind != "striped")
         forecasts = [
             forecast_model(replace(question, layout=kind), strategy, world_size, hardware)
@@ -312,7 +312,7 @@ def _layers(question: Question, strategy: str, world_size: int, hardware: Hardwa
                 strategy,
                 question.batch,
                 _INPUT_BYTES,
-                _allowed(asked, _plain(layer).attention, question.seq_len),
+                _allowed(asked, _sizes(layer).attention, question.seq_len),
                 question.layout,
                 even,
                 asked,
@@ -336,7 +336,7 @@ def _allowed(asked: Mask, attention: Attention | None, seq_len: int) -> Mask:
 
 
 def _attending(layers: _Layers) -> list[SpreadLayer]:
-    return [layer for _, layer in layers if layer.layer.attention is not None]
+    return [layer for _, layer in layers if layer.sizes.attention is not None]
 
 
 def _need(

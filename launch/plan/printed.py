@@ -71,12 +71,14 @@ def print_machine(machine: Hardware) -> None:
 def print_model(model: Model) -> None:
     """Prints what was read of a configuration; nothing for a model by its name or its sizes."""
     if model.about:
-        total, active = (
-            f"{count / 1e9:,.{1 if count > 1e10 else 3}f} billion"
-            for count in (model.num_weights, model.num_weights - model.inactive)
-        )
-        of = f"{total} parameters, {active} active per token"
-        print(f"{model.about}; {of if model.inactive else f'{total} parameters'}")
+        active = model.num_weights - model.inactive
+        of = f", {_count(active)} active per token" * bool(model.inactive)
+        print(f"{model.about}; {_count(model.num_weights)} parameters{of}")
+
+
+def _count(number: int) -> str:
+    size, word = (1e9, "billion") if number >= 1e9 else (1e6, "million")
+    return f"{number / size:,.4g} {word}"
 
 
 def question_to_json(question: Question, hardware: Hardware, world: int) -> dict[str, object]:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from burst_rt.errors import InputError
+from burst_rt.launch.plan.recurrence_of import recurrence_of
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes, Product, Sublayer
 from burst_rt.planning.masks import Causal, Chunked, Mask, SlidingWindow
 from burst_rt.planning.recurrences import Recurrence
@@ -31,8 +32,6 @@ _OUT = re.compile(
 _MATRIX = re.compile("(weight|proj)$")
 # Families whose `sliding_window` holds for all layers, without `layer_types`.
 _ALL_WINDOWS = ("minimax", "ministral3", "mistral", "mixtral", "phi3", "starcoder2")
-# The chunk of flash-linear-attention's kernels of delta rules.
-_DELTA_CHUNK = 64
 
 
 def kinds_of(model: Any, config: Any, where: str) -> dict[LayerSizes, int]:
@@ -41,18 +40,19 @@ def kinds_of(model: Any, config: Any, where: str) -> dict[LayerSizes, int]:
     model: on any device. Raises InputError, which begins with `where`, for a module that is not
     known.
     """
-    read = _Reader(config, where)
-    return dict(Counter(read.layer(layer, at) for at, layer in enumerate(_layers(model, config))))
+    reader = _Reader(config, where)
+    layers = enumerate(_layers(model, config))
+    return dict(Counter(reader.layer(layer, at) for at, layer in layers))
 
 
 def inactive_weights(model: nn.Module, config: Any) -> int:
     """Weights of experts to which one token does not go, over all layers."""
-    experts = [module for module in model.modules() if _num_experts(module)]
     resting = 0
-    for module in experts:
-        weights = sum(weight.numel() for weight in module.parameters())
+    for module in model.modules():
         count = _num_experts(module)
-        resting += weights * (count - min(count, _per_token(config))) // count
+        if count:
+            weights = sum(weight.numel() for weight in module.parameters())
+            resting += weights * max(0, count - _per_token(config)) // count
     return resting
 
 
@@ -201,14 +201,14 @@ class _Reader:
 
     def _known(self, module: nn.Module) -> bool:
         name = type(module).__name__
-        return bool(_FEED_FORWARD.search(name)) or _recurrence(module) is not None
+        return bool(_FEED_FORWARD.search(name)) or recurrence_of(module) is not None
 
     def _core(
         self, module: nn.Module, at: int
     ) -> tuple[type | None, Attention | Recurrence | None]:
         """What kind of sublayer a module belongs to, and what mixes in it; None for a norm."""
         name = type(module).__name__
-        recurrence = _recurrence(module)
+        recurrence = recurrence_of(module)
         if recurrence is not None:
             return Recurrence, recurrence
         if name.endswith("Attention"):
@@ -248,12 +248,10 @@ class _Reader:
         if kind == "chunked_attention":
             return Causal() & Chunked(config.attention_chunk_size)
         size: int | None = None
-        if kind == "full_attention" and "sliding_attention" in types:
-            size = None
-        elif hasattr(module, "sliding_window"):
-            size = module.sliding_window
-        elif kind == "sliding_attention" or config.model_type in _ALL_WINDOWS:
+        if kind == "sliding_attention" or config.model_type in _ALL_WINDOWS:
             size = config.sliding_window
+        elif "sliding_attention" not in types:  # Exaone 4's full layers know a size, too.
+            size = getattr(module, "sliding_window", None)
         if kind not in (None, "full_attention", "sliding_attention", "hybrid"):
             raise self._refuse(f"layer_types[{at}] {kind!r}", "full, sliding or chunked attention")
         # transformers counts the query's own position.
@@ -279,58 +277,3 @@ def _sublayer(kind: type, core: Attention | Recurrence | None, count: _Count) ->
         count.wide,
         count.narrow,
     )
-
-
-def _recurrence(module: Any) -> Recurrence | None:
-    """The recurrence of a module; None for other modules."""
-    name = type(module).__name__
-    convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
-    convolution: dict[str, int] = {}
-    if convolutions:
-        convolution = {
-            "channels": convolutions[0].out_channels,
-            "kernel": convolutions[0].kernel_size[0],
-        }
-    if name.endswith("ShortConv"):
-        channels = convolution["channels"]
-        return Recurrence(rule="convolution", num_heads=channels, **convolution)
-    if name.endswith("GatedDeltaNet"):
-        return Recurrence(
-            rule="delta",
-            num_heads=module.num_v_heads,
-            num_key_heads=module.num_k_heads,
-            key_dim=module.head_k_dim,
-            value_dim=module.head_v_dim,
-            chunk=_DELTA_CHUNK,
-            **convolution,
-        )
-    if name.endswith("DeltaAttention"):
-        size = module.head_dim
-        return Recurrence(
-            rule="delta", num_heads=module.num_heads, key_dim=size, value_dim=size,
-            chunk=_DELTA_CHUNK, **convolution,
-        )  # fmt: skip
-    if name.endswith("LightningAttention"):
-        size = module.head_dim
-        return Recurrence(
-            rule="linear", num_heads=module.num_attention_heads, key_dim=size, value_dim=size,
-            chunk=module.block_size,
-        )  # fmt: skip
-    if name.endswith("RecurrentBlock"):
-        return Recurrence(rule="scan", num_heads=module.lru_width, **convolution)
-    if not hasattr(module, "ssm_state_size"):
-        return None
-    if hasattr(module, "n_groups"):
-        return Recurrence(
-            rule="linear",
-            num_heads=module.num_heads,
-            num_key_heads=module.n_groups,
-            key_dim=module.ssm_state_size,
-            value_dim=module.head_dim,
-            chunk=module.chunk_size,
-            **convolution,
-        )
-    return Recurrence(
-        rule="scan", num_heads=module.intermediate_size, key_dim=module.ssm_state_size,
-        **convolution,
-    )  # fmt: skip

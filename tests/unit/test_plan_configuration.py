@@ -5,6 +5,7 @@ and what cannot be read is refused by its field.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.launch.main import cli
 from burst_rt.launch.plan.configuration import FAMILIES, read_config
 from burst_rt.launch.plan.model import Model, Question, forecast_model, parse_model
+from burst_rt.launch.plan.printed import print_model
 from burst_rt.launch.plan.structure import kinds_of
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes
 from burst_rt.planning.machines import load_hardware
@@ -300,9 +302,10 @@ def test_plan_prints_what_it_read(tmp_path: Path) -> None:
     argv = [*words, "--model", str(tmp_path)]
     done = CliRunner().invoke(cli, argv, catch_exceptions=False)
     first = done.stdout.splitlines()[0]
-    assert first == (
-        "qwen3_next: 3 layers of delta rule and mixture (2 of 8 experts), 1 of attention and "
-        "mixture (2 of 8 experts); 0.000 billion parameters, 0.000 billion active per token"
+    assert re.fullmatch(
+        r"qwen3_next: 3 layers of delta rule and mixture \(2 of 8 experts\), 1 of attention and "
+        r"mixture \(2 of 8 experts\); 0\.\d+ million parameters, 0\.\d+ million active per token",
+        first,
     )
     said = json.loads(CliRunner().invoke(cli, [*argv, "--json"]).stdout)
     assert said["about"] == first.partition(";")[0]
@@ -316,6 +319,14 @@ def test_plan_prints_what_it_read(tmp_path: Path) -> None:
         cli, ["simulate", "--strategy", "burst", *argv[1:]], catch_exceptions=False
     )
     assert simulated.stdout.splitlines()[0] == first
+
+
+def test_the_guide_shows_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_model(_read(tmp_path, "qwen3_5_text"))
+    page = Path(__file__).parents[2] / "docs" / "choosing.md"
+    assert f"```text\n{capsys.readouterr().out}```\n" in page.read_text(encoding="utf-8")
 
 
 _LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
@@ -347,6 +358,7 @@ _LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
             json.dumps(_LLAMA | {"num_attention_heads": "many"}),
             "cannot make a model of it .*num_attention_heads.*: a field is missing or wrong",
         ),
+        (json.dumps(_LLAMA | {"hidden_size": 0}), "cannot make a model of it"),
         (
             json.dumps({**_LLAMA, "model_type": "deepseek_v2", "num_experts_per_tok": None}),
             "num_experts_per_tok: expected the experts of a token, at least 1, got None",
