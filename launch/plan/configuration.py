@@ -8,6 +8,7 @@ memory and no time to speak of. No code of the folder's own is run, and nothing 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.plan.model import Model
-from burst_rt.launch.plan.structure import inactive_weights, kinds_in_words, kinds_of
+from burst_rt.launch.plan.structure import inactive_weights, kinds_in_words, layers_of
 
 __all__ = ["FAMILIES", "read_config"]
 
@@ -75,7 +76,7 @@ def read_config(path: Path, name: str) -> Model:
         _check_sizes(file, given, config)
         model = _built(file, config)
     try:
-        kinds = kinds_of(model, config, str(file))
+        kinds = Counter(layers_of(model, config, str(file)))
     except (ArithmeticError, AttributeError, TypeError) as error:
         raise _unusable(file, config.model_type, error) from error
     total = sum(weight.numel() for weight in model.parameters())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes, P
 from burst_rt.planning.masks import Causal, Chunked, Mask, SlidingWindow
 from burst_rt.planning.recurrences import Recurrence
 
-__all__ = ["inactive_weights", "kinds_in_words", "kinds_of"]
+__all__ = ["inactive_weights", "kinds_in_words", "layers_of"]
 
 _FEED_FORWARD = re.compile("(MLP|Mlp|MoE|Moe|MoeBlock)$")
 _NESTED = re.compile("(Layer|Block)$")
@@ -34,15 +34,13 @@ _MATRIX = re.compile("(weight|proj)$")
 _ALL_WINDOWS = ("minimax", "ministral3", "mistral", "mixtral", "phi3", "starcoder2")
 
 
-def kinds_of(model: Any, config: Any, where: str) -> dict[LayerSizes, int]:
-    """The kinds of layers of a model, in the order in which they come, and how many of each.
+def layers_of(model: Any, config: Any, where: str) -> list[LayerSizes]:
+    """The layers of a model, in order.
 
-    model: on any device. Raises InputError, which begins with `where`, for a module that is not
-    known.
+    model: on any device. Raises InputError, which names `where`, for a module that is not known.
     """
     reader = _Reader(config, where)
-    layers = enumerate(_layers(model, config))
-    return dict(Counter(reader.layer(layer, at) for at, layer in layers))
+    return [reader.layer(layer, at) for at, layer in enumerate(_layers(model, config))]
 
 
 def inactive_weights(model: nn.Module, config: Any) -> int:
@@ -56,7 +54,7 @@ def inactive_weights(model: nn.Module, config: Any) -> int:
     return resting
 
 
-def kinds_in_words(kinds: dict[LayerSizes, int]) -> str:
+def kinds_in_words(kinds: Mapping[LayerSizes, int]) -> str:
     """The kinds in words: "36 layers of gated delta rule and feed-forward, 12 of ..."."""
     counts: Counter[str] = Counter()
     for layer, count in kinds.items():

@@ -20,7 +20,7 @@ from burst_rt.launch.main import cli
 from burst_rt.launch.plan.configuration import FAMILIES, read_config
 from burst_rt.launch.plan.model import Model, Question, forecast_model, parse_model
 from burst_rt.launch.plan.printed import print_model
-from burst_rt.launch.plan.structure import kinds_of
+from burst_rt.launch.plan.structure import layers_of
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Chunked, SlidingWindow
@@ -174,12 +174,12 @@ def test_products_are_those_of_a_real_forward(family: str) -> None:
         str(operation).split(".")[-1]: flops
         for operation, flops in counter.get_flop_counts()["Global"].items()
     }
-    kinds = kinds_of(model, config, family)
+    layers = layers_of(model, config, family)
     # RG-LRU's gates are products of blocks.
     done = sum(counted.get(name, 0) for name in ("mm", "addmm", "baddbmm"))
     products = sum(
-        count * (sublayer.into.active + sublayer.out.active)
-        for layer, count in kinds.items()
+        sublayer.into.active + sublayer.out.active
+        for layer in layers
         for sublayer in layer.sublayers
     )
     assert done == 2 * tokens * (products + config.hidden_size * config.vocab_size)
@@ -204,6 +204,50 @@ def test_attention_has_its_layers_shape_and_mask(tmp_path: Path) -> None:
     assert cores("qwen3", sliding_window=64, use_sliding_window=False)[0][1] == Attention(
         32, 32, 128, 128
     )
+
+
+_WINDOWS = {"sliding_window": 8}
+_SOME = _WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        *((family, _WINDOWS) for family in ("mistral", "mixtral", "phi3", "starcoder2", "minimax")),
+        *(
+            (family, _SOME)
+            for family in ("cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3")
+        ),
+        *((family, _SOME | {"use_sliding_window": True}) for family in ("qwen2", "qwen3")),
+        ("qwen2", _WINDOWS | {"use_sliding_window": False}),
+        ("smollm3", _SOME | {"use_sliding_window": True}),
+        ("ministral", _SOME),
+        ("ministral3", _WINDOWS),
+        ("qwen2_moe", _SOME | {"use_sliding_window": True, "num_experts": 4}),
+        ("llama4_text", {"attention_chunk_size": 8, "num_local_experts": 4}),
+        ("recurrent_gemma", {"attention_window_size": 8, "lru_width": 64}),
+    ],
+)
+def test_masks_are_those_that_a_models_layers_get(family: str, fields: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(family, **_SMALL | _EXPERTS | fields)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    given: list[torch.Tensor] = []
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        given.append((kwargs["attention_mask"] if "attention_mask" in kwargs else args[2])[0, 0])
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Attention") and hasattr(module, "o_proj"):
+            module.register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad():
+        model(input_ids=torch.randint(3, 128, (1, 32)), use_cache=False)
+    cores = [layer.attention for layer in layers_of(model, config, family)]
+    windows = [core.window for core in cores if core is not None]
+    rows, columns = torch.arange(32)[:, None], torch.arange(32)[None]
+    assert len(windows) > 0
+    for window, mask in zip(windows, given, strict=True):
+        ours = Causal() if window is None else Causal() & window
+        assert torch.equal(mask == 0, ours.allows(rows, columns))
 
 
 def test_recurrences_and_mixtures_have_their_sizes(tmp_path: Path) -> None:
@@ -395,7 +439,7 @@ def test_layers_whose_cost_is_not_known_are_refused() -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         with pytest.raises(InputError, match=f"{family}.*{module}, whose cost is not known"):
-            kinds_of(model, config, "x")
+            layers_of(model, config, "x")
 
 
 @pytest.mark.parametrize("path", ["missing/folder", "a\0b", "x" * 5000])
