@@ -226,18 +226,18 @@ class _Reader:
             plain = isinstance(child, nn.Linear) or name.endswith("adapter_list")
             if not plain and any(weight.ndim > 1 for weight in child.parameters()):
                 raise self._refuse(f"{type(module).__name__}.{name}", "projections and norms only")
-        v_head_dim = getattr(module, "v_head_dim", None)
-        if v_head_dim is not None:
-            head_dim, num_kv_heads = module.qk_head_dim, module.num_heads
-            groups = module.num_key_value_groups
+        num_heads = num_kv_heads = self._config.num_attention_heads
+        if hasattr(module, "qk_head_dim"):  # MLA
+            head_dim, v_head_dim = module.qk_head_dim, module.v_head_dim
         else:
             head_dim = v_head_dim = module.head_dim
-            groups = module.num_key_value_groups
-            k_proj = getattr(module, "k_proj", None)
-            fused = self._config.num_key_value_heads
-            num_kv_heads = fused if k_proj is None else k_proj.out_features // head_dim
-        heads = (num_kv_heads * groups, num_kv_heads, head_dim, v_head_dim)
-        return Attention(*heads, self._window(module, at))
+            num_kv_heads = self._config.num_key_value_heads
+        if num_heads % num_kv_heads:
+            raise InputError(
+                f"--model: {self._where}: num_key_value_heads: expected a divisor of "
+                f"num_attention_heads, {num_heads}, got {num_kv_heads}"
+            )
+        return Attention(num_heads, num_kv_heads, head_dim, v_head_dim, self._window(module, at))
 
     def _window(self, module: Any, at: int) -> Mask | None:
         """What a layer's own mask allows."""

@@ -183,6 +183,10 @@ def test_products_are_those_of_a_real_forward(family: str) -> None:
         for sublayer in layer.sublayers
     )
     assert done == 2 * tokens * (products + config.hidden_size * config.vocab_size)
+    if not any(layer.recurrence and layer.recurrence.has_state for layer in layers):
+        cores = [layer.attention for layer in layers if layer.attention is not None]
+        widths = sum(core.num_heads * (core.head_dim + core.v_head_dim) for core in cores)
+        assert counted["bmm"] == 2 * tokens**2 * widths
 
 
 def test_attention_has_its_layers_shape_and_mask(tmp_path: Path) -> None:
@@ -241,8 +245,8 @@ def test_masks_are_those_that_a_models_layers_get(family: str, fields: dict[str,
             module.register_forward_pre_hook(look, with_kwargs=True)
     with torch.no_grad():
         model(input_ids=torch.randint(3, 128, (1, 32)), use_cache=False)
-    cores = [layer.attention for layer in layers_of(model, config, family)]
-    windows = [core.window for core in cores if core is not None]
+    layers = layers_of(model, config, family)
+    windows = [layer.attention.window for layer in layers if layer.attention is not None]
     rows, columns = torch.arange(32)[:, None], torch.arange(32)[None]
     assert len(windows) > 0
     for window, mask in zip(windows, given, strict=True):
@@ -403,6 +407,10 @@ _LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
             "cannot make a model of it .*num_attention_heads.*: a field is missing or wrong",
         ),
         (json.dumps(_LLAMA | {"hidden_size": 0}), "cannot make a model of it"),
+        (
+            json.dumps(_LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 3}),
+            "num_key_value_heads: expected a divisor of num_attention_heads, 4, got 3",
+        ),
         (
             json.dumps({**_LLAMA, "model_type": "deepseek_v2", "num_experts_per_tok": None}),
             "num_experts_per_tok: expected the experts of a token, at least 1, got None",
