@@ -135,7 +135,7 @@ def prefill(model: Model, prompt: Prompt, hardware: Hardware) -> Prefill:
         exposed_s += attention.exposed_s
     weights = shape.num_weights(*_FEED_FORWARD) * (1 if prompt.fp8 else _BF16_BYTES)
     weights += shape.num_weights("qkv", "out") * _BF16_BYTES
-    vocabulary = 2 * model.vocab_size * shape.dim * _BF16_BYTES
+    vocabulary = model.outside * _BF16_BYTES
     num = model.num_layers
     return Prefill(
         num * linear_s,

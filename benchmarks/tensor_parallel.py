@@ -220,7 +220,7 @@ class ParallelLayer(nn.Module):
         weights: dict[str, torch.Tensor],
     ) -> None:
         super().__init__()
-        self.layout, self.runtime = layout, layout.runtime
+        self.layout, self.runtime, self.shape = layout, layout.runtime, shape
         try:
             size = weights["qkv"].dtype.itemsize
             self.spec = SpreadLayer(
@@ -250,7 +250,7 @@ class ParallelLayer(nn.Module):
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """A copy of this rank's part of a whole weight, or of a whole weight's gradient."""
-        shape, share, rank = self.spec.shape, self.spec.share, self.runtime.rank
+        shape, share, rank = self.shape, self.spec.share, self.runtime.rank
         if share == 1 or whole.ndim == 1:
             return whole.clone()
         if name in ("out", "down"):
@@ -281,7 +281,7 @@ class ParallelLayer(nn.Module):
         return x
 
     def _attention(self, qkv: torch.Tensor) -> torch.Tensor:
-        shape, share = self.spec.shape, self.spec.share
+        shape, share = self.shape, self.spec.share
         heads, kv_heads = shape.num_heads // share, shape.num_kv_heads // share
         q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, shape.head_dim)).split(
             [heads, kv_heads, kv_heads], 2
@@ -312,14 +312,11 @@ class ParallelLayer(nn.Module):
     def _check(self, x: torch.Tensor) -> None:
         tokens = self.spec.layout.shard_len(self.runtime.rank % self.spec.layout.world_size)
         right = (
-            isinstance(x, torch.Tensor)
-            and x.ndim == 3
-            and x.shape[1:] == (tokens, self.spec.shape.dim)
+            isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[1:] == (tokens, self.shape.dim)
         )
         if not right or x.dtype != self.qkv.dtype or x.device != self.runtime.device:
             expected = (
-                f"[batch, {tokens}, {self.spec.shape.dim}], {self.qkv.dtype}, on "
-                f"{self.runtime.device}"
+                f"[batch, {tokens}, {self.shape.dim}], {self.qkv.dtype}, on {self.runtime.device}"
             )
             got = (
                 f"{list(x.shape)}, {x.dtype}, on {x.device}"

@@ -22,7 +22,9 @@ from burst_rt.launch.plan.layers import TENSOR_PARALLEL
 from burst_rt.launch.plan.model import (
     ACTIVATIONS,
     ATTENTION,
+    MODELS,
     Activations,
+    Model,
     Phase,
     Question,
     forecast_model,
@@ -35,12 +37,14 @@ from burst_rt.launch.plan.printed import (
     answer_to_json,
     print_forecasts,
     print_machine,
+    print_model,
     print_worlds,
     question_to_json,
     strategy_progress,
     where,
 )
 from burst_rt.launch.plan.words import MASK_HELP, fitting_mask, parse_tokens
+from burst_rt.launch.train.config import require_transformers
 from burst_rt.launch.where import machine_options
 from burst_rt.planning.choose import LAYOUTS
 from burst_rt.planning.machines import load_hardware
@@ -83,9 +87,9 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
             "model_text",
             default="llama-7b",
             show_default=True,
-            help="llama-7b, llama-13b, or sizes: layers=32,dim=4096,heads=32,kv_heads=8,"
-            "head_dim=128,ffn=14336,vocab=128256. kv_heads defaults to heads, head_dim to "
-            "dim / heads, vocab to 32000.",
+            help="llama-7b, llama-13b, a config.json of transformers or a folder that has one, or "
+            "sizes: layers=32,dim=4096,heads=32,kv_heads=8,head_dim=128,ffn=14336,vocab=128256. "
+            "kv_heads defaults to heads, head_dim to dim / heads, vocab to 32000.",
         ),
         click.option(
             "--world",
@@ -178,7 +182,7 @@ class _Asked:
 
     def question(self, mask: str) -> Question:
         """What is to be computed, under a mask. Raises InputError for words that do not fit."""
-        model, seq_len = parse_model(self.model_text), parse_tokens(self.seq_text)
+        model, seq_len = _model(self.model_text), parse_tokens(self.seq_text)
         fitting_mask(mask, seq_len, self.batch)
         activations = _activations(self.kept, self.phase)
         return Question(model, seq_len, self.phase, mask, self.batch, self.layout, activations)
@@ -251,6 +255,7 @@ def simulate(**options: Any) -> None:  # see `_Simulated`
     if asked.as_json:
         print(json.dumps(question_to_json(question, machine, asked.world) | forecast.to_json()))
     else:
+        print_model(question.model)
         title = f"{about_model(question, forecast.layout)}, {where(asked.world, machine)}"
         print_forecasts([forecast], title, forecast.layout, asked.phase, machine)
 
@@ -280,6 +285,7 @@ def plan(**options: Any) -> None:  # see `_Planned`
         ]
         print(json.dumps(said[0] if len(said) == 1 else said))
         return
+    print_model(question.model)
     about = about_model(question, question.layout)
     if len(answers) > 1:
         print_worlds(answers, f"{about}, {load_hardware(asked.hardware).name}", question.layout)
@@ -378,6 +384,16 @@ def calibrate(num_ranks: int, out: Path | None, force: bool, **options: object) 
         "".join(f"# Doubtful: {doubt}.\n" for doubt in doubtful) + text, encoding="utf-8"
     )
     print(f"wrote {path}")
+
+
+def _model(text: str) -> Model:
+    """A model by its name, by the path of its configuration, or by its sizes."""
+    if text in MODELS or not os.path.exists(text):
+        return parse_model(text)
+    require_transformers("--model with a config.json")
+    from burst_rt.launch.plan.configuration import read_config
+
+    return read_config(Path(text), text)
 
 
 def _activations(word: str, phase: Phase) -> Activations | None:

@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def tile(self) -> tuple[int, int] | None:
-        """Queries and keys of the best one's largest tile."""
+        """Queries and keys of the best one's largest tile, if any layer has attention."""
         if self.best is None:
             return None
         question = replace(self.question, layout=self.best.layout)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
-from burst_rt.launch.plan.layer_sizes import HALVES, Spread
+from burst_rt.launch.plan.layer_sizes import Spread
+from burst_rt.launch.plan.recurrence_graph import RecurrenceGraph
+from burst_rt.launch.plan.sublayers import Attention, FeedForward, Product, Sublayer
+from burst_rt.planning.recurrences import Recurrence
 from burst_rt.planning.strategies import AGREE, Program
 from burst_rt.runtime.collectives import (
     all_gather,
@@ -26,15 +30,15 @@ __all__ = ["LayerGraph"]
 _Parts: TypeAlias = "Iterable[Buffer | Part]"
 
 # The lane on which collectives add up, in parallel with the products, as NCCL's collectives do. On
-# the compute lane a sum would wait for a long product to end.
+# the compute lane a sum would wait for a long product to end; so would a recurrence's state.
 _SUMS = Lane("sums", max_in_flight=1)
 
 
 class LayerGraph:
-    """Builds the graph of one rank. A buffer is named after its half and what the buffer holds."""
+    """Builds the graph of one rank. A buffer is named after its sublayer and what it holds."""
 
     def __init__(self, layer: Spread, rank: int, lanes: tuple[Lane, ...]) -> None:
-        self.layer, self.shape, self.rank, self.lanes = layer, layer.shape, rank, lanes
+        self.layer, self.dim, self.rank, self.lanes = layer, layer.sizes.dim, rank, lanes
         self.rows, self.own_rows = layer.rows(rank), layer.own_rows(rank)
         self.g = GraphBuilder(rank, layer.world_size, (*lanes, _SUMS))
         self.tag = 0
@@ -47,90 +51,101 @@ class LayerGraph:
         Without attention, attention's outputs are there already.
         """
         x = self.g.buffer("x", initialised=True)
-        for half in HALVES:
-            normed, wide = self._tokens(f"{half} normed"), self.g.buffer(f"{half} wide")
+        for sublayer in self.layer.sizes.sublayers:
+            name, core = sublayer.name, sublayer.core
+            normed, wide = self._tokens(f"{name} normed"), self.g.buffer(f"{name} wide")
             self._element(
-                f"{half} norm",
+                f"{name} norm",
                 "norm",
-                2 * self.own_rows * self.shape.dim,
+                2 * self.own_rows * self.dim,
                 reads=[x],
                 writes=[self._own(normed)],
             )
-            self._product(half, "in", reads=self._gather(normed), writes=[wide])
-            if half == "attention":
+            self._product(sublayer.into, reads=self._gather(normed), writes=[wide])
+            if isinstance(core, Attention):
                 attention = _Inserted(
                     self.g, self.layer.program(forward=True), self.rank, self.lanes
                 )
                 self._element(
-                    "rotate", "rotate", self._rotated(), reads=[wide], writes=attention.bound
+                    "rotate", "rotate", self._rotated(core), reads=[wide], writes=attention.bound
                 )
                 if with_attention:
                     attention.insert(self.agreed)
                 narrow: list[Part] = attention.bound
             else:
-                narrow = [self.g.buffer("feed_forward narrow")[0]]
-                self._element("gate", "gate", 3 * self._ffn(), reads=[wide], writes=narrow)
-            out = self._terms(f"{half} out")
-            self._product(half, "out", reads=narrow, writes=[out])
+                narrow = [self.g.buffer(f"{name} narrow")[0]]
+                if isinstance(core, FeedForward):
+                    self._gate(sublayer, forward=True, reads=wide, writes=narrow[0])
+                else:
+                    self._recurrence(core).forward(wide, narrow[0])
+            out = self._terms(f"{name} out")
+            self._product(sublayer.out, reads=narrow, writes=[out])
             self._reduce(out)
             self._element(
-                f"{half} residual",
+                f"{name} residual",
                 "residual",
-                3 * self.own_rows * self.shape.dim,
+                3 * self.own_rows * self.dim,
                 reads=[self._own(out)],
                 accumulates=[x],
             )
         return self.g.build()
 
     def backward(self) -> Graph:
-        """The graph of the backward: "feed_forward dout" becomes "dx".
-
-        These are the gradient of the output and the gradient of x.
-        """
-        dout = self._tokens("feed_forward dout", initialised=True)
-        dx = self.g.buffer("dx")
-        after = self._tokens("attention dout")
-        self._half_back("feed_forward", dout, after)
-        self._half_back("attention", after, dx)
+        """The graph of the backward: the gradient of the output becomes "dx"."""
+        order = self.layer.sizes.sublayers[::-1]
+        dout = self._tokens(f"{order[0].name} dout", initialised=True)
+        for sublayer, after in pairwise(order):
+            dx = self._tokens(f"{after.name} dout")
+            self._back(sublayer, dout, dx)
+            dout = dx
+        self._back(order[-1], dout, self.g.buffer("dx"))
         return self.g.build()
 
-    def _half_back(self, half: str, dout: Buffer, dx: Buffer) -> None:
-        """Adds the backward of a half.
+    def _back(self, sublayer: Sublayer, dout: Buffer, dx: Buffer) -> None:
+        """Adds the backward of a sublayer.
 
-        dout: the gradient of the half's output; dx: the gradient of the half's input.
+        dout: the gradient of its output; dx: the gradient of its input.
         """
-        norm_grad, grads = self._gradients(half)
+        name, core, out = sublayer.name, sublayer.core, sublayer.out
+        norm_grad, grads = self._gradients(sublayer)
         whole = self._gather(dout)
-        dwide = self.g.buffer(f"{half} dwide")
-        if half == "attention":
+        dwide = self.g.buffer(f"{name} dwide")
+        if isinstance(core, Attention):
             attention = _Inserted(self.g, self.layer.program(forward=False), self.rank, self.lanes)
-            self._product(half, "out", reads=whole, writes=attention.bound)
-            self._product(half, "out", reads=whole, accumulates=[grads])
+            self._product(out, reads=whole, writes=attention.bound)
+            self._product(out, reads=whole, accumulates=[grads])
             attention.insert(self.agreed)
             self._element(
-                "rotate back", "rotate", self._rotated(), reads=attention.bound, writes=[dwide]
+                "rotate back",
+                "rotate",
+                self._rotated(core),
+                reads=attention.bound,
+                writes=[dwide],
             )
         else:
-            dnarrow = self.g.buffer("feed_forward dnarrow")
-            self._product(half, "out", reads=whole, writes=[dnarrow])
-            self._product(half, "out", reads=whole, accumulates=[grads])
-            self._element("gate back", "gate", 5 * self._ffn(), reads=[dnarrow], writes=[dwide])
-        normed = self._tokens(f"{half} normed", initialised=True)
+            dnarrow = self.g.buffer(f"{name} dnarrow")
+            self._product(out, reads=whole, writes=[dnarrow])
+            self._product(out, reads=whole, accumulates=[grads])
+            if isinstance(core, FeedForward):
+                self._gate(sublayer, forward=False, reads=dnarrow, writes=dwide[0])
+            else:
+                self._recurrence(core).backward(dnarrow, dwide[0])
+        normed = self._tokens(f"{name} normed", initialised=True)
         whole = self._gather(normed, after=dwide)
-        dnormed = self._terms(f"{half} dnormed")
-        self._product(half, "in", reads=[dwide], writes=[dnormed])
+        dnormed = self._terms(f"{name} dnormed")
+        self._product(sublayer.into, reads=[dwide], writes=[dnormed])
         self._reduce(dnormed)
-        self._product(half, "in", reads=[dwide, *whole], accumulates=[grads])
-        reads, count = [self._own(dnormed), self._own(dout)], 4 * self.own_rows * self.shape.dim
+        self._product(sublayer.into, reads=[dwide, *whole], accumulates=[grads])
+        reads, count = [self._own(dnormed), self._own(dout)], 4 * self.own_rows * self.dim
         self._element(
-            f"{half} norm back",
+            f"{name} norm back",
             "norm",
             count,
             reads=reads,
             writes=[self._own(dx)],
             accumulates=[norm_grad],
         )
-        if self.layer.summed(half):
+        if self.layer.num_summed(sublayer):
             self.tag = all_reduce(
                 self.g, norm_grad, tag=self.tag, reads=[self.agreed], lane=_SUMS.name
             )
@@ -149,7 +164,7 @@ class LayerGraph:
         """A buffer of rows as wide as x, whose values are summed over the ranks."""
         if not self.layer.tensor_parallel:
             return self.g.buffer(name)
-        sizes = self._by_rank() if self.layer.gathers else self._evenly(self.rows * self.shape.dim)
+        sizes = self._by_rank() if self.layer.gathers else self._evenly(self.rows * self.dim)
         return self.g.buffer(name, parts=self.layer.world_size, size_bytes=sizes)
 
     def _own(self, buffer: Buffer) -> Buffer | Part:
@@ -157,26 +172,25 @@ class LayerGraph:
 
     def _by_rank(self) -> list[int]:
         return [
-            self.layer.own_rows(rank) * self.shape.dim * self.layer.input_bytes
+            self.layer.own_rows(rank) * self.dim * self.layer.input_bytes
             for rank in range(self.layer.world_size)
         ]
 
     def _evenly(self, count: int) -> list[int]:
         return [part * self.layer.input_bytes for part in even_parts(count, self.layer.world_size)]
 
-    def _gradients(self, half: str) -> tuple[Buffer, Buffer]:
+    def _gradients(self, sublayer: Sublayer) -> tuple[Buffer, Buffer]:
         """Buffers of gradients: of the norm's weight, and of the two products' weights.
 
         The two are one buffer where both are summed over the ranks, or neither is.
         """
-        summed = self.layer.summed(half)
-        sizes = self._evenly(self.shape.num_weights(*summed)) if summed else [0]
-        norm = self.g.buffer(
-            f"{half} gradients", parts=len(sizes), size_bytes=sizes, initialised=True
-        )
-        return norm, norm if len(summed) != 1 else self.g.buffer(
-            f"{half} gradients of products", initialised=True
-        )
+        summed = self.layer.num_summed(sublayer)
+        sizes = self._evenly(summed) if summed else [0]
+        name = f"{sublayer.name} gradients"
+        norm = self.g.buffer(name, parts=len(sizes), size_bytes=sizes, initialised=True)
+        if not self.layer.gathers:
+            return norm, norm
+        return norm, self.g.buffer(f"{name} of products", initialised=True)
 
     # Tasks.
 
@@ -195,18 +209,16 @@ class LayerGraph:
             self.tag = collective(self.g, terms, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
 
     def _product(
-        self, half: str, side: str, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()
+        self, product: Product, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()
     ) -> None:
-        """Adds a product of all rows with one of the half's weights.
+        """Adds a product of all rows with weights.
 
-        With accumulates, adds the gradient of that weight, which takes as long.
+        With accumulates, adds the gradient of those weights, which takes as long.
         """
-        weight = HALVES[half][1 if side == "in" else 2]
-        flops = 2 * self.rows * self.shape.num_weights(weight) // self.layer.share
-        name = f"{weight} gradient" if accumulates else weight
+        flops = 2 * self.rows * product.active // self.layer.share
         self.g.compute(
-            name,
-            Op("linear", (weight,)),
+            f"{product.name} gradient" if accumulates else product.name,
+            Op("linear", (product.name,)),
             reads=reads,
             writes=writes,
             accumulates=accumulates,
@@ -227,18 +239,21 @@ class LayerGraph:
         cost = Cost(0, count * self.layer.input_bytes)
         self.g.compute(name, Op(op), reads=reads, writes=writes, accumulates=accumulates, cost=cost)
 
-    def _rotated(self) -> int:
+    def _rotated(self, core: Attention) -> int:
         """Number of elements read and written to rotate q and k by their positions."""
-        return (
-            2
-            * self.rows
-            * (self.shape.num_heads + self.shape.num_kv_heads)
-            * self.shape.head_dim
-            // self.layer.share
-        )
+        heads = core.num_heads + core.num_kv_heads
+        return 2 * self.rows * heads * core.head_dim // self.layer.share
 
-    def _ffn(self) -> int:
-        return self.rows * self.shape.ffn_dim // self.layer.share
+    def _recurrence(self, core: Recurrence) -> RecurrenceGraph:
+        return RecurrenceGraph(self.g, self.layer, core, self.agreed, _SUMS.name)
+
+    def _gate(self, sublayer: Sublayer, *, forward: bool, reads: Buffer, writes: Part) -> None:
+        """Adds what lies between the two products of a feed-forward."""
+        wide, narrow = sublayer.wide, sublayer.narrow
+        count = wide + narrow if forward else 2 * wide + narrow
+        name = "gate" if forward else "gate back"
+        elements = self.rows * count // self.layer.share
+        self._element(name, "gate", elements, reads=[reads], writes=[writes])
 
 
 class _Inserted:

@@ -1,15 +1,17 @@
-"""A transformer layer spread over ranks as plain numbers: shapes, rows of a rank, attention's plan.
+"""A layer spread over ranks as plain numbers: shapes, rows of a rank, attention's plan.
 
 `layers.py` says in which ways a layer is spread. Its graphs (`layer_graph.py`) and
-forecasts start from this module.
+forecasts start from this module. `sublayers.py` has layers of any model; here is Llama's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from burst_rt.errors import InputError
+from burst_rt.errors import InputError, InternalError
+from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes, Product, Sublayer
 from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.masks import Causal, Mask
@@ -29,7 +31,7 @@ HALVES = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a layer. Raises InputError for sizes that do not fit."""
+    """Sizes of Llama's layer. Raises InputError for sizes that do not fit."""
 
     dim: int  # width of x
     num_heads: int
@@ -76,6 +78,28 @@ class LayerShape:
         }
         return sum(sizes[name] for name in names or sizes)
 
+    @property
+    def sizes(self) -> LayerSizes:
+        """This layer among those of other models."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)
+        return LayerSizes(
+            self.dim,
+            (
+                self._sublayer("attention", Attention(*heads), q + 2 * kv, q),
+                self._sublayer(
+                    "feed_forward", FeedForward((self.ffn_dim,)), 2 * self.ffn_dim, self.ffn_dim
+                ),
+            ),
+        )
+
+    def _sublayer(
+        self, half: str, core: Attention | FeedForward, wide: int, narrow: int
+    ) -> Sublayer:
+        norm, *products = HALVES[half]
+        into, out = (Product(name, *2 * [self.num_weights(name)]) for name in products)
+        return Sublayer(core, self.num_weights(norm), into, out, wide, narrow)
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -85,7 +109,7 @@ class Spread:
     the ranks share.
     """
 
-    shape: LayerShape
+    shape: LayerShape | LayerSizes
     seq_len: int
     world_size: int
     strategy: str  # one of TENSOR_PARALLEL, or an attention strategy
@@ -96,22 +120,40 @@ class Spread:
     # is contiguous.
     kind: str = "zigzag"
     ranks_per_node: int = 1  # as for `choose`
+    # The mask that a balanced layout follows, where a layer's own mask allows less. None: `mask`.
+    placed_by: Mask | None = None
 
     def __post_init__(self) -> None:
         if not self.tensor_parallel:
             check_name(self.strategy)
-            return
-        shape, world = self.shape, self.world_size
-        for name, count in (
-            ("num_heads", shape.num_heads),
-            ("num_kv_heads", shape.num_kv_heads),
-            ("ffn_dim", shape.ffn_dim),
-        ):
-            if count % world:
+            if self.kind == "striped" and self.sizes.recurrence is not None:
                 raise InputError(
-                    f"{self.strategy}: the number of ranks must divide {name}, got {world} ranks "
-                    f"and {name} {count}; use fewer ranks"
+                    f"{self.strategy}: a recurrence needs runs of consecutive tokens, and the "
+                    "striped layout has none; use another layout"
                 )
+            return
+        for name, count in self._split():
+            if count % self.world_size:
+                raise InputError(
+                    f"{self.strategy}: the number of ranks must divide {name}, got "
+                    f"{self.world_size} ranks and {name} {count}; use fewer ranks"
+                )
+
+    def _split(self) -> Iterator[tuple[str, int]]:
+        """What ranks of tensor parallelism share."""
+        for sublayer in self.sizes.sublayers:
+            core = sublayer.core
+            if isinstance(core, Attention):
+                yield "num_heads", core.num_heads
+                yield "num_kv_heads", core.num_kv_heads
+            elif isinstance(core, FeedForward):
+                yield from (("ffn_dim", width) for width in core.widths)
+            else:
+                yield "num_heads of a recurrence", core.num_heads
+
+    @cached_property
+    def sizes(self) -> LayerSizes:
+        return self.shape if isinstance(self.shape, LayerSizes) else self.shape.sizes
 
     @property
     def tensor_parallel(self) -> bool:
@@ -134,7 +176,7 @@ class Spread:
         if self.strategy == TENSOR_PARALLEL[0]:
             return make_layout("contiguous", self.seq_len, 1)
         kind = "contiguous" if self.gathers else self.kind
-        mask = self.mask if kind == BALANCED else None
+        mask = (self.placed_by or self.mask) if kind == BALANCED else None
         return make_layout(kind, self.seq_len, self.world_size, mask)
 
     def own_rows(self, rank: int) -> int:
@@ -153,12 +195,20 @@ class Spread:
         names = HALVES[half]
         return names[:1] if self.gathers else () if self.tensor_parallel else names
 
+    def num_summed(self, sublayer: Sublayer) -> int:
+        """The number of elements of those weights, in any layer."""
+        if self.tensor_parallel:
+            return sublayer.vectors if self.gathers else 0
+        return sublayer.weights
+
     def program(self, *, forward: bool) -> Program:
         """Attention's program; see `choice`."""
         return self.choice(forward=forward).program
 
     def choice(self, *, forward: bool) -> Choice:
         """The strategy that attention runs with. Raises InputError as `choose` does.
+
+        Only for a layer that has attention.
 
         Under tensor parallelism attention is local: each rank runs the whole sequence with the
         rank's own heads.
@@ -176,15 +226,18 @@ class Spread:
 
     def _choose(self, *, forward: bool) -> Choice:
         layout = make_layout("contiguous", self.seq_len, 1) if self.tensor_parallel else self.layout
-        heads, kv_heads = self.shape.num_heads // self.share, self.shape.num_kv_heads // self.share
+        attention = self.sizes.attention
+        if attention is None:
+            raise InternalError("a layer without attention has no attention strategy")
         problem = Problem(
             q_layout=layout,
             kv_layout=layout,
             mask=self.mask,
             batch=self.batch,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=self.shape.head_dim,
+            num_heads=attention.num_heads // self.share,
+            num_kv_heads=attention.num_kv_heads // self.share,
+            head_dim=attention.head_dim,
+            v_head_dim=attention.v_head_dim,
             input_bytes=self.input_bytes,
             sum_bytes=max(4, self.input_bytes),
             needs_grad=(True, True, True),

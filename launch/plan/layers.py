@@ -1,8 +1,11 @@
-"""One transformer layer spread over ranks, as plain numbers and graphs. Pure Python.
+"""One layer spread over ranks, as plain numbers and graphs. Pure Python.
 
 The graphs tell how many bytes the layer sends and holds, and how long it takes in the simulator.
-The layer is Llama's: x + attention(norm(x)), then x + feed_forward(norm(x)), with RMSNorm, rotary
-positions, grouped key/value heads, SwiGLU and no biases. It is spread in one of these ways:
+`LayerShape` is Llama's layer: x + attention(norm(x)), then x + feed_forward(norm(x)), with RMSNorm,
+rotary positions, grouped key/value heads, SwiGLU and no biases. `LayerSizes` is any model's: a
+mixture of experts, whose every expert each rank holds (a part of each under tensor parallelism),
+and a recurrence (`burst_rt/planning/recurrences.py`) instead of attention or beside it. A layer is
+spread in one of these ways:
 
 * "tensor-parallel" (Megatron-LM, arXiv 1909.08053; V1 in the BurstAttention paper): heads and the
   feed-forward's width are split, and every rank holds the whole sequence. The forward has an
@@ -13,9 +16,9 @@ positions, grouped key/value heads, SwiGLU and no biases. It is spread in one of
   does the reverse. It also gathers the inputs once more for the weights' gradients, because
   gathered inputs are not kept, and sums the norms' gradients over the ranks.
 * any strategy of `planning/strategies`: the sequence is split and every rank holds all weights.
-  Only attention communicates, except that training sums the gradients of all weights over the
-  ranks. Here it does so once a backward. Inference has no such sum, and several micro-batches need
-  only one.
+  Only attention communicates, and recurrences send their states along the positions, except that
+  training sums the gradients of all weights over the ranks. Here it does so once a backward.
+  Inference has no such sum, and several micro-batches need only one.
 
 Sums of activations and gradients travel in the inputs' type, as Megatron's do.
 
@@ -43,12 +46,14 @@ class LayerMemory(NamedTuple):
 
     weights: int
     gradients: int  # gradients of the weights
-    # Tensors that the forward keeps for the backward: x and its normed form, twice; q, k, v; the
-    # output of attention with its lse; gate, up and their product; no matrix of scores. Autograd
-    # keeps a little more, such as the gate's silu.
+    # Tensors that the forward keeps for the backward: x and its normed form for each sublayer;
+    # q, k, v; the output of attention with its lse; gate, up and their product; what goes into a
+    # recurrence, its output, and the states at the beginnings of runs; no matrix of scores.
+    # Autograd keeps a little more, such as the gate's silu.
     activations: int
-    # Temporary memory of attention or of the products, whichever needs more. Attention needs slots,
-    # sums and copies; the products need gathered inputs and unsummed outputs.
+    # Temporary memory of attention, of a recurrence or of the products, whichever needs more.
+    # Attention needs slots, sums and copies, a recurrence its chunks' states; the products need
+    # gathered inputs and unsummed outputs.
     working: int
 
     @property
@@ -107,7 +112,7 @@ class SpreadLayer(Spread):
 
         attention: as for `graph`.
         """
-        kernel = self.choice(forward=forward).kernel
+        kernel = None if self.sizes.attention is None else self.choice(forward=forward).kernel
         return simulate(
             self.schedules(forward=forward, attention=attention),
             hardware,
@@ -122,8 +127,8 @@ class SpreadLayer(Spread):
         tensor-parallel           4 (W-1)/W A forward, as much backward
         tensor-parallel+sequence  4 (W-1)/W A forward, 6 (W-1)/W A backward,
                                   and 4 (W-1)/W x dim x input_bytes for the norms
-        attention strategies      attention's own, and in the backward
-                                  2 (W-1)/W x the bytes of all weights
+        attention strategies      attention's own, a recurrence's states and the tokens before
+                                  runs, and in the backward 2 (W-1)/W x the bytes of all weights
         """
         return self.graph(rank, forward=forward).wire_bytes
 
@@ -132,40 +137,72 @@ class SpreadLayer(Spread):
 
         backward: whether there is one. working: False says 0 in their place, and makes no graph.
         """
-        shape, size, rows = self.shape, self.input_bytes, self.rows(rank)
-        norms = ("attention_norm", "feed_forward_norm")
-        products = shape.num_weights("qkv", "out", "gate_up", "down") // self.share
-        weights = (shape.num_weights(*norms) + products) * size
-        per_row = (
-            2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.ffn_dim
-        ) // self.share
-        lse = rows * shape.num_heads // self.share * max(4, size)
-        activations = (4 * self.own_rows(rank) * shape.dim + rows * per_row) * size + lse
+        size, rows, sublayers = self.input_bytes, self.rows(rank), self.sizes.sublayers
+        vectors = sum(sublayer.vectors for sublayer in sublayers)
+        products = (self.sizes.num_weights - vectors) // self.share
+        weights = (vectors + products) * size
+        per_row = sum(sublayer.kept for sublayer in sublayers) // self.share
+        x = 2 * len(sublayers) * self.own_rows(rank) * self.sizes.dim
+        activations = (x + rows * per_row) * size + self._lse(rank) + self._states(rank)
         # The output of a split weight is one term of a sum, for the whole sequence. With a split
         # sequence the weight's input has been gathered, too.
-        whole = rows * shape.dim * size * (2 if self.gathers else 1)
-        directions = (True, False) if backward else (True,)
-        return LayerMemory(
-            weights,
-            weights,
-            activations,
-            max(whole, *(self._attention_bytes(rank, each) for each in directions))
-            if working
-            else 0,
-        )
+        whole = rows * self.sizes.dim * size * (2 if self.gathers else 1)
+        holds = 0
+        if working:
+            directions = (True, False) if backward else (True,)
+            attention = max(self._attention_bytes(rank, forward) for forward in directions)
+            holds = max(whole, attention, self._chunk_states(rank))
+        return LayerMemory(weights, weights, activations, holds)
 
     def checkpointed_bytes(self, rank: int, *, attention: bool) -> int:
         """Bytes of this layer that checkpointing keeps on one rank until the backward.
 
         That is the layer's input; with `attention` the output of attention and its lse, too.
+        Recurrences are computed again.
         """
-        size = self.own_rows(rank) * self.shape.dim * self.input_bytes
-        if attention:
-            row = self.shape.head_dim * self.input_bytes + max(4, self.input_bytes)
-            size += self.rows(rank) * (self.shape.num_heads // self.share) * row
+        size = self.own_rows(rank) * self.sizes.dim * self.input_bytes
+        core = self.sizes.attention
+        if attention and core is not None:
+            out = core.num_heads // self.share * core.v_head_dim * self.input_bytes
+            size += self.rows(rank) * out + self._lse(rank)
         return size
 
+    def cached_bytes(self, rank: int) -> int:
+        """Bytes of this layer's cache after a prompt: keys and values, or states.
+
+        Keys and values of all tokens, whatever the layer's window; under MLA those of all heads,
+        as transformers keeps them.
+        """
+        core = self.sizes.attention
+        kv = 0 if core is None else self.rows(rank) * core.kv_width // self.share * self.input_bytes
+        recurrence = self.sizes.recurrence
+        if recurrence is None:
+            return kv
+        halo = recurrence.halo_bytes(self.input_bytes, self.batch)
+        return kv + (recurrence.state_bytes(self.batch) + halo) // self.share
+
+    def _lse(self, rank: int) -> int:
+        core = self.sizes.attention
+        heads = 0 if core is None else core.num_heads // self.share
+        return self.rows(rank) * heads * max(4, self.input_bytes)
+
+    def _states(self, rank: int) -> int:
+        """Bytes of the states at the beginnings of a rank's runs."""
+        recurrence = self.sizes.recurrence
+        if recurrence is None:
+            return 0
+        runs = 1 if self.tensor_parallel else len(self.layout.runs[rank])
+        return runs * recurrence.state_bytes(self.batch) // self.share
+
+    def _chunk_states(self, rank: int) -> int:
+        recurrence = self.sizes.recurrence
+        if recurrence is None:
+            return 0
+        return recurrence.chunk_state_bytes(self.rows(rank)) // self.share
+
     def _attention_bytes(self, rank: int, forward: bool) -> int:
+        if self.sizes.attention is None:
+            return 0
         choice = self.choice(forward=forward)
         rank %= choice.program.problem.world_size
         return working_bytes(choice, rank, choice.program.graph(rank))

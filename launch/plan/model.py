@@ -1,6 +1,6 @@
-"""A whole model on a machine: one layer's forecast times the layers; activations kept or not.
+"""A whole model on a machine: each kind of layer times its layers; activations kept or not.
 
-It is pure Python.
+It is pure Python. A model by its sizes has layers of one kind; `configuration.py` reads others.
 
 The layer comes from `burst_rt.launch.plan.layers`. Times leave out the embedding and the head (one
 row of logits a sequence; their weights are counted), the sampler, and the optimizer's step.
@@ -9,21 +9,27 @@ Memory counts the weights of all layers and 16-bit activations. Training also ho
 AdamW's 12 bytes a weight (float32 weight and two moments) spread over the ranks. ZeRO stage 1
 spreads them so, and sends no more bytes than the sum of gradients that is counted here. Activations
 that do not fit are computed again in the backward, layer by layer: all but attention, if its
-outputs fit (`burst_rt.checkpoint`), else all.
+outputs fit (`burst_rt.checkpoint`), else all. Every rank holds all experts of a mixture (a part of
+each under tensor parallelism). The gradients of weights that layers share are summed once for each
+of these layers.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import Literal, TypeAlias, get_args
 
 from burst_rt.errors import InputError
 from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerMemory, LayerShape, SpreadLayer
+from burst_rt.launch.plan.sublayers import Attention, LayerSizes
 from burst_rt.launch.plan.words import parse_mask
 from burst_rt.planning.choose import CANDIDATES, LAYOUTS
+from burst_rt.planning.masks import Causal, Mask, SlidingWindow
 from burst_rt.planning.strategies import check_name
 from burst_rt.scheduler.simulator import Hardware
 
@@ -50,24 +56,48 @@ _ADAMW_BYTES = 12
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama-like decoder."""
+    """A decoder."""
 
     name: str
-    num_layers: int
-    layer: LayerShape  # the shape of every layer
-    vocab_size: int  # embedding and head have a matrix each
+    layers: tuple[tuple[int, LayerShape | LayerSizes], ...]  # how many of each kind
+    # Weights that no layer has: embedding and head. Less than none, where layers share theirs.
+    outside: int
+    inactive: int = 0  # weights of experts to which one token does not go
+    about: str = ""  # what its configuration says, in one line
+
+    @property
+    def num_layers(self) -> int:
+        return sum(count for count, _ in self.layers)
 
     @property
     def num_weights(self) -> int:
         """The weights of all layers, of the embedding and of the head."""
-        return self.num_layers * self.layer.num_weights() + 2 * self.vocab_size * self.layer.dim
+        weights = (count * _sizes(layer).num_weights for count, layer in self.layers)
+        return sum(weights) + self.outside
+
+    @property
+    def layer(self) -> LayerShape:
+        """The layer of a Llama-like model, whose layers are all alike. Raises InputError."""
+        (_, layer), *others = self.layers
+        if others or not isinstance(layer, LayerShape):
+            raise InputError(f"{self.name}: expected a model by its sizes")
+        return layer
+
+
+def _sizes(layer: LayerShape | LayerSizes) -> LayerSizes:
+    return layer if isinstance(layer, LayerSizes) else layer.sizes
+
+
+def _llama(name: str, num_layers: int, layer: LayerShape, vocab_size: int) -> Model:
+    """A Llama-like decoder; embedding and head have a matrix each."""
+    return Model(name, ((num_layers, layer),), 2 * vocab_size * layer.dim)
 
 
 # H. Touvron et al., "LLaMA", arXiv 2302.13971, table 2; widths of the feed-forward from the
 # published checkpoints.
 MODELS = {
-    "llama-7b": Model("llama-7b", 32, LayerShape(4096, 32, 32, 128, 11008), 32000),
-    "llama-13b": Model("llama-13b", 40, LayerShape(5120, 40, 40, 128, 13824), 32000),
+    "llama-7b": _llama("llama-7b", 32, LayerShape(4096, 32, 32, 128, 11008), 32000),
+    "llama-13b": _llama("llama-13b", 40, LayerShape(5120, 40, 40, 128, 13824), 32000),
 }
 # Names of the sizes by which a model may be given, and of the sizes that may be left out.
 _SIZES = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab")
@@ -86,7 +116,8 @@ def parse_model(text: str) -> Model:
     if "=" not in text:
         raise InputError(
             f"--model: expected one of {sorted(MODELS)} or sizes such as "
-            f"'layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256', got {text!r}"
+            f"'layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256', got {text!r}, which "
+            "is no path of a config.json or of its folder either"
         )
     given: dict[str, int] = {}
     for word in text.split(","):
@@ -117,7 +148,7 @@ def parse_model(text: str) -> Model:
         given.get("head_dim", given["dim"] // heads),
         given["ffn"],
     )
-    return Model(text, given["layers"], shape, given.get("vocab", 32000))
+    return _llama(text, given["layers"], shape, given.get("vocab", 32000))
 
 
 @dataclass(frozen=True)
@@ -183,41 +214,42 @@ def published_mask(strategy: str) -> str:
 def forecast_model(
     question: Question, strategy: str, world_size: int, hardware: Hardware
 ) -> ModelForecast:
-    """Simulates one layer, and multiplies by the number of layers.
+    """Simulates one layer of each kind, and multiplies by the number of layers of that kind.
 
     Tensor parallelism has no layout: a rank has the whole sequence, or a contiguous part of it.
     Raises InputError for a strategy and sizes that do not go together.
     """
     if question.layout == "auto":
-        kinds = LAYOUTS if strategy not in TENSOR_PARALLEL else LAYOUTS[:1]
+        kinds: tuple[str, ...] = LAYOUTS if strategy not in TENSOR_PARALLEL else LAYOUTS[:1]
+        if any(_sizes(layer).recurrence for _, layer in question.model.layers):
+            kinds = tuple(kind for kind in kinds if kind != "striped")
         forecasts = [
             forecast_model(replace(question, layout=kind), strategy, world_size, hardware)
             for kind in kinds
         ]
         return min(forecasts, key=lambda f: (f.out_of_memory, f.time_s or 0.0))
-    layer = _layer(question, strategy, world_size, hardware)
+    layers = _layers(question, strategy, world_size, hardware)
     limit = hardware.device.memory_bytes
-    memory, taken = _need(question, layer, limit)
-    passes = [_direction(layer, hardware, forward=True)]
-    if taken is not None:
-        passes.append(_direction(layer, hardware, forward=False))
-    if taken == "attention kept":
-        passes.append(_direction(layer, hardware, forward=True, attention=False))
-    elif taken == "computed again":
-        passes.append(passes[0])
+    memory, taken = _need(question, layers, limit)
+    passes = [
+        tuple(count * number for number in one)
+        for count, layer in layers
+        for one in _passes(layer, hardware, taken)
+    ]
     time_s, idle_s, sent = map(sum, zip(*passes, strict=True))
-    num = question.model.num_layers
     fits = memory <= limit
     if strategy in ("hybrid", "two-level"):
-        strategy = layer.choice(forward=True).strategy
+        # Where kinds of layers differ in the ranks of a group, the name says none.
+        names = {layer.choice(forward=True).strategy for layer in _attending(layers)}
+        strategy = names.pop() if len(names) == 1 else strategy
     return ModelForecast(
         strategy,
-        layer.layout.kind,
+        layers[0][1].layout.kind,
         question.mask,
         question.phase,
-        num * time_s if fits else None,
-        num * idle_s,
-        num * sent,
+        time_s if fits else None,
+        idle_s,
+        int(sent),
         memory,
         not fits,
         taken,
@@ -240,11 +272,11 @@ def fewest_ranks(
     whole_nodes = range(EVERY_UP_TO // per_node * per_node + per_node, up_to + 1, per_node)
     for world_size in chain(every, whole_nodes):
         try:
-            layer = _layer(question, name, world_size, hardware)
+            layers = _layers(question, name, world_size, hardware)
             # Attention's slots are known from its graphs only, which take long to make.
             if (
-                _need(question, layer, limit, working=False)[0] <= limit
-                and _need(question, layer, limit)[0] <= limit
+                _need(question, layers, limit, working=False)[0] <= limit
+                and _need(question, layers, limit)[0] <= limit
             ):
                 return world_size
         except InputError:
@@ -254,46 +286,91 @@ def fewest_ranks(
 
 def tile_of(
     question: Question, strategy: str, world_size: int, hardware: Hardware
-) -> tuple[int, int]:
-    """Queries and keys of the largest tile of the forward."""
-    layer = _layer(question, strategy, world_size, hardware)
-    tile = layer.program(forward=True).footprint(0).tile
-    return tile.q_len, tile.kv_len
+) -> tuple[int, int] | None:
+    """Queries and keys of the largest tile of the forward; None where no layer has attention."""
+    layers = _attending(_layers(question, strategy, world_size, hardware))
+    tiles = [layer.program(forward=True).footprint(0).tile for layer in layers]
+    sizes = ((tile.q_len, tile.kv_len) for tile in tiles)
+    return max(sizes, key=prod, default=None)
 
 
-def _layer(question: Question, strategy: str, world_size: int, hardware: Hardware) -> SpreadLayer:
+_Layers: TypeAlias = list[tuple[int, SpreadLayer]]
+
+
+def _layers(question: Question, strategy: str, world_size: int, hardware: Hardware) -> _Layers:
+    """How many layers of each kind, and the kind spread over the ranks."""
     per_node = min(hardware.node.ranks, world_size)
     even = per_node if world_size % per_node == 0 else 1
-    return SpreadLayer(
-        question.model.layer,
-        question.seq_len,
-        world_size,
-        strategy,
-        question.batch,
-        _INPUT_BYTES,
-        parse_mask(question.mask),
-        question.layout,
-        even,
-    )
+    asked = parse_mask(question.mask)
+    return [
+        (
+            count,
+            SpreadLayer(
+                layer,
+                question.seq_len,
+                world_size,
+                strategy,
+                question.batch,
+                _INPUT_BYTES,
+                _allowed(asked, _sizes(layer).attention, question.seq_len),
+                question.layout,
+                even,
+                asked,
+            ),
+        )
+        for count, layer in question.model.layers
+    ]
+
+
+def _allowed(asked: Mask, attention: Attention | None, seq_len: int) -> Mask:
+    """The mask that was asked for, as far as a layer's own mask allows."""
+    window = None if attention is None else attention.window
+    if window is None:
+        return asked
+    if isinstance(window, SlidingWindow):
+        if window.left >= seq_len - 1:
+            window = Causal()
+        if asked == Causal():  # A window looks back only.
+            return window
+    return asked & window
+
+
+def _attending(layers: _Layers) -> list[SpreadLayer]:
+    return [layer for _, layer in layers if layer.sizes.attention is not None]
 
 
 def _need(
-    question: Question, layer: SpreadLayer, limit: int, *, working: bool = True
+    question: Question, layers: _Layers, limit: int, *, working: bool = True
 ) -> tuple[int, Activations | None]:
     """Bytes of the worst rank, and what becomes of activations: what was asked, or what fits.
 
     working: False leaves out what attention and the products hold for a while.
     """
     training = question.phase == "train"
-    rank = max(range(layer.world_size), key=layer.rows)
-    held = layer.memory(rank, backward=training, working=working)
-    need = partial(_memory_bytes, question.model, layer, rank, held)
+    first = layers[0][1]
+    rank = max(range(first.world_size), key=first.rows)
+    held = [layer.memory(rank, backward=training, working=working) for _, layer in layers]
+    need = partial(_memory_bytes, question.model, layers, rank, held)
     if not training:
         return need(None), None
     *larger, smallest = ACTIVATIONS
     fitting = (name for name in larger if need(name) <= limit)
     taken = question.activations or next(fitting, smallest)
     return need(taken), taken
+
+
+def _passes(
+    layer: SpreadLayer, hardware: Hardware, taken: Activations | None
+) -> list[tuple[float, float, int]]:
+    """What one layer's directions take: the forward, and in training the others."""
+    passes = [_direction(layer, hardware, forward=True)]
+    if taken is not None:
+        passes.append(_direction(layer, hardware, forward=False))
+    if taken == "attention kept":
+        passes.append(_direction(layer, hardware, forward=True, attention=False))
+    elif taken == "computed again":
+        passes.append(passes[0])
+    return passes
 
 
 def _direction(
@@ -308,33 +385,33 @@ def _direction(
 
 def _memory_bytes(
     model: Model,
-    layer: SpreadLayer,
+    layers: _Layers,
     rank: int,
-    held: LayerMemory,
+    held: list[LayerMemory],
     activations: Activations | None,
 ) -> int:
-    """Bytes of a rank. held: the bytes of one layer. activations: None for the first token."""
-    num_weights = (
-        model.num_layers * held.weights // _INPUT_BYTES
-        + 2 * model.vocab_size * model.layer.dim // layer.share
-    )
+    """Bytes of a rank. held: the bytes of a layer of each kind. activations: None for the first
+    token.
+    """
+    share = layers[0][1].share
+    counts = [count for count, _ in layers]
+    num_weights = _total(counts, (one.weights // _INPUT_BYTES for one in held))
+    num_weights += model.outside // share
+    working = max(one.working for one in held)
     if activations is None:
-        # The cache of keys and values, and what goes from layer to layer.
-        cached = (
-            layer.rows(rank)
-            * 2
-            * model.layer.num_kv_heads
-            * model.layer.head_dim
-            // layer.share
-            * _INPUT_BYTES
-        )
-        return (
-            num_weights * _INPUT_BYTES + model.num_layers * cached + held.activations + held.working
-        )
-    states = _ADAMW_BYTES * model.num_weights // layer.world_size
-    of_layer = held.activations
+        # The caches, and what goes from layer to layer.
+        cached = _total(counts, (layer.cached_bytes(rank) for _, layer in layers))
+        passing = max(one.activations for one in held)
+        return num_weights * _INPUT_BYTES + cached + passing + working
+    states = _ADAMW_BYTES * model.num_weights // layers[0][1].world_size
+    kept = [one.activations for one in held]
     if activations != "kept":
-        of_layer = layer.checkpointed_bytes(rank, attention=activations == "attention kept")
+        with_attention = activations == "attention kept"
+        kept = [layer.checkpointed_bytes(rank, attention=with_attention) for _, layer in layers]
     # One layer's activations are all there while its backward runs.
-    kept = (model.num_layers - 1) * of_layer + held.activations
-    return 2 * num_weights * _INPUT_BYTES + states + kept + held.working
+    whole = max(one.activations - each for one, each in zip(held, kept, strict=True))
+    return 2 * num_weights * _INPUT_BYTES + states + _total(counts, kept) + whole + working
+
+
+def _total(counts: Iterable[int], sizes: Iterable[int]) -> int:
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from burst_rt.launch.plan.compare import Answer, best_worlds
-from burst_rt.launch.plan.model import ModelForecast, Phase, Question
+from burst_rt.launch.plan.model import Model, ModelForecast, Phase, Question
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "answer_to_json",
     "print_forecasts",
     "print_machine",
+    "print_model",
     "print_worlds",
     "question_to_json",
     "strategy_progress",
@@ -67,10 +68,28 @@ def print_machine(machine: Hardware) -> None:
     print(f"link: {link.latency_s * 1e6:.3g} us, {link.bytes_per_s / 1e9:.3g} GB/s each way")
 
 
+def print_model(model: Model) -> None:
+    """Prints what was read of a configuration; nothing for a model by its name or its sizes."""
+    if model.about:
+        active = model.num_weights - model.inactive
+        of = f", {_count(active)} active per token" * bool(model.inactive)
+        print(f"{model.about}; {_count(model.num_weights)} parameters{of}")
+
+
+def _count(number: int) -> str:
+    size, word = (1e9, "billion") if number >= 1e9 else (1e6, "million")
+    return f"{number / size:,.4g} {word}"
+
+
 def question_to_json(question: Question, hardware: Hardware, world: int) -> dict[str, object]:
     """What was asked, for JSON."""
+    model = question.model
+    about = {"about": model.about} if model.about else {}
     return {
-        "model": question.model.name,
+        "model": model.name,
+        **about,
+        "parameters": model.num_weights,
+        "active_parameters": model.num_weights - model.inactive,
         "world": world,
         "seq": question.seq_len,
         "batch": question.batch,
