@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias, get_args
 
 from burst_rt.errors import InputError
 
-__all__ = ["STATE_BYTES", "Recurrence", "Rule"]
+__all__ = ["STATE_BYTES", "RecurrenceSizes", "Rule"]
 
 Rule: TypeAlias = Literal["linear", "delta", "scan", "convolution"]
 # Bytes of one number of a state, which is float32 in all kernels that we know.
@@ -33,7 +33,7 @@ STATE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recurrence:
+class RecurrenceSizes:
     """The sizes of one such layer. Raises InputError for sizes that do not fit.
 
     Counts are for all heads. Floating-point operations count a product and its sum as two. The
@@ -52,7 +52,8 @@ class Recurrence:
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
             raise InputError(
-                f"Recurrence: rule must be one of {', '.join(get_args(Rule))}, got {self.rule!r}"
+                f"RecurrenceSizes: rule must be one of {', '.join(get_args(Rule))}, got "
+                f"{self.rule!r}"
             )
         if not self.num_key_heads:
             object.__setattr__(self, "num_key_heads", self.num_heads)
@@ -60,12 +61,12 @@ class Recurrence:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(
-                    f"Recurrence: {name} must be an integer of at least 1, got {value!r}"
+                    f"RecurrenceSizes: {name} must be an integer of at least 1, got {value!r}"
                 )
         if self.num_heads % self.num_key_heads:
             raise InputError(
-                f"Recurrence: num_key_heads must divide num_heads, got {self.num_key_heads} and "
-                f"{self.num_heads}"
+                "RecurrenceSizes: num_key_heads must divide num_heads, got "
+                f"{self.num_key_heads} and {self.num_heads}"
             )
 
     @property

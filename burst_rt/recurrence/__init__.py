@@ -3,7 +3,7 @@
 from burst_rt.recurrence.api import (
     RecurrenceExplanation,
     causal_conv1d,
-    explain,
+    explain_recurrence,
     gated_delta_rule,
     linear_attention,
     linear_recurrence,
@@ -16,7 +16,7 @@ __all__ = [
     "RecurrenceExplanation",
     "RecurrencePlan",
     "causal_conv1d",
-    "explain",
+    "explain_recurrence",
     "gated_delta_rule",
     "linear_attention",
     "linear_recurrence",

@@ -1,4 +1,4 @@
-"""What a user calls: recurrences over a sequence that is spread over ranks, and `explain`."""
+"""What a user calls: recurrences over a sequence that is spread over ranks, and their plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from burst_rt.runtime.refusing import refuse
 __all__ = [
     "RecurrenceExplanation",
     "causal_conv1d",
-    "explain",
+    "explain_recurrence",
     "gated_delta_rule",
     "linear_attention",
     "linear_recurrence",
@@ -89,17 +89,21 @@ class RecurrenceExplanation:
         return "\n".join(plan.explain() for plan in plans if plan is not None)
 
 
-def explain(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> RecurrenceExplanation:
+def explain_recurrence(
+    function: Callable[..., _Result], *args: Any, **kwargs: Any
+) -> RecurrenceExplanation:
     """The plans that a function of this module would run with these arguments.
 
     A plan tells segments, how states pass, bytes and memory. Local: nothing is sent. Raises
     InputError.
 
-    Worked example: `explain(gated_delta_rule, q, k, v, g, beta, layout=layout)`.
+    Worked example: `explain_recurrence(gated_delta_rule, q, k, v, g, beta, layout=layout)`.
     """
     bind = getattr(function, "__wrapped__", None)
     if bind is None or getattr(bind, "__module__", "") != __name__:
-        raise InputError(f"explain: function must be one of burst_rt.recurrence, got {function!r}")
+        raise InputError(
+            f"explain_recurrence: function must be one of burst_rt.recurrence, got {function!r}"
+        )
     call = bind(*args, **kwargs).call
     return RecurrenceExplanation(call.forward_plan, call.backward_plan if any(call.needs) else None)
 

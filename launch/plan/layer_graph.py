@@ -15,7 +15,7 @@ from typing import TypeAlias
 from burst_rt.launch.plan.layer_sizes import Spread
 from burst_rt.launch.plan.recurrence_graph import RecurrenceGraph
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, Product, Sublayer
-from burst_rt.planning.recurrences import Recurrence
+from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.planning.strategies import AGREE, Program
 from burst_rt.runtime.collectives import (
     all_gather,
@@ -244,7 +244,7 @@ class LayerGraph:
         heads = core.num_heads + core.num_kv_heads
         return 2 * self.rows * heads * core.head_dim // self.layer.share
 
-    def _recurrence(self, core: Recurrence) -> RecurrenceGraph:
+    def _recurrence(self, core: RecurrenceSizes) -> RecurrenceGraph:
         return RecurrenceGraph(self.g, self.layer, core, self.agreed, _SUMS.name)
 
     def _gate(self, sublayer: Sublayer, *, forward: bool, reads: Buffer, writes: Part) -> None:

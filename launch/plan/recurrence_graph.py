@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from burst_rt.launch.plan.layer_sizes import Spread
-from burst_rt.planning.recurrences import Recurrence
-from burst_rt.scheduler import Buffer, Cost, GraphBuilder, Op, Part
+from burst_rt.planning.recurrences import RecurrenceSizes
+from burst_rt.scheduler import COMPUTE, Buffer, Cost, GraphBuilder, Op, Part
 
 __all__ = ["RecurrenceGraph"]
 
@@ -30,7 +30,7 @@ class RecurrenceGraph:
     """
 
     def __init__(
-        self, g: GraphBuilder, spread: Spread, core: Recurrence, agreed: Buffer, lane: str
+        self, g: GraphBuilder, spread: Spread, core: RecurrenceSizes, agreed: Buffer, lane: str
     ) -> None:
         self.g, self.spread, self.core, self.agreed, self.lane = g, spread, core, agreed, lane
         self.rows, self.size = spread.rows(g.rank), spread.input_bytes
@@ -52,7 +52,8 @@ class RecurrenceGraph:
         before: list[Part] = []
         for at, first, second in self._neighbours(size, forward):
             if self.g.rank == first:
-                self._send("tokens", at, second, size, Op("pack"), list(reads.parts), "compute")
+                packed = self._made(f"pack {at}", size, list(reads.parts), COMPUTE.name)
+                self._exchange("tokens", at, sends=[(packed, second)])
             if self.g.rank == second:
                 before.append(self._receive("tokens", at, first, size))
         numbers = (2 if forward else 4) * self.rows * self.core.channels // self.spread.share
@@ -74,7 +75,8 @@ class RecurrenceGraph:
                 cost = Cost(core.map_flops(self.rows), moved)
                 self.g.compute("maps", Op("recurrence"), reads=[reads], writes=known, cost=cost)
             if self.g.rank == first:
-                self._send("state", at, second, size, Op("fold"), known, self.lane)
+                folded = self._made(f"fold {at}", size, known, self.lane)
+                self._exchange("state", at, sends=[(folded, second)])
             if self.g.rank == second:
                 known.append(self._receive("state", at, first, size))
         flops = core.forward_flops if forward else core.backward_flops
@@ -86,13 +88,13 @@ class RecurrenceGraph:
             cost=Cost(flops(self.rows) // share, (1 if forward else 3) * moved // share),
         )
 
-    def _send(
-        self, what: str, at: int, peer: int, size: int, op: Op, reads: Sequence[Part], lane: str
-    ) -> None:
-        message = self.g.buffer(f"{what} out {at}", size_bytes=size)
+    def _made(self, name: str, size: int, reads: Sequence[Part], lane: str) -> Part:
+        """What a task of this name makes to be sent."""
+        message = self.g.buffer(f"{name} out", size_bytes=size)
+        op, _, _ = name.partition(" ")
         cost = Cost(0, 3 * size)  # two numbers are read for each that is written, at most
-        self.g.compute(f"{op.name} {at}", op, reads=reads, writes=[message], cost=cost, lane=lane)
-        self._exchange(what, at, sends=[(message[0], peer)])
+        self.g.compute(name, Op(op), reads=reads, writes=[message], cost=cost, lane=lane)
+        return message[0]
 
     def _receive(self, what: str, at: int, peer: int, size: int) -> Part:
         message = self.g.buffer(f"{what} in {at}", size_bytes=size)[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from burst_rt.planning.recurrences import Recurrence
+from burst_rt.planning.recurrences import RecurrenceSizes
 
 __all__ = ["recurrence_of"]
 
@@ -14,7 +14,7 @@ __all__ = ["recurrence_of"]
 _DELTA_CHUNK = 64
 
 
-def recurrence_of(module: Any) -> Recurrence | None:
+def recurrence_of(module: Any) -> RecurrenceSizes | None:
     """The recurrence of a layer's module; None for other modules."""
     name = type(module).__name__
     convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
@@ -26,9 +26,9 @@ def recurrence_of(module: Any) -> Recurrence | None:
         }
     if name.endswith("ShortConv"):
         channels = convolution["channels"]
-        return Recurrence(rule="convolution", num_heads=channels, **convolution)
+        return RecurrenceSizes(rule="convolution", num_heads=channels, **convolution)
     if name.endswith("GatedDeltaNet"):
-        return Recurrence(
+        return RecurrenceSizes(
             rule="delta",
             num_heads=module.num_v_heads,
             num_key_heads=module.num_k_heads,
@@ -39,22 +39,22 @@ def recurrence_of(module: Any) -> Recurrence | None:
         )
     if name.endswith("DeltaAttention"):
         size = module.head_dim
-        return Recurrence(
+        return RecurrenceSizes(
             rule="delta", num_heads=module.num_heads, key_dim=size, value_dim=size,
             chunk=_DELTA_CHUNK, **convolution,
         )  # fmt: skip
     if name.endswith("LightningAttention"):
         size = module.head_dim
-        return Recurrence(
+        return RecurrenceSizes(
             rule="linear", num_heads=module.num_attention_heads, key_dim=size, value_dim=size,
             chunk=module.block_size,
         )  # fmt: skip
     if name.endswith("RecurrentBlock"):
-        return Recurrence(rule="scan", num_heads=module.lru_width, **convolution)
+        return RecurrenceSizes(rule="scan", num_heads=module.lru_width, **convolution)
     if not hasattr(module, "ssm_state_size"):
         return None
     if hasattr(module, "n_groups"):
-        return Recurrence(
+        return RecurrenceSizes(
             rule="linear",
             num_heads=module.num_heads,
             num_key_heads=module.n_groups,
@@ -63,7 +63,7 @@ def recurrence_of(module: Any) -> Recurrence | None:
             chunk=module.chunk_size,
             **convolution,
         )
-    return Recurrence(
+    return RecurrenceSizes(
         rule="scan", num_heads=module.intermediate_size, key_dim=module.ssm_state_size,
         **convolution,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from burst_rt.errors import InputError
 from burst_rt.launch.plan.recurrence_of import recurrence_of
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes, Product, Sublayer
 from burst_rt.planning.masks import Causal, Chunked, Mask, SlidingWindow
-from burst_rt.planning.recurrences import Recurrence
+from burst_rt.planning.recurrences import RecurrenceSizes
 
 __all__ = ["inactive_weights", "kinds_in_words", "layers_of"]
 
@@ -66,7 +66,7 @@ def kinds_in_words(kinds: Mapping[LayerSizes, int]) -> str:
 
 def _words(sublayer: Sublayer) -> str:
     core = sublayer.core
-    if isinstance(core, Recurrence):
+    if isinstance(core, RecurrenceSizes):
         return {
             "linear": "linear recurrence",
             "delta": "delta rule",
@@ -166,7 +166,7 @@ class _Reader:
     def layer(self, module: nn.Module, at: int) -> LayerSizes:
         """A layer; at: its place among the layers."""
         counts: dict[type, _Count] = {}
-        cores: dict[type, Attention | Recurrence] = {}
+        cores: dict[type, Attention | RecurrenceSizes] = {}
         vectors = sum(weight.numel() for weight in module.parameters(recurse=False))
         for child in self._parts(module):
             kind, core = self._core(child, at)
@@ -185,7 +185,7 @@ class _Reader:
         # Norms of a layer are mostly one for each sublayer.
         for at, count in enumerate(counts.values()):
             count.vectors += (vectors + at) // len(counts)
-        order = (Attention, Recurrence, FeedForward)
+        order = (Attention, RecurrenceSizes, FeedForward)
         made = [_sublayer(kind, cores.get(kind), counts[kind]) for kind in order if kind in counts]
         return LayerSizes(self._dim, tuple(made))
 
@@ -203,12 +203,12 @@ class _Reader:
 
     def _core(
         self, module: nn.Module, at: int
-    ) -> tuple[type | None, Attention | Recurrence | None]:
+    ) -> tuple[type | None, Attention | RecurrenceSizes | None]:
         """What kind of sublayer a module belongs to, and what mixes in it; None for a norm."""
         name = type(module).__name__
         recurrence = recurrence_of(module)
         if recurrence is not None:
-            return Recurrence, recurrence
+            return RecurrenceSizes, recurrence
         if name.endswith("Attention"):
             return Attention, self._attention(module, at)
         if _FEED_FORWARD.search(name) or isinstance(module, nn.Linear):
@@ -262,7 +262,7 @@ class _Reader:
         )
 
 
-def _sublayer(kind: type, core: Attention | Recurrence | None, count: _Count) -> Sublayer:
+def _sublayer(kind: type, core: Attention | RecurrenceSizes | None, count: _Count) -> Sublayer:
     if core is not None:
         prefix = "attention" if kind is Attention else "recurrence"
     else:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from burst_rt.planning.masks import Mask
-from burst_rt.planning.recurrences import Recurrence
+from burst_rt.planning.recurrences import RecurrenceSizes
 
 __all__ = ["Attention", "FeedForward", "LayerSizes", "Product", "Sublayer"]
 
@@ -60,7 +60,7 @@ class Product(NamedTuple):
 class Sublayer:
     """What one residual sum follows: sizes for one token, and weights."""
 
-    core: Attention | FeedForward | Recurrence
+    core: Attention | FeedForward | RecurrenceSizes
     vectors: int  # weights that no product takes: norms, biases, convolutions
     into: Product
     out: Product
@@ -71,7 +71,7 @@ class Sublayer:
     def name(self) -> str:
         if isinstance(self.core, Attention):
             return "attention"
-        return "recurrence" if isinstance(self.core, Recurrence) else "feed_forward"
+        return "recurrence" if isinstance(self.core, RecurrenceSizes) else "feed_forward"
 
     @property
     def weights(self) -> int:
@@ -97,9 +97,9 @@ class LayerSizes:
         return next((core for core in cores if isinstance(core, Attention)), None)
 
     @cached_property
-    def recurrence(self) -> Recurrence | None:
+    def recurrence(self) -> RecurrenceSizes | None:
         cores = (sublayer.core for sublayer in self.sublayers)
-        return next((core for core in cores if isinstance(core, Recurrence)), None)
+        return next((core for core in cores if isinstance(core, RecurrenceSizes)), None)
 
     @property
     def num_weights(self) -> int:

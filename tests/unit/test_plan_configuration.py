@@ -24,7 +24,7 @@ from burst_rt.launch.plan.structure import layers_of
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Chunked, SlidingWindow
-from burst_rt.planning.recurrences import Recurrence
+from burst_rt.planning.recurrences import RecurrenceSizes
 
 # Fields without which the defaults of a family make no model, or not the one that is meant.
 _NEEDED: dict[str, dict[str, Any]] = {
@@ -255,25 +255,25 @@ def test_masks_are_those_that_a_models_layers_get(family: str, fields: dict[str,
 
 
 def test_recurrences_and_mixtures_have_their_sizes(tmp_path: Path) -> None:
-    def recurrence(family: str, **fields: Any) -> Recurrence | None:
+    def recurrence(family: str, **fields: Any) -> RecurrenceSizes | None:
         kinds = _kinds(_read(tmp_path, family, **fields))
         return next(layer.recurrence for _, layer in kinds if layer.recurrence is not None)
 
-    assert recurrence("qwen3_next") == Recurrence(
+    assert recurrence("qwen3_next") == RecurrenceSizes(
         rule="delta", num_heads=32, num_key_heads=16, key_dim=128, value_dim=128, chunk=64,
         channels=8192, kernel=4,
     )  # fmt: skip
-    assert recurrence("mamba2") == Recurrence(
+    assert recurrence("mamba2") == RecurrenceSizes(
         rule="linear", num_heads=128, num_key_heads=8, key_dim=128, value_dim=64, chunk=256,
         channels=10240, kernel=4,
     )  # fmt: skip
-    assert recurrence("jamba") == Recurrence(
+    assert recurrence("jamba") == RecurrenceSizes(
         rule="scan", num_heads=8192, key_dim=16, channels=8192, kernel=4
     )
-    assert recurrence("minimax") == Recurrence(
+    assert recurrence("minimax") == RecurrenceSizes(
         rule="linear", num_heads=32, key_dim=128, value_dim=128, chunk=256
     )
-    assert recurrence("lfm2", **_NEEDED["lfm2"]) == Recurrence(
+    assert recurrence("lfm2", **_NEEDED["lfm2"]) == RecurrenceSizes(
         rule="convolution", num_heads=2560, channels=2560, kernel=3
     )
     (_, dense), (_, mixture) = _kinds(_read(tmp_path, "deepseek_v3"))

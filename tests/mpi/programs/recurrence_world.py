@@ -26,7 +26,9 @@ def _bytes(ctx: Context, tokens: int) -> list[int]:
         torch.randn(2, layout.shard_len, 2, 16, device=ctx.device).requires_grad_() for _ in "qkv"
     )
     g, beta = (torch.rand(2, layout.shard_len, 2, device=ctx.device) for _ in range(2))
-    plans = recurrence.explain(recurrence.gated_delta_rule, q, k, v, -g, beta, layout=layout)
+    plans = recurrence.explain_recurrence(
+        recurrence.gated_delta_rule, q, k, v, -g, beta, layout=layout
+    )
     assert plans.backward is not None
     before = ctx.stats().bytes_sent
     out = recurrence.gated_delta_rule(q, k, v, -g, beta, layout=layout)

@@ -17,15 +17,15 @@ from burst_rt.launch.plan.layers import TENSOR_PARALLEL, SpreadLayer
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes, Product, Sublayer
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks import Causal
-from burst_rt.planning.recurrences import Recurrence
+from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.scheduler import HOST_LANES, NCCL_LANES, check_world
 
-_DELTA = Recurrence(
+_DELTA = RecurrenceSizes(
     rule="delta", num_heads=8, num_key_heads=4, key_dim=16, value_dim=8, channels=128, kernel=4
 )
 
 
-def _layer(recurrence: Recurrence, *, attention: bool = False) -> LayerSizes:
+def _layer(recurrence: RecurrenceSizes, *, attention: bool = False) -> LayerSizes:
     into, out = Product("in", 64 * 192, 64 * 192), Product("out", 64 * 64, 64 * 64)
     mixing = [Sublayer(recurrence, 64, into, out, 192, 64)]
     if attention:
@@ -49,7 +49,7 @@ def test_a_delta_rule_has_the_operations_of_its_chunks() -> None:
     decay, beta = -torch.rand(1, tokens, heads), torch.rand(1, tokens, heads)
     with FlopCounterMode(display=False) as counter:
         torch_chunk_gated_delta_rule(q, k, v, decay, beta, chunk_size=chunk)
-    rule = Recurrence(rule="delta", num_heads=heads, key_dim=key, value_dim=value, chunk=chunk)
+    rule = RecurrenceSizes(rule="delta", num_heads=heads, key_dim=key, value_dim=value, chunk=chunk)
     inverse = heads * tokens * (2 * chunk * (key + value) + chunk**2 // 3)
     assert _products(counter) == rule.forward_flops(tokens) - inverse
 
@@ -63,13 +63,13 @@ def test_linear_attention_has_the_operations_of_its_chunks() -> None:
     angles = torch.zeros(1, 128, 16)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         layer(torch.randn(1, 128, 64), position_embeddings=(angles, angles), attention_mask=None)
-    rule = Recurrence(rule="linear", num_heads=4, key_dim=16, value_dim=16, chunk=32)
+    rule = RecurrenceSizes(rule="linear", num_heads=4, key_dim=16, value_dim=16, chunk=32)
     assert _products(counter) == rule.forward_flops(128)
 
 
 def test_the_backward_does_each_product_twice_and_the_states_again() -> None:
     for rule, state in (("linear", 2), ("delta", 4), ("scan", 5)):
-        made = Recurrence(rule=rule, num_heads=2, key_dim=4, value_dim=8)  # type: ignore[arg-type]
+        made = RecurrenceSizes(rule=rule, num_heads=2, key_dim=4, value_dim=8)  # type: ignore[arg-type]
         again = made.backward_flops(100) - 2 * made.forward_flops(100)
         assert again == 100 * state * 2 * 4 * 8
         # The map of a delta rule is a matrix too.
@@ -80,7 +80,7 @@ def test_bytes_of_states_and_of_the_tokens_before_a_run() -> None:
     assert _DELTA.state_bytes(batch=3) == 3 * 8 * 16 * 8 * 4
     assert _DELTA.halo_bytes(2, batch=3) == 3 * 3 * 128 * 2
     assert _DELTA.chunk_state_bytes(130) == 3 * _DELTA.state_bytes()
-    none = Recurrence(rule="convolution", num_heads=64, channels=64, kernel=3)
+    none = RecurrenceSizes(rule="convolution", num_heads=64, channels=64, kernel=3)
     assert (none.state_bytes(), none.forward_flops(10), none.moved_bytes(10, 2)) == (0, 0, 0)
     assert none.halo_bytes(2) == 2 * 64 * 2
 
@@ -96,8 +96,8 @@ def test_bytes_of_states_and_of_the_tokens_before_a_run() -> None:
 )
 def test_sizes_that_are_none_are_refused(wrong: dict[str, Any], said: str) -> None:
     fields: dict[str, Any] = {"rule": "linear", "num_heads": 8} | wrong
-    with pytest.raises(InputError, match=f"Recurrence: {said}"):
-        Recurrence(**fields)
+    with pytest.raises(InputError, match=f"RecurrenceSizes: {said}"):
+        RecurrenceSizes(**fields)
 
 
 @pytest.mark.parametrize("strategy", ["ring-kv", "all-to-all", *TENSOR_PARALLEL])
