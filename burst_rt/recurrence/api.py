@@ -19,6 +19,7 @@ from burst_rt.recurrence.checks import begins_of, check_heads, check_sizes, scal
 from burst_rt.recurrence.convolution import Convolution
 from burst_rt.recurrence.elements import LinearRecurrence, SelectiveScan
 from burst_rt.recurrence.matrix import DeltaRule, LinearAttention
+from burst_rt.recurrence.memory import peak_bytes
 from burst_rt.recurrence.run import RecurrenceFunction
 from burst_rt.runtime.refusing import refuse
 
@@ -79,14 +80,21 @@ def _collective(bind: Callable[_P, _Bound]) -> Callable[_P, _Result]:
 
 @dataclass(frozen=True)
 class RecurrenceExplanation:
-    """The plans of a call, made without running it; `str()` puts them into words."""
+    """The plans of a call, made without running it, and the memory that they take.
+
+    memory: bytes beyond inputs and results, forward and backward. `str()` puts all into words.
+    """
 
     forward: RecurrencePlan
     backward: RecurrencePlan | None  # None where no tensor needs a gradient
+    memory: tuple[int, ...]
 
     def __str__(self) -> str:
-        plans = (self.forward, self.backward)
-        return "\n".join(plan.explain() for plan in plans if plan is not None)
+        plans = [plan for plan in (self.forward, self.backward) if plan is not None]
+        return "\n".join(
+            f"{plan.explain()}\n  memory beyond inputs and results: {size:,} bytes"
+            for plan, size in zip(plans, self.memory, strict=True)
+        )
 
 
 def explain_recurrence(
@@ -94,8 +102,8 @@ def explain_recurrence(
 ) -> RecurrenceExplanation:
     """The plans that a function of this module would run with these arguments.
 
-    A plan tells segments, how states pass, bytes and memory. Local: nothing is sent. Raises
-    InputError.
+    A plan tells segments, how states pass, bytes and memory. Local: nothing is sent; the
+    first time takes a second. Raises InputError.
 
     Worked example: `explain_recurrence(gated_delta_rule, q, k, v, g, beta, layout=layout)`.
     """
@@ -105,7 +113,12 @@ def explain_recurrence(
             f"explain_recurrence: function must be one of burst_rt.recurrence, got {function!r}"
         )
     call = bind(*args, **kwargs).call
-    return RecurrenceExplanation(call.forward_plan, call.backward_plan if any(call.needs) else None)
+    directions = (True, False) if any(call.needs) else (True,)
+    return RecurrenceExplanation(
+        call.forward_plan,
+        call.backward_plan if any(call.needs) else None,
+        tuple(peak_bytes(call, forward=forward) for forward in directions),
+    )
 
 
 @_collective
@@ -383,7 +396,8 @@ def _bound(
         dtype=recurrence.out_like(tokens).dtype,
         state_shape=recurrence.state_shape(tokens, shared),
         flops=recurrence.flops(tokens, shared),
-        shapes=(*(tuple(x.shape[2:]) for x in tokens), *(tuple(x.shape) for x in shared)),
+        tokens=tuple((tuple(x.shape[2:]), x.dtype) for x in tokens),
+        shared=tuple((tuple(x.shape), x.dtype) for x in shared),
         documents="none" if documents is None else said,
         needs=tuple(
             wants and x is not None and x.requires_grad for x in (*tokens, *shared, initial)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -18,11 +19,19 @@ from burst_rt.runtime.observer import Description
 from burst_rt.scheduler import Schedule
 from burst_rt.version import __version__
 
-__all__ = ["RecurrenceCall", "RecurrencePlan"]
+__all__ = ["Bound", "RecurrenceCall", "RecurrencePlan"]
 
 # Operations of a backward's stages over those of the forward: it makes the forward's chunks and
 # states again, and every product has two gradients.
 _BACKWARD = StageFlops(prepare=2, compose=1, fold=1, advance=1, emit=4)
+
+
+class Bound(NamedTuple):
+    """The tensors of one call on this rank, as the user gave them."""
+
+    tokens: tuple[torch.Tensor, ...]  # `[batch, tokens, ...]`
+    shared: tuple[torch.Tensor, ...]
+    begins: torch.Tensor | None  # `[batch or 1, tokens]`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +76,9 @@ class RecurrenceCall:
     dtype: torch.dtype  # type of the results
     state_shape: torch.Size
     flops: StageFlops
-    shapes: tuple[tuple[int, ...], ...]  # shapes of the tensors, without batch and tokens
+    # Shapes without batch and tokens, and types, of the tensors of tokens and of the shared ones.
+    tokens: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    shared: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     documents: str  # in words
     needs: tuple[bool, ...]
     has_initial_state: bool
@@ -82,6 +93,18 @@ class RecurrenceCall:
     def wide(self) -> torch.dtype:
         """The type of states and sums."""
         return sum_dtype(self.dtype)
+
+    def without_data(self) -> Bound:
+        """Tensors as of this call on this rank, on the device "meta"."""
+        batch, length = self.batch, self.layout.shard_len
+        return Bound(
+            tuple(
+                torch.empty(batch, length, *shape, dtype=dtype, device="meta")
+                for shape, dtype in self.tokens
+            ),
+            tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.shared),
+            None,
+        )
 
     @cached_property
     def forward_plan(self) -> RecurrencePlan:
@@ -111,7 +134,7 @@ class RecurrenceCall:
                 "options": repr(self.recurrence),
                 "batch": str(self.batch),
                 "dtype": str(self.dtype),
-                "shapes": str(self.shapes),
+                "shapes": str([shape for shape, _ in (*self.tokens, *self.shared)]),
                 "documents": self.documents,
                 "needs_grad": str(self.needs),
                 "initial_state": str(self.has_initial_state),

@@ -22,20 +22,12 @@ from burst_rt.planning.scan import (
     Way,
 )
 from burst_rt.recurrence.base import SegmentGrads, SegmentTensors, Stages
-from burst_rt.recurrence.call import RecurrenceCall, RecurrencePlan
+from burst_rt.recurrence.call import Bound, RecurrenceCall, RecurrencePlan
 from burst_rt.runtime.bound_schedule import BoundSchedule
 
-__all__ = ["RecurrenceFunction"]
+__all__ = ["RecurrenceFunction", "backward_stages", "forward_stages"]
 
 Tensor = torch.Tensor
-
-
-class Bound(NamedTuple):
-    """The tensors of one call on this rank, as the user gave them."""
-
-    tokens: tuple[Tensor, ...]  # `[batch, tokens, ...]`
-    shared: tuple[Tensor, ...]
-    begins: Tensor | None  # `[batch or 1, tokens]`
 
 
 class _Run(SlotRun):
@@ -137,6 +129,27 @@ def _segment(call: RecurrenceCall, bound: Bound, shard: slice) -> SegmentTensors
     )
 
 
+def forward_stages(call: RecurrenceCall, bound: Bound, shard: slice, out: Tensor) -> Stages:
+    """The stages of one of this rank's segments. shard: its tokens. out: of all tokens."""
+    return call.recurrence.forward(_segment(call, bound, shard), out[:, shard])
+
+
+def backward_stages(
+    call: RecurrenceCall,
+    bound: Bound,
+    shard: slice,
+    before: Tensor,
+    dout: Tensor,
+    sums: SegmentGrads,
+) -> Stages:
+    """The stages of one of this rank's segments; dout and sums are those of all tokens."""
+    own = SegmentGrads(
+        tuple(None if dx is None else dx[:, shard] for dx in sums.tokens), sums.shared
+    )
+    segment = _segment(call, bound, shard)
+    return call.recurrence.backward(segment, before, dout[:, shard].to(call.wide), own)
+
+
 class _Done(NamedTuple):
     out: Tensor
     last: Tensor | None  # `[batch, *state]`, in the type of the sums
@@ -152,8 +165,7 @@ def _forward(call: RecurrenceCall, bound: Bound, initial: Tensor | None) -> _Don
         run = _Run(plan, call, first)
         out = run.fresh(*shape, dtype=call.dtype)
         for number, shard in run.own().items():
-            segment = _segment(call, bound, shard)
-            run.stages[number] = call.recurrence.forward(segment, out[:, shard])
+            run.stages[number] = forward_stages(call, bound, shard, out)
         return run, out
 
     run, out = _performed(call, call.forward_contract, "forward_plan", bind)
@@ -188,12 +200,7 @@ def _backward(
             tuple(zeros(x, n) for x, n in zip(bound.shared, needs_shared, strict=True)),
         )
         for (number, shard), before in zip(run.own().items(), befores, strict=True):
-            run.stages[number] = call.recurrence.backward(
-                _segment(call, bound, shard), before, dout[:, shard].to(wide),
-                SegmentGrads(
-                    tuple(None if dx is None else dx[:, shard] for dx in whole.tokens), whole.shared
-                ),
-            )  # fmt: skip
+            run.stages[number] = backward_stages(call, bound, shard, before, dout, whole)
         return run, whole
 
     run, whole = _performed(call, call.backward_contract, "backward_plan", bind)

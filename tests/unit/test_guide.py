@@ -98,7 +98,9 @@ def test_the_explanation_of_the_page(page: str, world_size: int) -> None:
     with contextlib.redirect_stdout(said):
         _run(page, world_size)
     shown, *_ = _blocks(_ROOT / "docs" / f"{page}.md", "text")
-    assert said.getvalue().strip() == shown.strip()
+    # What torch's operators take by the way differs between releases of torch.
+    told, shown = (re.sub(r"(and results:) [\d,]+", r"\1", x) for x in (said.getvalue(), shown))
+    assert told.strip() == shown.strip()
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["one world", "several worlds"])

@@ -83,6 +83,31 @@ def test_both_ways_of_the_state_are_taken() -> None:
     assert ways(8) == {Way.RELAYED, Way.FOLDED}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_what_the_stages_take(kind: str) -> None:
+    """The stages run on tensors without data and on real ones take the same, but for documents."""
+    case = replace(drawn(5, kind, 2), documents=None)
+
+    def rank(ctx: Context) -> None:
+        layout = ctx.layout(case.seq_len)
+        tokens = {name: layout.shard(x).float() for name, x in case.tokens.items()}
+        shared = {name: x.float() for name, x in case.shared.items()}
+        function = getattr(recurrence, case.function)
+        v = next(iter(tokens.values())).requires_grad_()
+        explained = recurrence.explain_recurrence(function, **tokens, **shared, layout=layout)
+        forward, backward = explained.memory
+        assert forward >= v.nbytes
+        assert backward >= forward // 2
+        assert f"{forward:,} bytes" in str(explained)
+        longer = recurrence.explain_recurrence(
+            function, **{name: torch.cat([x, x], 0) for name, x in tokens.items()}, **shared,
+            layout=layout,
+        )  # fmt: skip
+        assert 1.6 * forward < longer.memory[0] < 2.4 * forward
+
+    burst_rt.run_local(2, rank)
+
+
 def test_only_what_is_needed_gets_gradients() -> None:
     def rank(ctx: Context) -> None:
         layout = ctx.layout(50)

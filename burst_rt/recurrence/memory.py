@@ -1,0 +1,102 @@
+"""The memory of a recurrence's call: its stages run on tensors without data, and what lives counts.
+
+A formula would have to say again what the stages do; this follows from them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from burst_rt.planning.scan import Scan, Way
+from burst_rt.recurrence.base import SegmentGrads, Stages
+from burst_rt.recurrence.call import RecurrenceCall
+from burst_rt.recurrence.run import backward_stages, forward_stages
+
+__all__ = ["peak_bytes"]
+
+Tensor = torch.Tensor
+
+
+class _Living(TorchDispatchMode):
+    """Counts the bytes of the storages that operators have made, and the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, Tensor):
+                self._count(x.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.bytes -= size
+
+
+def peak_bytes(call: RecurrenceCall, *, forward: bool) -> int:
+    """The most bytes that a direction takes at a time on this rank beyond inputs and results.
+
+    Slots are counted, and all that the stages make, in program order. Takes milliseconds, a second
+    at first.
+    """
+    plan = call.forward_plan if forward else call.backward_plan
+    bound = call.without_data()
+    out = torch.empty_like(call.recurrence.out_like(bound.tokens), dtype=call.dtype)
+    living = _Living()
+    with torch.no_grad(), living:
+        state = torch.zeros(call.state_shape, dtype=call.wide, device="meta")
+        stages, sums = {}, None
+        if not forward:
+            sums = SegmentGrads(
+                tuple(torch.zeros_like(x, dtype=call.wide) for x in bound.tokens),
+                tuple(torch.zeros_like(x, dtype=call.wide) for x in bound.shared),
+            )
+            # Sums of the inputs' own type are the results.
+            given = (*bound.tokens, *bound.shared)
+            living.bytes -= sum(x.nbytes for x in given if x.dtype == call.wide)
+        for number, segment in enumerate(plan.program.segments):
+            if segment.owner != plan.rank:
+                continue
+            shard = segment.shard
+            stages[number] = (
+                forward_stages(call, bound, shard, out)
+                if sums is None
+                else backward_stages(call, bound, shard, state, out, sums)
+            )
+        _go_through(stages, plan.program, state)
+    return living.peak + sum(part.size_bytes for part in (*plan.slots, *plan.chunks))
+
+
+def _go_through(stages: dict[int, Stages], program: Scan, state: Tensor) -> None:
+    """Runs the stages of a rank's segments in program order."""
+    for stage in stages.values():
+        stage.prepare()
+    for number, stage in stages.items():
+        if program.ways[number] is Way.FOLDED:
+            stage.compose()
+    for number in filter(stages.__contains__, program.order):
+        after = torch.empty_like(state)
+        if program.ways[number] is not Way.RELAYED:
+            stages[number].fold(state, after)
+        stages[number].advance(state, after)
+        stages[number].emit()
