@@ -30,7 +30,7 @@ from burst_rt.kernels import QKV, Results, ScoreOptions, sum_dtype
 from burst_rt.planning.masks import MASKS, Mask
 from burst_rt.planning.numbers import set_tracing_check
 
-__all__ = ["BurstAttentionFunction", "arguments_of", "forward_op"]
+__all__ = ["KEPT_OPS", "BurstAttentionFunction", "arguments_of", "forward_op"]
 
 # A call as the ops' arguments: the numbers of layout, kv_layout and mask; the plain options;
 # whether q, k, v and sinks need gradients. Any: the options have several types.
@@ -348,6 +348,8 @@ _register_effectful_op("burst_rt::attention_backward", EffectType.ORDERED)
 forward_op = torch.ops.burst_rt.attention_forward.default
 _backward_op = torch.ops.burst_rt.attention_backward.default
 _NAMES = {op.name() for op in (forward_op, _backward_op)}
+# The ops whose results activation checkpointing keeps, since they send: rooms above add theirs.
+KEPT_OPS: set[object] = {forward_op}
 
 
 def _keep_out_of_cuda_graphs() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpointing
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from burst_rt.attention.autograd import forward_op
+from burst_rt.attention.autograd import KEPT_OPS
 from burst_rt.errors import InputError
 from burst_rt.runtime.refusing import refuse
 
@@ -30,8 +30,9 @@ def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     """The policy of `checkpoint` for torch's selective checkpointing: says whether an op's result
     is kept.
 
-    MUST_SAVE for the forward of `burst_attention`, whose outputs are out and lse;
-    PREFER_RECOMPUTE for every other op. As torch takes it, here and wherever a `context_fn` goes:
+    MUST_SAVE for the forward of `burst_attention`, whose outputs are out and lse, and for those of
+    `burst_rt.recurrence`; PREFER_RECOMPUTE for every other op. As torch takes it, here and wherever
+    a `context_fn` goes:
 
         context_fn = partial(create_selective_checkpoint_contexts, burst_rt.keep_attention)
         torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
@@ -39,7 +40,7 @@ def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     A policy that keeps more calls this policy for the ops that it does not know. Does not block.
     Source: `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
     """
-    return CheckpointPolicy.MUST_SAVE if op is forward_op else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint(
@@ -47,10 +48,11 @@ def checkpoint(
 ) -> _R:
     """`function(*args, **kwargs)`, whose activations are computed again in the backward.
 
-    Attention is not: of every `burst_attention` inside, out and lse are kept, and nothing is sent
-    for the second computation. Gradients are those without checkpointing, bit for bit. (Under
-    autocast, of a weight that several layers share: those with autocast's cache_enabled=False.)
-    Blocks as `function` does, in the forward; the backward blocks as attention's backward does.
+    Attention is not: of every `burst_attention` inside, out and lse are kept, of every recurrence
+    its result and states, and nothing is sent for the second computation. Gradients are those
+    without checkpointing, bit for bit. (Under autocast, of a weight that several layers share:
+    those with autocast's cache_enabled=False.) Blocks as `function` does, in the forward; the
+    backward blocks as attention's backward does.
 
     function: a layer, mostly: a module, or any function of tensors that computes the same both
         times. Random numbers are drawn again as they were.

@@ -6,11 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._library.effects import EffectType
+from torch.library import _register_effectful_op
 
+from burst_rt.attention.autograd import KEPT_OPS
 from burst_rt.attention.execute.ring import SlotRun
 from burst_rt.attention.run import autocast_off, check_not_captured
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import ConfigError, DeviceError, InputError
+from burst_rt.planning.numbers import Numbers
 from burst_rt.planning.scan import (
     Advance,
     Collect,
@@ -103,8 +107,8 @@ class _Run(SlotRun):
     def _advance(self, op: Advance) -> None:
         before = self._before(op.number)
         if self._program.forward:
-            # The slot is received into again in the next call.
-            self.befores[op.number] = before.clone() if self._places[op.number] else before
+            # The slot is received into again in the next call; the first state is the user's.
+            self.befores[op.number] = before.clone()
         relayed = self._program.ways[op.number] is Way.RELAYED
         after = self.state(f"after {self._places[op.number]}") if relayed else None
         self.stages[op.number].advance(before, after)
@@ -150,13 +154,8 @@ def backward_stages(
     return call.recurrence.backward(segment, before, dout[:, shard].to(call.wide), own)
 
 
-class _Done(NamedTuple):
-    out: Tensor
-    last: Tensor | None  # `[batch, *state]`, in the type of the sums
-    befores: tuple[Tensor, ...]  # the state before each of this rank's segments
-
-
-def _forward(call: RecurrenceCall, bound: Bound, initial: Tensor | None) -> _Done:
+def _forward(call: RecurrenceCall, bound: Bound, initial: Tensor | None) -> list[Tensor]:
+    """out, the last state if it is returned, and the states before this rank's segments."""
     shape = call.recurrence.out_like(bound.tokens).shape
     device = bound.tokens[0].device
 
@@ -169,9 +168,8 @@ def _forward(call: RecurrenceCall, bound: Bound, initial: Tensor | None) -> _Don
         return run, out
 
     run, out = _performed(call, call.forward_contract, "forward_plan", bind)
-    last = run.last if call.returns_state else None
-    befores = tuple(run.befores[number] for number in run.own())
-    return _Done(out, last, befores)
+    last = [run.last] if call.returns_state else []
+    return [out, *last, *(run.befores[number] for number in run.own())]
 
 
 class _Gradients(NamedTuple):
@@ -275,13 +273,22 @@ class RecurrenceFunction(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the call, and saves its inputs and the state before each segment."""
-        bound = Bound(tensors[:count], tensors[count:], begins)
-        with torch.no_grad(), autocast_off(tensors[0].device.type):
-            done = _forward(call, bound, initial)
-        ctx.call, ctx.count, ctx.number = call, count, call.attention.runtime.number
+        if torch._C._len_torch_dispatch_stack() > 0:
+            # A mode, such as one that keeps results for checkpointing, sees one op.
+            with torch._C._AutoDispatchBelowAutograd():
+                made = recurrence_op(_CALLS.give(call), begins, initial, count, tensors)
+            number, *rest = made
+        else:
+            bound = Bound(tensors[:count], tensors[count:], begins)
+            with torch.no_grad(), autocast_off(tensors[0].device.type):
+                rest = _forward(call, bound, initial)
+            number = call.attention.runtime.number
+        # The number is that of the first forward, if a checkpoint runs the forward again.
+        ctx.call, ctx.count, ctx.number = call, count, number
+        out, last, *befores = rest if call.returns_state else (rest[0], None, *rest[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(begins, *tensors, *done.befores)
-        return done.out, done.last
+        ctx.save_for_backward(begins, *tensors, *befores)
+        return out, last
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -300,6 +307,32 @@ class RecurrenceFunction(torch.autograd.Function):
             shape = call.recurrence.out_like(bound.tokens).shape
             dout = torch.zeros(shape, dtype=call.dtype, device=tensors[0].device)
         runtime = call.attention.runtime
-        with runtime.backward_of(ctx.number), autocast_off(dout.device.type), torch.no_grad():
+        with runtime.backward_of(int(ctx.number)), autocast_off(dout.device.type), torch.no_grad():
             grads = _backward(call, bound, befores, dout, dlast)
         return (None, None, grads.initial, None, *grads.tokens, *grads.shared)
+
+
+# The calls that go through the dispatcher, which takes numbers and tensors only.
+_CALLS: Numbers[RecurrenceCall] = Numbers(2**42)
+
+
+def _run_op(
+    number: int, begins: Tensor | None, initial: Tensor | None, count: int, tensors: list[Tensor]
+) -> list[Tensor]:
+    """The number of the call among the runtime's, and what `_forward` returns."""
+    call = _CALLS.find(number)
+    assert call is not None  # the caller holds it
+    bound = Bound(tuple(tensors[:count]), tuple(tensors[count:]), begins)
+    with autocast_off(tensors[0].device.type):
+        made = _forward(call, bound, initial)
+    return [torch.tensor(call.attention.runtime.number, device="cpu"), *made]
+
+
+_library = torch.library.Library("burst_rt", "FRAGMENT")
+_library.define(
+    "recurrence(int call, Tensor? begins, Tensor? initial, int count, Tensor[] tensors) -> Tensor[]"
+)
+_library.impl("recurrence", _run_op, "CompositeExplicitAutograd")
+_register_effectful_op("burst_rt::recurrence", EffectType.ORDERED)
+recurrence_op = torch.ops.burst_rt.recurrence.default
+KEPT_OPS.add(recurrence_op)

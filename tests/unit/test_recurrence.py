@@ -204,3 +204,33 @@ def test_convolutions_know_what_they_cannot_do() -> None:
             recurrence.causal_conv1d(x, torch.randn(4, 1), layout=layout)
 
     burst_rt.run_local(1, rank)
+
+
+def test_checkpointing_runs_no_recurrence_twice() -> None:
+    """`burst_rt.checkpoint` keeps results and states: the same gradients, and as many calls."""
+
+    def rank(ctx: Context) -> None:
+        layout = ctx.layout(70)
+        gen = torch.Generator().manual_seed(ctx.rank)
+        x = torch.randn(2, layout.shard_len, 3 * 8, generator=gen).requires_grad_()
+        weight = torch.randn(3 * 8, 4, generator=torch.Generator().manual_seed(9)).requires_grad_()
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            mixed = recurrence.causal_conv1d(x.tanh(), weight, None, "silu", layout=layout)
+            assert isinstance(mixed, torch.Tensor)
+            q, k, v = mixed.unflatten(2, (3, 1, 8)).unbind(2)
+            g, beta = -v[..., 0].sigmoid(), k[..., 0].sigmoid()
+            out = recurrence.gated_delta_rule(
+                q, k, v, g, beta, layout=layout, use_qk_l2norm=True, return_state=True
+            )
+            return out[0].sin() + out[1].sum()
+
+        grads, calls = [], []
+        for run in (layer, lambda x: burst_rt.checkpoint(layer, x)):
+            before = ctx.stats().calls
+            grads.append(torch.autograd.grad(run(x).square().sum(), (x, weight)))
+            calls.append(ctx.stats().calls - before)
+        assert calls == [4, 4]
+        assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+    burst_rt.run_local(2, rank, timeout_s=60)
