@@ -108,7 +108,8 @@ class _Rows:
     """
 
     def cut(self, x: Tensor, size: int) -> Tensor:
-        return _cut(x, size).transpose(2, 3)
+        # Contiguous, or every product would copy it again.
+        return _cut(x, size).transpose(2, 3).contiguous()
 
     def join(self, x: Tensor, tokens: int) -> Tensor:
         return x.transpose(2, 3).movedim(0, 1).flatten(1, 2)[:, :tokens]
