@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple, NoReturn, ParamSpec
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeAlias
 
 import torch
 
@@ -36,7 +36,8 @@ __all__ = [
 
 Tensor = torch.Tensor
 _P = ParamSpec("_P")
-_Result = Tensor | tuple[Tensor, Tensor]
+# out; with return_state (out, state).
+_Result: TypeAlias = Any
 
 
 class _Given(NamedTuple):

@@ -5,6 +5,7 @@ commands.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_the_command_says_what_was_sent(name: str) -> None:
     job = run_command(["run", "-n", "3", str(EXAMPLES / f"{name}.py")], warm="torch")
     assert job.exit_code == 0, job.text
     assert "bytes of k and v, sent [" in job.out, job.text
+
+
+def test_a_hybrid_trains_as_in_one_process() -> None:
+    job = run_command(["run", "-n", "3", str(EXAMPLES / "hybrid.py")], warm="torch")
+    assert job.exit_code == 0, job.text
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", job.out)]
+    assert len(losses) == 10
+    assert losses[-1] < 0.7 * losses[0]
+    assert re.search(r"one process differs by \d\.\de-(0[5-9]|\d\d)|0\.0e\+00", job.out), job.text
 
 
 def test_pictures_of_a_backward_over_ranks(tmp_path: Path) -> None:
