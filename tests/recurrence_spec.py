@@ -6,6 +6,8 @@ state, and returns the result and the state after the last token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 __all__ = ["SPECS"]
@@ -122,7 +124,7 @@ def causal_conv1d(
     return (torch.nn.functional.silu(found) if activation else found), state
 
 
-SPECS = {
+SPECS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     fn.__name__: fn
     for fn in (
         gated_delta_rule, linear_attention, state_space, selective_scan, linear_recurrence,

@@ -74,6 +74,8 @@ def drawn(seed: int, kind: str | None = None, world_size: int | None = None) -> 
     def decays(*shape: int) -> Tensor:
         return -strength * torch.rand(shape, generator=gen, dtype=torch.float64) ** 3
 
+    state: tuple[int, ...]
+    out: tuple[int, ...]
     options: dict[str, Any] = {}
     shared: dict[str, Tensor] = {}
     if kind.startswith("delta"):

@@ -223,7 +223,8 @@ def test_checkpointing_runs_no_recurrence_twice() -> None:
             out = recurrence.gated_delta_rule(
                 q, k, v, g, beta, layout=layout, use_qk_l2norm=True, return_state=True
             )
-            return out[0].sin() + out[1].sum()
+            result: torch.Tensor = out[0].sin() + out[1].sum()
+            return result
 
         grads, calls = [], []
         for run in (layer, lambda x: burst_rt.checkpoint(layer, x)):
