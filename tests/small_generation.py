@@ -40,6 +40,8 @@ def cases(name: str) -> tuple[str, ...]:
 def make_decoder(name: str, implementation: str) -> Any:
     model = make_model(name).eval()
     model.set_attn_implementation(implementation)
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False  # for training
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from typing import Any
 
@@ -44,6 +45,12 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "Gemma3": {"head_dim": 8, "query_pre_attn_scalar": 8},
     "GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     # Chunks of 8 tokens; layers without rotary positions, whose queries grow from token 11 on.
     "Llama4": {
         "head_dim": 8,
@@ -66,6 +73,8 @@ _DECODERS: dict[str, dict[str, Any]] = {
         },
     },
 }
+# Mixtures of experts that are asked for their balancing loss, which weighs as much as the other.
+_BALANCED = ("GptOss", "Mixtral", "Qwen3Moe")
 _WITH_WINDOWS = ("Qwen3", "Mistral", "Gemma2", "Gemma3", "GptOss")
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 NAMES = (*_DECODERS, "ModernBert", "T5Gemma")
@@ -107,6 +116,8 @@ def make_model(name: str) -> Any:
         options = {**common, **_DECODERS[name]}
         if name in _WITH_WINDOWS:
             options["sliding_window"] = _WINDOW
+        if name in _BALANCED:
+            options |= {"output_router_logits": True, "router_aux_loss_coef": 1.0}
         if name in ("Gemma3", "GptOss"):
             options["layer_types"] = _LAYER_TYPES
         config = getattr(transformers, f"{name}{'Text' * (name in _TEXT)}Config")(**options)
@@ -192,13 +203,19 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _one_by_one(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = torch.stack(
-        [
-            torch.cat([model(input_ids=part[None]).logits[0] for part in row.split(list(lengths))])
-            for row, lengths in zip(batch["input_ids"], _LENGTHS, strict=True)
-        ]
-    )
+    outputs = [
+        [model(input_ids=part[None]) for part in row.split(list(lengths))]
+        for row, lengths in zip(batch["input_ids"], _LENGTHS, strict=True)
+    ]
+    logits = torch.stack([torch.cat([x.logits[0] for x in row]) for row in outputs])
     labels = batch["labels"]
     if "ForCausalLM" in type(model).__name__:
         labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    if getattr(model.config, "output_router_logits", False):
+        by_layer = zip(*(x.router_logits for row in outputs for x in row), strict=True)
+        loss = loss + sys.modules[type(model).__module__].load_balancing_loss_func(
+            tuple(torch.cat(each) for each in by_layer),
+            model.num_experts, model.num_experts_per_tok,
+        )  # fmt: skip
+    return loss, logits

@@ -165,6 +165,14 @@ _UNMARKED = (
 )
 
 
+_ROUTED = (
+    "output_router_logits: expected False, or in training a model whose balancing loss is "
+    "transformers' load_balancing_loss_func, such as Mixtral or Qwen3-MoE; got True: the router's "
+    "loss would be of one rank's tokens; set model.config.output_router_logits = False, and under "
+    "TRL SFTConfig(router_aux_loss_coef=0.0), by which TRL sets it anew"
+)
+
+
 def _unsupported_argument(
     dropout: float, position_bias: object, cache: object, attention_mask: object
 ) -> str | None:
@@ -204,21 +212,19 @@ def _unsupported_layer(
     mixing = [each for each in _layer_types(config) if each not in _KNOWN]
     if mixing:
         return _mixed(mixing)
-    if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
-        return (
-            "output_router_logits: the router's loss needs all tokens, and is computed of one "
-            "rank's; expected False, got True; set model.config.output_router_logits = False, and "
-            "under TRL SFTConfig(router_aux_loss_coef=0.0), by which TRL sets it anew"
-        )
+    routed = others.get("output_router_logits") or getattr(config, "output_router_logits", False)
     if not is_prepared(module):
         return (
             f"{type(module).__module__}: expected a model that was prepared for ranks, got one "
             "that was not; call burst_rt.hf.prepare(model, ctx) once, before the model is wrapped"
         )
+    hook = hook_of(module)
+    if routed and (isinstance(info, StepInfo) or hook is None or not hook.balances):
+        return _ROUTED
     positions = others.get("position_ids")
     if isinstance(info, StepInfo):
         return info.wrong_positions(positions)
-    if hook_of(module) not in info.told:
+    if hook not in info.told:
         return (
             f"expected a call of the model that was prepared, or of its base model, got one of a "
             f"part of it ({type(module).__name__}); call model(**burst_rt.hf.shard(batch, ctx))"

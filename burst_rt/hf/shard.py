@@ -50,6 +50,11 @@ class ShardInfo:
     unpadded: Mask = FULL
     # The hooks (`rotary.PositionHook`) of the prepared models that were called with it.
     told: set[object] = field(default_factory=set)
+    # The balancing loss of experts: whose tokens it is of, if not group's; this rank's share of it;
+    # whether it has been computed.
+    balanced_in: RanksOrGroup | None = None
+    balanced_share: float = 1.0
+    balanced: bool = False
     attended: bool = False  # whether any layer has attended with it
     excused: bool = False  # whether another check covers the case that no layer has attended
 

@@ -25,7 +25,7 @@ from small_models import TOKENS, make_batch, make_model
 from torch.nn.functional import cross_entropy
 from transformers import masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 import burst_rt
 import burst_rt.hf
@@ -201,9 +201,18 @@ def _small(kind: str, model: str, **options: Any) -> Callable[[], Any]:
     return make
 
 
-def _mixtral() -> Any:
+def _router_of_its_own() -> Any:
+    """A Mixtral with a forward in the place of its own, which balances one rank's tokens."""
+
+    def forward(self: Any, input_ids: Any, labels: Any = None, **options: Any) -> Any:
+        output = self.model(input_ids, output_router_logits=True, **options)
+        share = output.router_logits[0].softmax(-1).mean(0)
+        return MoeCausalLMOutputWithPast(
+            logits=self.lm_head(output[0]), aux_loss=4 * (share * share).sum()
+        )
+
     model = make_model("Mixtral")
-    model.config.output_router_logits = True
+    model.forward = MethodType(forward, model)
     return model
 
 
@@ -393,9 +402,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
         lambda: make_model("Llama"), _with_a_matrix,
         r"attention_mask: expected .*, got Tensor of shape \(2, 1,",
     ),
-    "a router's loss": (_mixtral, _prepared, "output_router_logits"),
-    "a router's loss in the call": (
-        lambda: make_model("Mixtral"), _with_router, "output_router_logits",
+    "a router's loss that is not known": (
+        lambda: make_model("Llama4"), _with_router, "output_router_logits: expected False, or",
+    ),
+    "a router's loss of the model's own": (
+        _router_of_its_own, _without_the_loss, "expected a model that asks transformers' load_bal",
     ),
     "a model that was not prepared": (
         lambda: make_model("Llama"), _as_it_is,
