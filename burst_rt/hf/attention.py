@@ -17,7 +17,7 @@ from burst_rt.hf.prepare import is_prepared
 from burst_rt.hf.rotary import hook_of
 from burst_rt.hf.shard import KEYWORD, ShardInfo
 from burst_rt.hf.temperature import rescale_queries
-from burst_rt.planning.masks import Causal, Chunked, Full, Mask, SlidingWindow
+from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["attend", "register"]
@@ -48,8 +48,9 @@ def register() -> None:
 def _make_mask(
     *,
     mask_function: Any,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: MaskHandover | torch.Tensor | None = None,
     config: object = None,
+    batch_size: int = 1,
     q_length: int = 0,
     q_offset: int = 0,
     kv_length: int = 0,
@@ -57,19 +58,22 @@ def _make_mask(
 ) -> MaskHandover:
     """The mask of a kind of layers, for whole sequences. Arguments: as transformers names them.
 
-    attention_mask, the padding of one rank's tokens, is not used: `shard` has seen all tokens.
+    attention_mask, the padding of one rank's tokens, is not used: `shard` has seen all tokens. A
+    mask that was made before is returned as it is.
     Layers that choose keys are refused here, as they cut their mask before they attend.
     """
     choosing = [each for each in _layer_types(config) if each in _CHOOSING]
     if choosing:
         _refuse(_mixed(choosing), None)
+    if isinstance(attention_mask, MaskHandover):
+        return attention_mask
     try:
-        mask = mask_of(mask_function, lambda size, _: Chunked(size))
+        mask = mask_of(mask_function)
     except (ConfigError, InputError) as error:
         refuse(_NAME, error)
     if mask != Full() and kv_length > q_offset + q_length:
         _refuse(f"a static cache or a prefix is not done; expected none, or {_CACHE}", None)
-    return MaskHandover(mask_function)
+    return MaskHandover(mask_function, (batch_size, 1, q_length, kv_length))
 
 
 def attend(
@@ -128,7 +132,10 @@ def attend(
         return functional.pad(out, (0, 0, 0, 0, 0, tokens - count)), None
     info.attended = True
     queries, keys, shown = _sides(info, module)
-    structure = _structure(module, attention_mask, queries, is_causal, sliding_window)
+    try:
+        structure = _structure(module, attention_mask, queries, is_causal, sliding_window)
+    except InputError as error:
+        refuse(_NAME, error, info.ctx.runtime)
     out = burst_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         layout=queries.layout, kv_layout=keys.layout,

@@ -21,6 +21,7 @@ from burst_rt.batches import IGNORED_LABEL
 from burst_rt.context import Context, require_context
 from burst_rt.errors import InputError
 from burst_rt.hf.balancing import balance_over_ranks, require_balanced
+from burst_rt.hf.blocks import give_token_types
 from burst_rt.hf.lengths import Length, lengths_beyond, shorten_lengths
 from burst_rt.hf.masks import MaskIsRead
 from burst_rt.hf.rotary import hook_of, hook_positions
@@ -35,8 +36,8 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 # whose losses are transformers' own.
 TESTED = frozenset(
     {
-        *("gemma2", "gemma3", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3"),
-        *("qwen3_moe", "t5gemma"),
+        *("gemma2", "gemma3", "gemma4", "gpt_oss", "llama", "mistral", "mixtral", "molmo2"),
+        *("paligemma", "phi3", "qwen3", "qwen3_moe", "t5gemma"),
     }
 )
 # Suffixes of the heads' names.
@@ -81,7 +82,10 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     if ctx.world_size == 1:
         return model
     set_prepared(ctx)
-    hook = hook_of(model) or hook_positions(model)
+    hook = hook_of(model)
+    if hook is None:
+        hook = hook_positions(model)
+        give_token_types(model)
     hook.balances = balances
     tested = _is_tested(model)
     known = tested or hook.compared == "with loss"

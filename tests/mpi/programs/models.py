@@ -69,10 +69,11 @@ def _differences(
     part = burst_rt.hf.shard(batch, ctx, layout)
     output = model(**part)
     output.loss.backward()
-    after(model.parameters())
+    # What embeds the batch, a vision tower say, learns as the model does.
+    after([*model.parameters(), *(x for x in batch.values() if x.requires_grad)])
     whole = part["burst_rt"].batch.layout.unshard(output.logits.detach())
     meant = seen(batch)
-    grads = gradients(model)
+    grads = gradients(model, batch)
     assert grads.keys() == truth["gradients"].keys()
     return {
         "loss": abs(output.loss.item() / truth["loss"] - 1),
