@@ -661,6 +661,52 @@ def test_image_tokens_of_another_model_are_refused_on_every_rank() -> None:
     assert f"expected the types of all {TOKENS} tokens" in first
 
 
+def _with_a_tower() -> Any:
+    model = make_model("Gemma3Images")
+    model.config.image_token_id = 63
+    weight = model.model.multi_modal_projector.mm_input_projection_weight
+    torch.nn.init.normal_(weight)  # 0 in a new model
+    return model
+
+
+def test_a_vision_tower_learns_over_ranks_as_on_one_process() -> None:
+    """Its images become embeddings before the cut."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(3, 60, (2, TOKENS), generator=generator)
+    tokens[0, 10:14] = tokens[1, 35:39] = 63
+    types = (tokens == 63).long()
+    rest = {"token_type_ids": types, "labels": tokens.masked_fill(types == 1, -100)}
+    pixels = torch.randn(2, 3, 224, 224, generator=generator)
+    models = [_with_a_tower() for _ in range(3)]
+    alone = models[0]
+    expected = alone(input_ids=tokens, pixel_values=pixels, **rest).loss
+    expected.backward()
+    as_text = alone(input_ids=tokens, pixel_values=pixels, labels=rest["labels"]).loss
+    assert abs(as_text / expected - 1) > 1e-5, "what images see must matter"
+
+    def run(ctx: burst_rt.Context) -> Any:
+        model = models[1 + ctx.rank]
+        model.set_attn_implementation({"text_config": "burst_rt", "vision_config": "sdpa"})
+        burst_rt.hf.prepare(model, ctx)
+        embedded = model.get_input_embeddings()(tokens)
+        images = model.get_image_features(pixels).pooler_output
+        embedded = embedded.masked_scatter((tokens == 63)[..., None], images)
+        part = burst_rt.hf.shard({"inputs_embeds": embedded, **rest}, ctx)
+        loss = model(**part).loss
+        loss.backward()
+        burst_rt.average_gradients(model.parameters(), group=ctx)
+        return loss.item(), dict(model.named_parameters())
+
+    for loss, parameters in burst_rt.run_local(2, run, timeout_s=60):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        for name, parameter in alone.named_parameters():
+            if parameter.grad is None or name.endswith("k_proj.bias"):  # which changes no softmax
+                assert (parameters[name].grad is None) == (parameter.grad is None), name
+                continue
+            off = (parameters[name].grad - parameter.grad).abs().max()
+            assert off <= 1e-5 * parameter.grad.abs().max(), name
+
+
 def test_a_model_whose_loss_is_computed_of_its_logits() -> None:
     model, batch = _bert(), make_batch("Llama", "right")
     expected = deepcopy(model)(**batch).loss.item()

@@ -23,6 +23,8 @@ import burst_rt.hf
 Differences = dict[str, float]
 # A model with plain parameters, and one with sinks and a softmax over experts.
 _WRAPPED = ("Llama", "GptOss")
+# Ones with masks with arguments, with images, and with a balancing loss.
+_COMPILED = ("Gemma3", "Gemma3Images", "Mixtral")
 _LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 
 
@@ -46,10 +48,11 @@ def main(ctx: burst_rt.Context, truths: dict[str, dict[str, Any]]) -> dict[str, 
                 found[case] = _differences(ctx, name, "packed", truth, wrap=wrap)
         dist.destroy_process_group()
     if ctx.world_size == 2:
-        truth, compiled = truths["Gemma3"]["packed"], partial(torch.compile, backend="aot_eager")
-        found["Gemma3 packed compiled"] = _differences(
-            ctx, "Gemma3", "packed", truth, wrap=compiled, after=average
-        )
+        compiled = partial(torch.compile, backend="aot_eager")
+        for name in _COMPILED:
+            found[f"{name} packed compiled"] = _differences(
+                ctx, name, "packed", truths[name]["packed"], wrap=compiled, after=average
+            )
     return found
 
 
