@@ -32,7 +32,7 @@ _FUNCTION = "load_balancing_loss_func"
 _ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 # Whose function TRL takes for every model.
 _MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
-_NAME = "_burst_rt_info"  # of an attribute of router logits, and of the functions that read it
+_NAME = "_burst_rt_info"  # an attribute of router logits, and of the functions that read it
 
 
 def balance_over_ranks(model: torch.nn.Module) -> bool:
@@ -122,7 +122,7 @@ def _over_ranks(
     )
     chosen, probability = added[:-1].view(2, num_experts)
     info.balanced = True
-    loss = num_experts * (chosen * probability).sum() / added[-1] ** 2
+    loss: torch.Tensor = num_experts * (chosen * probability).sum() / added[-1] ** 2
     return (info.balanced_share * loss).float()
 
 

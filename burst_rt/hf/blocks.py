@@ -74,7 +74,7 @@ def mask_of_blocks(ids: torch.Tensor, documents: Mask) -> Mask:
     numbers = ids.cpu().numpy().astype(np.int64)
     in_block = numbers >= 0
     if isinstance(documents, Documents):
-        # A block of several documents is several blocks, each of which stands together, mostly.
+        # A block in several documents is several blocks, whose tokens are mostly neighbours.
         begins = documents.begins(np.arange(numbers.shape[1]))
         numbers = numbers + begins * (numbers.max() + 1)
     numbers = np.where(
@@ -90,7 +90,7 @@ def mask_of_blocks(ids: torch.Tensor, documents: Mask) -> Mask:
 
 
 class _Groups(Mask):
-    """`Documents` whose tokens need not stand together. ids: `[batch, tokens]`, -1: in no group."""
+    """`Documents` whose tokens need not be neighbours. ids: `[batch, tokens]`, -1: in no group."""
 
     def __init__(self, ids: Positions) -> None:
         self._ids = ids

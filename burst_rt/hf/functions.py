@@ -21,7 +21,7 @@ from burst_rt.planning.masks import Mask
 
 __all__ = ["mask_of_function"]
 
-# Of whose functions the name says everything.
+# Packages in which a function's name says everything.
 _LIBRARIES = ("builtins", "functools", "math", "operator", "torch")
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, types.EllipsisType)
