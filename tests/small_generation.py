@@ -19,7 +19,7 @@ __all__ = [
     "truth",
 ]
 
-DECODERS = tuple(name for name in _ALL if name != "Gemma3Bidirectional")
+DECODERS = tuple(name for name in _ALL if name not in ("Gemma3Bidirectional", "Gemma4"))
 # Cases beside the first two, which every model has: what they add is the same for all models, but
 # for Phi3's "longrope", whose boundary the sampled tokens cross.
 _MORE = {"Llama": ("sampled", "beams"), "Gemma3": ("beams",), "Phi3": ("sampled",)}

@@ -68,6 +68,16 @@ _DECODERS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
         "use_bidirectional_attention": True,
     },
+    # Embeddings of its layers; the last layer has the keys of the one before it.
+    "Gemma4": {
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": _CLASSES,
+        "num_kv_shared_layers": 1,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "full_attention"],
+    },
     # The boundary of "longrope" lies among the tokens.
     "Phi3": {
         "original_max_position_embeddings": 40,
@@ -82,7 +92,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
 }
 # Mixtures of experts that are asked for their balancing loss, which weighs as much as the other.
 _BALANCED = ("GptOss", "Mixtral", "Qwen3Moe")
-_WITH_WINDOWS = ("Qwen3", "Mistral", "Gemma2", "Gemma3", "Gemma3Bidirectional", "GptOss")
+_WITH_WINDOWS = ("Qwen3", "Mistral", "Gemma2", "Gemma3", "Gemma3Bidirectional", "Gemma4", "GptOss")
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 # Models of text and images, by the name of the types of their tokens.
 _TYPES = {
@@ -105,7 +115,7 @@ _LENGTHS = ((20, 1, 33, 21), (50, 25))
 # So are images: in 5.23 those of all documents see each other, and in 5.24 Gemma 3 and 4 look them up
 # by their places in their documents, in layers with windows.
 _BLIND_TO_PACKING = ("GptOss", "Llama4", "ModernBert", *_TYPES)
-_TEXT = ("Gemma3", "Llama4")  # whose configurations have "Text" in their names
+_TEXT = ("Gemma3", "Gemma4", "Llama4")  # whose configurations have "Text" in their names
 
 Truth = dict[str, Any]
 
@@ -164,8 +174,8 @@ def _with_images(name: str, common: dict[str, Any]) -> tuple[Any, Any]:
     if name == "Gemma4Images":
         text |= {
             "num_hidden_layers": 2, "layer_types": _LAYER_TYPES[:2], "global_head_dim": 8,
-            "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0,
-            "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": _CLASSES, "num_kv_shared_layers": 0,
         }  # fmt: skip
         # Its tokens of images and sounds are others than any that are drawn.
         ids = {"image_token_id": 2, "video_token_id": 1, "audio_token_id": 0}
@@ -228,6 +238,9 @@ def make_batch(name: str, kind: str) -> dict[str, torch.Tensor]:
         del batch["input_ids"]
         embedded = torch.randn(2, TOKENS, 32, generator=generator)
         batch["inputs_embeds"] = embedded.requires_grad_()
+        if name == "Gemma4Images":
+            of_layers = torch.randn(2, TOKENS, 2, 8, generator=generator)
+            batch["per_layer_inputs"] = of_layers.requires_grad_()
     if kind in ("left", "right"):
         shown = torch.ones(2, TOKENS, dtype=torch.int64)
         for row, count in enumerate((9, 30)):
@@ -285,7 +298,7 @@ def gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[st
 
 
 def _one_by_one(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    names = {"input_ids", "inputs_embeds", *_TYPES.values()}.intersection(batch)
+    names = {"input_ids", "inputs_embeds", "per_layer_inputs", *_TYPES.values()}.intersection(batch)
     outputs: list[list[Any]] = [[], []]
     for number, lengths in enumerate(_LENGTHS):
         parts = {name: batch[name][number].split(list(lengths)) for name in names}

@@ -50,8 +50,8 @@ class _Types:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Raises InputError, on every rank that waits for this one, for types that are for models
-        with images, and unknown here.
+        """Raises InputError, on every rank that waits for this one, for types that are not known
+        whole, and for those of images that this model may use otherwise.
         """
         info = options.get(KEYWORD)
         if not isinstance(info, ShardInfo) or options.get(self._name or _OF_IMAGES) is None:
@@ -63,13 +63,20 @@ class _Types:
                 "them; leave images out, or give each sequence one rank"
             )
             refuse("hf", error, info.ctx.runtime)
+        if self._name not in info.token_types:
+            error = InputError(
+                f"{self._name}: expected those of the whole batch, got some in the call alone; "
+                "give them to burst_rt.hf.shard"
+            )
+            refuse("hf", error, info.ctx.runtime)
         return args, {**options, self._name: info.token_types[self._name]}
 
 
 def mask_of_blocks(ids: torch.Tensor, documents: Mask) -> Mask:
-    """A query sees the keys of its own block; of which it sees, by documents, its own document's.
+    """A query sees the keys of its own block.
 
-    ids: integers `[batch, tokens]`, below 0 for tokens of no block.
+    ids: integers `[batch, tokens]`, below 0 for tokens of no block. documents: the batch's mask,
+    with which the result is combined.
     """
     numbers = ids.cpu().numpy().astype(np.int64)
     in_block = numbers >= 0

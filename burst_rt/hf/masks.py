@@ -110,6 +110,9 @@ class _Cached(_Sequences):
         )
 
 
+_WHOLE = (slice(None), slice(0, None))
+
+
 class MaskHandover:
     """A mask on its way through a model, from its mask function to its attention.
 
@@ -136,8 +139,14 @@ class MaskHandover:
     def __getattr__(self, name: str) -> NoReturn:
         _refuse_reading(name)
 
-    def __getitem__(self, places: object) -> NoReturn:
-        _refuse_reading("__getitem__")
+    def __getitem__(self, places: object) -> MaskHandover:
+        """All of it; models with layers that share keys ask for the queries from the first one on.
+
+        Raises MaskIsRead for a part.
+        """
+        if not isinstance(places, tuple) or any(place not in _WHOLE for place in places):
+            _refuse_reading("__getitem__")
+        return self
 
     @classmethod
     def __torch_function__(cls, func: Any, *_: Any) -> NoReturn:

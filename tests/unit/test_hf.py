@@ -282,6 +282,10 @@ def _with_types(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> obje
     return _prepared(model, part | {"mm_token_type_ids": types}, ctx)
 
 
+def _with_late_types(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return _prepared(model, part | {"token_type_ids": torch.ones_like(part["input_ids"])}, ctx)
+
+
 def _without_shifted_labels(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
     named = {name: x for name, x in part.items() if name != "shift_labels"}
     return _prepared(model, named, ctx)
@@ -509,6 +513,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     ),
     "types of images that may be positions": (
         lambda: make_model("Llama"), _with_types, "mm_token_type_ids: LlamaForCausalLM: expected",
+    ),
+    "types of images that were not in the batch": (
+        lambda: make_model("Gemma3Images"), _with_late_types,
+        "token_type_ids: expected those of the whole batch, got some in the call alone",
     ),
     "a model that was not prepared": (
         lambda: make_model("Llama"), _as_it_is,
@@ -755,6 +763,7 @@ def test_preparing_leaves_modes_as_they_are_and_hooks_once() -> None:
 def test_a_mask_that_is_changed_is_refused() -> None:
     mask: Any = MaskHandover(masking_utils.causal_mask_function)
     assert not hasattr(mask, "keys")
+    assert mask[:, :, 0:, :] is mask
     changes: list[Callable[[], object]] = [
         lambda: mask[:, :4], lambda: torch.ones(2) + mask, lambda: mask.to("cpu"),
     ]  # fmt: skip
