@@ -105,7 +105,7 @@ _TYPES = {
 # Where their rows have images: across the bounds of ranks, and beside the bounds of documents.
 _PICTURES = (((3, 12), (25, 40), (60, 70)), ((10, 30), (44, 58)))
 DECODERS = tuple(_DECODERS)
-NAMES = (*_DECODERS, "ModernBert", "T5Gemma", *_TYPES)
+NAMES = (*_DECODERS, "T5Gemma", "ModernBert", *_TYPES)
 KINDS = ("plain", "left", "right", "packed")
 # Documents of each row of a packed batch.
 _LENGTHS = ((20, 1, 33, 21), (50, 25))

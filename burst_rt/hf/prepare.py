@@ -61,7 +61,8 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     Once, before the model is wrapped (DDP, FSDP2). A model that was not given to it is refused.
     Every later call that no layer attends in, or whose output is not one row for each of the rank's
     tokens, is refused too. "longrope" and "dynamic" rotary scaling look at the largest position of
-    all ranks from now on.
+    all ranks from now on, the balancing loss of a mixture of experts counts all ranks' tokens, and
+    models with images get the types of all tokens for their masks.
 
     Models that are not in `TESTED`, or have another head than the tested ones, or a forward that is
     not transformers', compute logits and loss of a short sequence over the ranks, and on each rank
