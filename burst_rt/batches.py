@@ -51,8 +51,8 @@ BATCH_NAMES = (*_PER_TOKEN, "position_ids", *_VECTORS, *_PACKING)
 class ShardedBatch:
     """This rank's part of a batch. Tensors are on the context's device, in the layout's order.
 
-    input_ids, inputs_embeds, per_layer_inputs, labels, attention_mask, token_type_ids,
-        mm_token_type_ids: this rank's tokens of what the batch held of these; the others raise
+    input_ids, inputs_embeds, labels, attention_mask, token_type_ids: this rank's tokens of what
+        the batch held of these, and of per_layer_inputs and mm_token_type_ids; the others raise
         AttributeError. `labels` are cut, not shifted.
     position_ids: the tokens' positions, `[batch, tokens]`, or `[1, tokens]` where all rows have the
         same.
@@ -63,7 +63,7 @@ class ShardedBatch:
         the `count` of a step.
     mask: what packed documents and padding hide. It is not causal by itself: `Causal() & mask`.
     layout: which tokens each rank has. `burst_attention` must get this layout.
-    tensors: the first seven, by name.
+    tensors: these, by name.
     largest_positions: the largest of the whole batch's position_ids on each rank.
     places: by which number each token of the whole batch belongs to a chunk, `[1 or batch, tokens]`
         on the CPU; None where that is its index. See `chunks`.
