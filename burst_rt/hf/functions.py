@@ -43,7 +43,7 @@ def mask_of_function(function: Any, places: np.ndarray[Any, np.dtype[np.int64]] 
     named = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
     try:
         digest = hashlib.sha256("\n".join(_words(function, set())).encode()).hexdigest()[:32]
-    except _Unsaid as error:
+    except (_Unsaid, ValueError) as error:  # or a cell that is still empty
         raise InputError(
             "attn_implementation='burst_rt': expected causal, windowed, chunked or full masks of "
             f"transformers, or functions of places alone, got a mask function {named} with "

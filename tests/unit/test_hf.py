@@ -131,6 +131,18 @@ def test_a_function_of_a_models_own_is_asked_about_each_cell() -> None:
     assert all("test_hf._nearby.<locals>.function, digest" in each for each in words)
 
 
+def test_ranks_compare_functions_by_their_code() -> None:
+    masks = [mask_of(_nearby(3 + rank)) for rank in range(2)]
+
+    def run(ctx: burst_rt.Context) -> None:
+        layout = ctx.layout(16)
+        x = torch.ones(1, layout.shard_len, 1, 8)
+        with pytest.raises(ContractMismatch, match="mask"):
+            burst_rt.burst_attention(x, x, x, mask=Causal() & masks[ctx.rank], layout=layout)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
 def _of_one_rank(tokens: torch.Tensor) -> Callable[..., Any]:
     def function(batch: Any, head: Any, q: Any, kv: Any) -> Any:
         return tokens[batch, q] == tokens[batch, kv]
