@@ -25,16 +25,26 @@ from burst_rt.runtime.objects import bytes_of
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.sums import RanksOrGroup, describe_value, refuse_in
 
-__all__ = ["BATCH_NAMES", "IGNORED_LABEL", "ShardedBatch", "cross_entropy", "shard_batch"]
+__all__ = [
+    "BATCH_NAMES",
+    "IGNORED_LABEL",
+    "TOKEN_TYPES",
+    "ShardedBatch",
+    "cross_entropy",
+    "shard_batch",
+]
 
 _NAME = "shard_batch"
 # Label of tokens without a loss, as in torch's cross_entropy.
 IGNORED_LABEL = -100
 # Names of tensors with one number a token, `[batch, tokens]`.
-_PER_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "token_type_ids")
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+_PER_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", *TOKEN_TYPES)
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")
+# Names of tensors with several numbers a token, `[batch, tokens, ...]`.
+_VECTORS = ("inputs_embeds", "per_layer_inputs")
 # All names that a batch's tensors may have.
-BATCH_NAMES = (*_PER_TOKEN, "position_ids", "inputs_embeds", *_PACKING)
+BATCH_NAMES = (*_PER_TOKEN, "position_ids", *_VECTORS, *_PACKING)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +52,8 @@ class ShardedBatch:
     """This rank's part of a batch. Tensors are on the context's device, in the layout's order.
 
     input_ids, inputs_embeds, labels, attention_mask, token_type_ids: this rank's tokens of what
-        the batch held of these; the others raise AttributeError. `labels` are cut, not shifted.
+        the batch held of these, and of per_layer_inputs and mm_token_type_ids; the others raise
+        AttributeError. `labels` are cut, not shifted.
     position_ids: the tokens' positions, `[batch, tokens]`, or `[1, tokens]` where all rows have the
         same.
     shift_labels: the label of each token's successor, -100 where there is none, for
@@ -52,7 +63,7 @@ class ShardedBatch:
         the `count` of a step.
     mask: what packed documents and padding hide. It is not causal by itself: `Causal() & mask`.
     layout: which tokens each rank has. `burst_attention` must get this layout.
-    tensors: the first five, by name.
+    tensors: these, by name.
     largest_positions: the largest of the whole batch's position_ids on each rank.
     places: by which number each token of the whole batch belongs to a chunk, `[1 or batch, tokens]`
         on the CPU; None where that is its index. See `chunks`.
@@ -117,7 +128,8 @@ def shard_batch(
             documents' bounds, with no attention_mask or one that is 1 everywhere. They make the
             mask alone: without position_ids, positions go on from one document to the next, which
             is wrong for learned positions;
-        token_type_ids.
+        token_type_ids, mm_token_type_ids;
+        per_layer_inputs: `[batch, tokens, ...]`, beside inputs_embeds, as Gemma 4 takes them.
     layout: "auto" takes "zigzag", or "balanced" (under a causal mask) where documents or padding
         hide something. Or a kind of `Context.layout`, or a layout of this length.
     check: whether ranks compare checksums (CRC-32) of their batches. Tensors on a device are
@@ -215,8 +227,8 @@ def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     rows, tokens = first.shape[:2]
     if not rows:
         _wrong("input_ids or inputs_embeds", "at least a row", f"got shape {tuple(first.shape)}")
-    for name in set(_PER_TOKEN).intersection(batch):
-        if batch[name].shape != (rows, tokens):
+    for name in {*_PER_TOKEN, *_VECTORS}.intersection(batch):
+        if batch[name].shape[: 2 if name in _VECTORS else None] != (rows, tokens):
             hint = "; labels of whole sequences cannot be cut" if name == "labels" else ""
             if hint and batch[name].ndim > 1:
                 hint = "; an encoder-decoder's labels come with decoder_input_ids"

@@ -9,8 +9,8 @@
 #     loss of the tokens: 4.1510
 #     SFTConfig(): output_router_logits is True, first loss 4.1530
 #     SFTConfig(router_aux_loss_coef=0.0): output_router_logits is False, first loss 4.1510
-# Decided here: burst_rt/hf/trainer.py refuses output_router_logits once the trainer is made, and names router_aux_loss_coef=0.0 under TRL;
-#   burst_rt/hf/attention.py refuses it where a layer attends. docs/transformers.md, "What is refused".
+# Decided here: burst_rt/hf/balancing.py computes the balancing loss of all ranks' tokens, so either loss is right over ranks; docs/trainer.md, "What the
+#   numbers mean", says which one a trainer adds. burst_rt/hf/attention.py names router_aux_loss_coef=0.0 where a model has no known balancing loss.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 environment "${transformers[@]}"

@@ -17,7 +17,7 @@ from burst_rt.hf.prepare import is_prepared
 from burst_rt.hf.rotary import hook_of
 from burst_rt.hf.shard import KEYWORD, ShardInfo
 from burst_rt.hf.temperature import rescale_queries
-from burst_rt.planning.masks import Causal, Chunked, Full, Mask, SlidingWindow
+from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["attend", "register"]
@@ -48,8 +48,9 @@ def register() -> None:
 def _make_mask(
     *,
     mask_function: Any,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: MaskHandover | torch.Tensor | None = None,
     config: object = None,
+    batch_size: int = 1,
     q_length: int = 0,
     q_offset: int = 0,
     kv_length: int = 0,
@@ -57,19 +58,22 @@ def _make_mask(
 ) -> MaskHandover:
     """The mask of a kind of layers, for whole sequences. Arguments: as transformers names them.
 
-    attention_mask, the padding of one rank's tokens, is not used: `shard` has seen all tokens.
+    attention_mask, the padding of one rank's tokens, is not used: `shard` has seen all tokens. A
+    mask that was made before is returned as it is.
     Layers that choose keys are refused here, as they cut their mask before they attend.
     """
     choosing = [each for each in _layer_types(config) if each in _CHOOSING]
     if choosing:
         _refuse(_mixed(choosing), None)
+    if isinstance(attention_mask, MaskHandover):
+        return attention_mask
     try:
-        mask = mask_of(mask_function, lambda size, _: Chunked(size))
+        mask = mask_of(mask_function)
     except (ConfigError, InputError) as error:
         refuse(_NAME, error)
     if mask != Full() and kv_length > q_offset + q_length:
         _refuse(f"a static cache or a prefix is not done; expected none, or {_CACHE}", None)
-    return MaskHandover(mask_function)
+    return MaskHandover(mask_function, (batch_size, 1, q_length, kv_length))
 
 
 def attend(
@@ -128,7 +132,10 @@ def attend(
         return functional.pad(out, (0, 0, 0, 0, 0, tokens - count)), None
     info.attended = True
     queries, keys, shown = _sides(info, module)
-    structure = _structure(module, attention_mask, queries, is_causal, sliding_window)
+    try:
+        structure = _structure(module, attention_mask, queries, is_causal, sliding_window)
+    except InputError as error:
+        refuse(_NAME, error, info.ctx.runtime)
     out = burst_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         layout=queries.layout, kv_layout=keys.layout,
@@ -162,6 +169,14 @@ _UNMARKED = (
     f"expected the keyword {KEYWORD!r}, got none: this rank's tokens do not say which part of the "
     "sequence they are; call model(**burst_rt.hf.shard(batch, ctx)) with the whole batch, and a "
     f"model that hands keywords on to its layers; or generate with {_CACHE}"
+)
+
+
+_ROUTED = (
+    "output_router_logits: expected False, or in training a model whose balancing loss is "
+    "transformers' load_balancing_loss_func, such as Mixtral or Qwen3-MoE; got True: the router's "
+    "loss would be of one rank's tokens; set model.config.output_router_logits = False, and under "
+    "TRL SFTConfig(router_aux_loss_coef=0.0), by which TRL sets it anew"
 )
 
 
@@ -204,21 +219,19 @@ def _unsupported_layer(
     mixing = [each for each in _layer_types(config) if each not in _KNOWN]
     if mixing:
         return _mixed(mixing)
-    if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
-        return (
-            "output_router_logits: the router's loss needs all tokens, and is computed of one "
-            "rank's; expected False, got True; set model.config.output_router_logits = False, and "
-            "under TRL SFTConfig(router_aux_loss_coef=0.0), by which TRL sets it anew"
-        )
+    routed = others.get("output_router_logits") or getattr(config, "output_router_logits", False)
     if not is_prepared(module):
         return (
             f"{type(module).__module__}: expected a model that was prepared for ranks, got one "
             "that was not; call burst_rt.hf.prepare(model, ctx) once, before the model is wrapped"
         )
+    hook = hook_of(module)
+    if routed and (isinstance(info, StepInfo) or hook is None or not hook.balances):
+        return _ROUTED
     positions = others.get("position_ids")
     if isinstance(info, StepInfo):
         return info.wrong_positions(positions)
-    if hook_of(module) not in info.told:
+    if hook not in info.told:
         return (
             f"expected a call of the model that was prepared, or of its base model, got one of a "
             f"part of it ({type(module).__name__}); call model(**burst_rt.hf.shard(batch, ctx))"

@@ -2,22 +2,25 @@
 
 transformers hands a mask function to every implementation: a closure over (batch, head, q, kv) that
 its own combinators have made. The functions count in one rank's tokens, so none of them is ever
-asked for a cell. Their parts say which mask they are; documents, padding and the starts of chunks
-come from `shard`. A function that is not of transformers' own making is refused.
+asked for a cell. Their parts say which mask they are; documents, padding, the starts of chunks and
+images come from `shard`. A function that is not of transformers' own making is read by `functions`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
+import numpy as np
 from transformers import masking_utils
 
 from burst_rt.batches import ShardedBatch
 from burst_rt.errors import InputError
+from burst_rt.hf.blocks import mask_of_blocks
+from burst_rt.hf.functions import mask_of_function
 from burst_rt.hf.release import unknown_release
-from burst_rt.planning.masks import Causal, Chunked, First, Full, Mask, SlidingWindow
+from burst_rt.planning.masks import Causal, Chunked, Documents, First, Full, Mask, SlidingWindow
 
 __all__ = ["MaskHandover", "MaskIsRead", "mask_of"]
 
@@ -26,32 +29,124 @@ class MaskIsRead(InputError, AttributeError):
     """A model does something else with its mask than to hand it on; `hasattr` says no."""
 
 
-# A mask of chunks: of their size, and of the left padding of each row, as transformers has it.
-Chunks: TypeAlias = Callable[[int, Any], Mask]
+class _Sequences:
+    """What mask functions count in, whole: what they enclose is one rank's tokens. Here it is not
+    known yet, and the masks are as good as any that hide something.
+    """
+
+    def chunks(self, size: int, left_padding: Any) -> Mask:
+        """left_padding: of each row, as transformers has it."""
+        return Chunked(size)
+
+    def blocks(self, ids: Any) -> Mask:
+        """ids: of each token; those with equal ones see each other. -1 is text."""
+        return _NOTHING if bool((ids < 0).all()) else Causal()
+
+    def places(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """By which number a function of the model's own knows each token; None: its index."""
+        return None
+
+
+class _Batch(_Sequences):
+    """A batch that is cut."""
+
+    def __init__(self, batch: ShardedBatch) -> None:
+        self._batch = batch
+
+    def chunks(self, size: int, left_padding: Any) -> Mask:
+        return self._batch.chunks(size)
+
+    def blocks(self, ids: Any) -> Mask:
+        """Raises InputError for those of one rank's tokens."""
+        if bool((ids < 0).all()):
+            return _NOTHING
+        tokens = self._batch.layout.seq_len
+        if ids.shape[-1] != tokens:
+            raise InputError(
+                "attn_implementation='burst_rt': token_type_ids: tokens of an image see each "
+                f"other, in both directions; expected the types of all {tokens} tokens, got those "
+                f"of {ids.shape[-1]}, which do not say which they are; use a model whose types "
+                "burst_rt.hf knows (Gemma 3 and 4, PaliGemma, Molmo2), leave images out, or give "
+                "each sequence one rank"
+            )
+        return mask_of_blocks(ids, self._batch.mask)
+
+    def places(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """In packed rows without padding transformers counts within each document."""
+        mask = self._batch.mask
+        packed = isinstance(mask, Documents) and not mask.padded and mask.counts.max() > 1
+        return self._batch.places if packed else None
+
+
+class _Cached(_Sequences):
+    """Sequences of a cache."""
+
+    def chunks(self, size: int, left_padding: Any) -> Mask:
+        """Raises InputError for rows with padding before their tokens."""
+        if left_padding.any():
+            raise InputError(
+                "attn_implementation='burst_rt': chunked attention over a cache with left padding "
+                "is not done, because its chunks begin after the padding; expected rows of one "
+                "length; generate for each row by itself"
+            )
+        return Chunked(size)
+
+    def blocks(self, ids: Any) -> Mask:
+        """Raises InputError, except for text alone."""
+        if bool((ids < 0).all()):
+            return _NOTHING
+        raise InputError(
+            "attn_implementation='burst_rt': token_type_ids: tokens of an image see each other, in "
+            "both directions, which is not done with a cache; expected text alone; leave images "
+            "out, or generate on one process"
+        )
+
+    def places(self) -> NoReturn:
+        """Raises InputError."""
+        raise InputError(
+            "attn_implementation='burst_rt': a mask function of the model's own is not done with a "
+            "cache; expected causal, windowed, chunked or full masks of transformers; generate on "
+            "one process"
+        )
+
+
+_WHOLE = (slice(None), slice(0, None))
 
 
 class MaskHandover:
-    """A mask on its way through a model, from its mask function to its attention."""
+    """A mask on its way through a model, from its mask function to its attention.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    A model that makes its masks itself hands them to its text model, which hands them to
+    `create_causal_mask` again: there a mask of four dimensions is made already.
+    """
+
+    ndim = 4
+
+    def __init__(self, function: Callable[..., Any], shape: tuple[int, ...] = (1, 1, 1, 1)) -> None:
+        self._function, self.shape = function, shape
         self._masks: dict[ShardedBatch | None, Mask] = {}
 
     def mask(self, batch: ShardedBatch | None) -> Mask:
         """The mask for whole sequences of a batch, or for the sequences of a cache (None).
 
-        Raises InputError for chunks behind padding in a cache.
+        Raises InputError for what is not done.
         """
         if batch not in self._masks:
-            chunks = _unpadded_chunks if batch is None else lambda size, _: batch.chunks(size)
-            self._masks[batch] = mask_of(self._function, chunks)
+            sequences = _Cached() if batch is None else _Batch(batch)
+            self._masks[batch] = mask_of(self._function, sequences)
         return self._masks[batch]
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse_reading(name)
 
-    def __getitem__(self, places: object) -> NoReturn:
-        _refuse_reading("__getitem__")
+    def __getitem__(self, places: object) -> MaskHandover:
+        """All of it; models with layers that share keys ask for the queries from the first one on.
+
+        Raises MaskIsRead for a part.
+        """
+        if not isinstance(places, tuple) or any(place not in _WHOLE for place in places):
+            _refuse_reading("__getitem__")
+        return self
 
     @classmethod
     def __torch_function__(cls, func: Any, *_: Any) -> NoReturn:
@@ -66,28 +161,18 @@ def _refuse_reading(name: str) -> NoReturn:
     )
 
 
-def _unpadded_chunks(size: int, left_padding: Any) -> Mask:
-    """Chunks of rows without padding before their tokens; for others InputError."""
-    if left_padding.any():
-        raise InputError(
-            "attn_implementation='burst_rt': chunked attention over a cache with left padding is "
-            "not done, because its chunks begin after the padding; expected rows of one length; "
-            "generate for each row by itself"
-        )
-    return Chunked(size)
-
-
-def mask_of(function: Callable[..., Any], chunks: Chunks = _unpadded_chunks) -> Mask:
+def mask_of(function: Callable[..., Any], sequences: _Sequences | None = None) -> Mask:
     """The mask that a mask function of transformers means, for whole sequences.
 
-    chunks: makes the masks of chunks, which depend on more than distance. Raises InputError for a
-    function that is not known, and ConfigError for one that a later transformers has.
+    sequences: None where they are not known yet. Raises InputError for a function that is not known
+    and does not say what it computes, and ConfigError for one that a later transformers has.
     """
+    sequences = sequences or _Sequences()
     if function is masking_utils.causal_mask_function:
         return Causal()
     if function is masking_utils.bidirectional_mask_function:
         return Full()
-    maker, _, _ = function.__qualname__.partition(".<locals>.")
+    maker, _, _ = getattr(function, "__qualname__", "").partition(".<locals>.")
     own = function.__module__ == masking_utils.__name__
     read = _READERS.get(maker) if own else None
     if own and maker not in _READERS.keys() | _REFUSED:
@@ -97,70 +182,58 @@ def mask_of(function: Callable[..., Any], chunks: Chunks = _unpadded_chunks) -> 
             f"one made of {maker}",
         )
     if read is None:
-        raise InputError(
-            f"attn_implementation='burst_rt': expected causal, windowed, chunked or full masks of "
-            f"transformers, got a mask function {function.__module__}.{function.__qualname__}, "
-            "which counts in one rank's tokens; call burst_attention in your attention layer, with "
-            "a mask of your own"
-        )
-    return read(chunks, **inspect.getclosurevars(function).nonlocals)
+        return mask_of_function(function, sequences.places())
+    return read(sequences, **inspect.getclosurevars(function).nonlocals)
 
 
-def _all_of(chunks: Chunks, mask_functions: tuple[Callable[..., Any], ...]) -> Mask:
+def _all_of(sequences: _Sequences, mask_functions: tuple[Callable[..., Any], ...]) -> Mask:
     mask: Mask = Full()
     for function in mask_functions:
-        mask = mask & mask_of(function, chunks)
+        mask = mask & mask_of(function, sequences)
     return mask
 
 
-def _any_of(chunks: Chunks, mask_functions: tuple[Callable[..., Any], ...]) -> Mask:
-    masks = (mask_of(function, chunks) for function in mask_functions)
+def _any_of(sequences: _Sequences, mask_functions: tuple[Callable[..., Any], ...]) -> Mask:
+    masks = (mask_of(function, sequences) for function in mask_functions)
     first, *others = (each for each in masks if each != _NOTHING)
     for other in others:
         first = first | other
     return first
 
 
-def _window(chunks: Chunks, sliding_window: int) -> Mask:
+def _window(sequences: _Sequences, sliding_window: int) -> Mask:
     return SlidingWindow(sliding_window - 1, -1)
 
 
-def _window_both_ways(chunks: Chunks, sliding_window: int) -> Mask:
+def _window_both_ways(sequences: _Sequences, sliding_window: int) -> Mask:
     return SlidingWindow(sliding_window, sliding_window)
 
 
-def _chunks(chunks: Chunks, chunk_size: int, left_padding: Any) -> Mask:
-    return chunks(chunk_size, left_padding)
+def _chunks(sequences: _Sequences, chunk_size: int, left_padding: Any) -> Mask:
+    return sequences.chunks(chunk_size, left_padding)
 
 
-def _images(chunks: Chunks, block_sequence_ids: Any) -> Mask:
-    """Tokens of an image see each other. The ids are one rank's; -1 is text."""
-    if (block_sequence_ids >= 0).any():
-        raise InputError(
-            "attn_implementation='burst_rt': token_type_ids: tokens of an image see each other, in "
-            "both directions, and those of one rank do not say which they are; expected 0 (text) "
-            "for every token, got 1 for some; leave images out, or give each sequence one rank"
-        )
-    return _NOTHING
+def _images(sequences: _Sequences, block_sequence_ids: Any) -> Mask:
+    return sequences.blocks(block_sequence_ids)
 
 
-def _documents(chunks: Chunks, packed_sequence_mask: Any) -> Mask:
+def _documents(sequences: _Sequences, packed_sequence_mask: Any) -> Mask:
     """Documents as one rank's positions show them, which is wrong; `shard` knows better."""
     return Full()
 
 
-def _moved(chunks: Chunks, mask_function: Callable[..., Any], position_ids: Any) -> Mask:
+def _moved(sequences: _Sequences, mask_function: Callable[..., Any], position_ids: Any) -> Mask:
     """Positions that count from the beginning of their document.
 
-    A mask that depends on distance has the same cells within a document; `chunks` knows where
-    chunks begin.
+    A mask that depends on distance has the same cells within a document; chunks, blocks and
+    functions of the model's own are known by all tokens.
     """
-    return mask_of(mask_function, chunks)
+    return mask_of(mask_function, sequences)
 
 
 _NOTHING = First(0)
 # Readers of closures, by the function of `masking_utils` that makes them. All these masks see by
-# distance, except chunks, which have edges.
+# distance, except chunks, which have edges, and images.
 _READERS: dict[str, Callable[..., Mask]] = {
     "and_masks": _all_of,
     "or_masks": _any_of,

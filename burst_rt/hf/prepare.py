@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.context import Context, require_context
 from burst_rt.errors import InputError
+from burst_rt.hf.balancing import balance_over_ranks, require_balanced
+from burst_rt.hf.blocks import give_token_types
 from burst_rt.hf.lengths import Length, lengths_beyond, shorten_lengths
 from burst_rt.hf.masks import MaskIsRead
 from burst_rt.hf.rotary import hook_of, hook_positions
@@ -33,7 +35,10 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 # Folders of `transformers.models` whose models are compared with one process by a test, and all of
 # whose losses are transformers' own.
 TESTED = frozenset(
-    {"gemma2", "gemma3", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3", "t5gemma"}
+    {
+        *("gemma2", "gemma3", "gemma4", "gpt_oss", "llama", "mistral", "mixtral", "molmo2"),
+        *("paligemma", "phi3", "qwen3", "qwen3_moe", "t5gemma"),
+    }
 )
 # Suffixes of the heads' names.
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification")
@@ -56,7 +61,8 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     Once, before the model is wrapped (DDP, FSDP2). A model that was not given to it is refused.
     Every later call that no layer attends in, or whose output is not one row for each of the rank's
     tokens, is refused too. "longrope" and "dynamic" rotary scaling look at the largest position of
-    all ranks from now on.
+    all ranks from now on, the balancing loss of a mixture of experts counts all ranks' tokens, and
+    models with images get the types of all tokens for their masks.
 
     Models that are not in `TESTED`, or have another head than the tested ones, or a forward that is
     not transformers', compute logits and loss of a short sequence over the ranks, and on each rank
@@ -73,10 +79,15 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
         got = type(model).__name__
         error = InputError(f"hf.prepare: model: expected a model of transformers, got {got}")
         refuse("hf.prepare", error, ctx.runtime)
+    balances = balance_over_ranks(model)  # the loss may be of more ranks than the context's
     if ctx.world_size == 1:
         return model
     set_prepared(ctx)
-    hook = hook_of(model) or hook_positions(model)
+    hook = hook_of(model)
+    if hook is None:
+        hook = hook_positions(model)
+        give_token_types(model)
+    hook.balances = balances
     tested = _is_tested(model)
     known = tested or hook.compared == "with loss"
     if not (known or (hook.compared and not loss)):
@@ -123,6 +134,7 @@ def _check_call(
         require_attended(info)
         if not chosen:
             _check_output(module, info, output)
+        require_balanced(module, info, options, output)
 
 
 def _check_output(module: torch.nn.Module, info: ShardInfo, output: Any) -> None:
@@ -289,7 +301,7 @@ def _logits_off(
     layout = keywords[KEYWORD].batch.layout
     output = model(**keywords)
     _check_output(model, keywords[KEYWORD], output)
-    off = (output[0] - layout.shard(whole))[..., None].abs().flatten(2).amax(2)
+    off = (_of_tokens(output) - layout.shard(whole))[..., None].abs().flatten(2).amax(2)
     if "attention_mask" in batch and not model.config.is_encoder_decoder:
         off = off * layout.shard(batch["attention_mask"]).to(off.device)
     return float(off.max() / whole.abs().max())
@@ -322,15 +334,21 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context) -> dict[str, Any]:
 def _alone(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> torch.Tensor:
     """The logits of one process for a batch; each packed document is computed by itself."""
     if "position_ids" not in batch:
-        whole: torch.Tensor = _on_one_process(model, batch, ctx)[0]
-        return whole
+        return _of_tokens(_on_one_process(model, batch, ctx))
     begins = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
     ends = [*begins[1:], batch["position_ids"].shape[1]]
     documents = [
         {name: x[:, begin:end] for name, x in batch.items()}
         for begin, end in zip(begins, ends, strict=True)
     ]
-    return torch.cat([_on_one_process(model, each, ctx)[0] for each in documents], 1)
+    return torch.cat([_of_tokens(_on_one_process(model, each, ctx)) for each in documents], 1)
+
+
+def _of_tokens(output: Any) -> torch.Tensor:
+    """Logits, behind a balancing loss perhaps; or what a model without a head gives first."""
+    logits = output.get("logits") if isinstance(output, dict) else None
+    first: torch.Tensor = output[0] if logits is None else logits
+    return first
 
 
 def _on_one_process(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from burst_rt.attention.options import FULL
 from burst_rt.attention.sharding import ContextLayout
-from burst_rt.batches import BATCH_NAMES, ShardedBatch, shard_batch
+from burst_rt.batches import BATCH_NAMES, TOKEN_TYPES, ShardedBatch, shard_batch
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.opaque import opaque
@@ -48,8 +48,15 @@ class ShardInfo:
     # padding.
     encoder: ShardedBatch | None = None
     unpadded: Mask = FULL
+    # The types of the whole batch's tokens, by name: which of them are of one image.
+    token_types: Mapping[str, torch.Tensor] = field(default_factory=dict)
     # The hooks (`rotary.PositionHook`) of the prepared models that were called with it.
     told: set[object] = field(default_factory=set)
+    # The balancing loss of experts: whose tokens it is of, if not group's; this rank's share of it;
+    # whether it has been computed.
+    balanced_in: RanksOrGroup | None = None
+    balanced_share: float = 1.0
+    balanced: bool = False
     attended: bool = False  # whether any layer has attended with it
     excused: bool = False  # whether another check covers the case that no layer has attended
 
@@ -156,7 +163,8 @@ def shard(
     if any(name.startswith(_DECODER) for name in tensors):
         return {**others, **_shard_both(tensors, ctx, layout, ranks, check)}
     cut = shard_batch(tensors, ctx, layout, check=check)
-    info = ShardInfo(ctx, cut, ranks)
+    types = {name: tensors[name].to(ctx.device) for name in TOKEN_TYPES if name in tensors}
+    info = ShardInfo(ctx, cut, ranks, token_types=types)
     return {**others, **_tagged(_named(cut), info), KEYWORD: info}
 
 

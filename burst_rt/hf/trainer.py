@@ -6,7 +6,8 @@
 All ranks of a context get the same batch and each computes with its own part. Several contexts are
 data parallel. A rank's loss is its part's sum over the number of labelled tokens of the whole step,
 times the number of processes: transformers' own convention. So the mean over processes, which DDP
-makes of the gradients and Trainer of the logged loss, is the mean over all tokens.
+makes of the gradients and Trainer of the logged loss, is the mean over all tokens. The balancing
+loss of a mixture of experts is of all contexts' tokens in a micro-batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import get_sampler, prepare_data_loader
 
 from burst_rt.context import Context
@@ -190,16 +192,6 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
                 "model of transformers whose attention can be chosen"
             )
         assert self.context is not None
-        routed = getattr(model.config.get_text_config(), "output_router_logits", False)
-        if routed and self.context.world_size > 1:
-            # TRL sets it, by its own arguments, whatever it was.
-            by_trl = hasattr(self.args, "router_aux_loss_coef")
-            given = f"{type(self.args).__name__}(router_aux_loss_coef=0.0)"
-            remedy = f"give {given}" if by_trl else "set model.config.output_router_logits = False"
-            self._refuse(
-                "output_router_logits: the router's loss needs all tokens, and would be that of "
-                f"one rank's; expected False, got True; {remedy}"
-            )
         return prepare(model, self.context)
 
     # Batches: the same for all ranks of a context.
@@ -256,6 +248,11 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         if num_items_in_batch is None:
             self._refuse(f"expected labels in a batch, got {', '.join(inputs)}")
         keywords = shard(inputs, self.context, self.layout, group=_Alone())
+        info = keywords[KEYWORD]
+        info.balanced_in = dist.group.WORLD if dist.is_initialized() else self.context
+        if not hasattr(self, "aux_loss_enabled"):
+            # Trainer multiplies the whole loss by the processes, and TRL all but this part of it.
+            info.balanced_share = 1 / self.accelerator.num_processes
         # TRL adds up what ranks have counted in their tokens. `gather_for_metrics` would leave
         # ranks out where the last batch has fewer rows than there are ranks.
         self.accelerator.gather_for_metrics = self.accelerator.gather

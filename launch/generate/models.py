@@ -111,6 +111,9 @@ class _Pretrained:
         import burst_rt.hf
         from burst_rt.hf.release import cache_name
 
+        config = model.config.get_text_config()
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False  # for a loss
         self._model = model
         self._cache = burst_rt.hf.Cache(model, world, capacity=capacity, batch=1)
         self._given = {cache_name(model): self._cache}

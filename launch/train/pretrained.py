@@ -251,7 +251,11 @@ class ShardedPretrained(ShardedModel):
 
     def _loss(self, batch: dict[str, Tensor], group: Context) -> Tensor:
         part = burst_rt.hf.shard(batch, self._context, self._layout, group=group)
-        loss: Tensor = self.module(**part, use_cache=False).loss
+        options = {}
+        if not torch.is_grad_enabled():
+            # Perplexity is of tokens, and not of how experts share them.
+            options["output_router_logits"] = False
+        loss: Tensor = self.module(**part, **options, use_cache=False).loss
         return loss
 
     def check(self) -> None:

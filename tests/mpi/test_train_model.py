@@ -143,17 +143,25 @@ def _load(folder: Path) -> Any:
 
 
 def _loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The mean over all tokens, with transformers' own attention and torch's own mean."""
-    logits = model(tokens, use_cache=False).logits
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    """The mean over all tokens, with transformers' own attention and torch's own mean; and the
+    balancing loss that a mixture of experts is asked for.
+    """
+    output = model(tokens, use_cache=False)
+    loss = functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+    balancing = output.get("aux_loss")
+    return loss if balancing is None else loss + model.router_aux_loss_coef * balancing
 
 
 @pytest.fixture(scope="module")
 def alone(llama: Path, text: Path) -> tuple[list[float], list[float]]:
+    return _trained_alone(llama, text)
+
+
+def _trained_alone(folder: Path, text: Path) -> tuple[list[float], list[float]]:
     """The losses and norms of gradients of one process without burst_rt's attention, losses or
     gradients.
     """
-    model, stream = _load(llama), _corpus(llama, text).train
+    model, stream = _load(folder), _corpus(folder, text).train
     groups = [
         {"params": [x for x in model.parameters() if (x.dim() >= 2) == decays], "weight_decay": d}
         for decays, d in ((True, 0.1), (False, 0.0))
@@ -208,6 +216,40 @@ def test_fine_tuning_gives_the_losses_of_one_process(
             assert found == pytest.approx(expected, rel=LOSSES), (run, name)
     assert (summary["unit"], summary["bytes_sent"]) == ("token", 0)
     assert summary["heldout_loss"] == pytest.approx(_records(tuned)[-1]["heldout_loss"], rel=LOSSES)
+
+
+def test_fine_tuning_balances_experts_over_all_ranks(text: Path, tmp_path: Path) -> None:
+    config = _small(
+        transformers.MixtralConfig, num_local_experts=4, num_experts_per_tok=2,
+        output_router_logits=True, router_aux_loss_coef=1.0,
+    )  # fmt: skip
+    mixtral = _make(tmp_path / "mixtral", config)
+    alone = _trained_alone(mixtral, text)
+    for size in ("1", "2"):  # a sequence each, or parts of both
+        job = _job(
+            tmp_path, "train", "-n", "2", "--context-parallel", size, "--model", str(mixtral),
+            *_TRAIN, "--data", str(text), "--checkpoint-activations", "--out", size,
+        )  # fmt: skip
+        assert job.exit_code == 0, job.text
+        for name, expected in zip(("loss", "grad_norm"), alone, strict=True):
+            found = [record[name] for record in _records(tmp_path / size)]
+            assert found == pytest.approx(expected, rel=LOSSES), (size, name)
+    # What a text is worth is not how experts share it.
+    tuned = _load(tmp_path / "2" / "model")
+    tuned.config.output_router_logits = False
+    heldout = _corpus(mixtral, text).heldout
+    with torch.no_grad():
+        losses = [
+            _loss(tuned, *sequences_at(heldout, [start], _SEQ_LEN)).item()
+            for start in heldout_starts(heldout, _SEQ_LEN, _HELDOUT)
+        ]
+    found_loss = _records(tmp_path / "2")[-1]["heldout_loss"]
+    assert found_loss == pytest.approx(sum(losses) / len(losses), rel=LOSSES)
+    folder = str(tmp_path / "2" / "model")
+    assert _job(
+        tmp_path, "generate", "-n", "2", "--model", folder, "--prompt", "The", "--max-new-tokens",
+        "2",
+    ).exit_code == 0  # fmt: skip
 
 
 def test_a_run_leaves_a_folder_that_transformers_loads(tuned: Path, llama: Path) -> None:

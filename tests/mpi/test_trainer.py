@@ -22,8 +22,6 @@ _SAID = {
     "accelerator_config": "dispatch_batches: expected None or False, got True",
     "compute_loss_func": "override compute_loss",
     "compute_metrics": "prediction_loss_only=True",
-    "balancing loss, under TRL": "got True; give SFTConfig(router_aux_loss_coef=0.0)",
-    "balancing loss": "got True; set model.config.output_router_logits = False",
     "predict": "prediction_loss_only=True",
     "labels": "expected labels in a batch, got none",
     "labels of a step": "expected labels in a batch, got input_ids, attention_mask",
@@ -59,15 +57,18 @@ def test_trainers_do_what_they_do_on_one_process(
     # On some CPUs the last bits of MKL's products depend on where in memory the matrices begin
     # (oneMKL Developer Guide, Conditional Numerical Reproducibility).
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    four = _run(tmp_path, 4, "2:saved", "2:resumed", "2:packed", "1:tuned", "2:uneven")
+    four = _run(
+        tmp_path, 4, "2:saved", "2:resumed", "2:packed", "1:tuned", "2:balanced", "2:mixed",
+        "2:uneven",
+    )  # fmt: skip
     # Beside torch.distributed, which Trainer starts by itself, the ranks of a context are MPI's.
     two = _run(
         tmp_path, 2, "1:plain", "1:resumed", "1:bf16", "1:streamed", "1:refused", "1:mixed",
-        by="burst-rt run",
+        "1:balanced", "1:unbalanced", by="burst-rt run",
     )  # fmt: skip
     alone = _run(
         tmp_path, 1, "1:plain", "1:packed", "1:tuned", "1:bf16", "1:streamed", "1:loaded",
-        "1:mixed", by="burst-rt run",
+        "1:mixed", "1:balanced", "1:unbalanced", by="burst-rt run",
     )  # fmt: skip
     plain = alone["1:plain"]
     assert plain["loss"][-1] < 0.95 * plain["loss"][0], "a training that learns little hides errors"
@@ -85,7 +86,12 @@ def test_trainers_do_what_they_do_on_one_process(
     _check(two["1:bf16"], alone["1:bf16"], LOSSES_16BIT)
     _check(four["1:tuned"], alone["1:tuned"])
     _check(four["2:packed"], alone["1:packed"])
-    _check(two["1:mixed"], alone["1:mixed"])
+    for name in ("mixed", "balanced", "unbalanced"):
+        _check(two[f"1:{name}"], alone[f"1:{name}"])
+    for name in ("mixed", "balanced"):
+        # Flops count padding, of which batches of fewer rows have less.
+        found = {what: x for what, x in four[f"2:{name}"].items() if what != "flops"}
+        _check(found, alone[f"1:{name}"])
     for rank, said in enumerate(four["2:uneven"]["said"]):
         got = f"got {3 if rank else 1} ranks here and [1, 3] processes by context"
         assert got in said

@@ -155,6 +155,11 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         r"labels: expected shape \[batch, tokens\] = \(2, 23\); got \(2,\); labels of whole",
     ),
+    "other rows of layers": (
+        {"per_layer_inputs": torch.ones(1, _TOKENS, 3, 4)},
+        {},
+        r"per_layer_inputs: expected shape \[batch, tokens\] = \(2, 23\); got \(1, 23, 3, 4\)",
+    ),
     "a matrix for a mask": (
         {"attention_mask": torch.ones(2, 1, _TOKENS, _TOKENS)},
         {},

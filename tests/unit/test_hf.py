@@ -21,16 +21,17 @@ import pytest
 import torch
 import transformers
 from forked import with_torch
-from small_models import TOKENS, make_batch, make_model
+from small_models import TOKENS, make_batch, make_model, seen, truth
 from torch.nn.functional import cross_entropy
 from transformers import masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 import burst_rt
 import burst_rt.hf
 from burst_rt import Causal, Chunked, Full, Mask, SlidingWindow
 from burst_rt.errors import ContractMismatch, InputError
+from burst_rt.hf.blocks import mask_of_blocks
 from burst_rt.hf.masks import MaskHandover, mask_of
 from burst_rt.hf.shard import set_prepared
 
@@ -103,15 +104,69 @@ def test_documents_are_left_to_shard() -> None:
     assert mask_of(function) == Causal()
 
 
-def _own(batch: int, head: int, q: int, kv: int) -> bool:
-    return kv <= q
+def _nearby(distance: int) -> Callable[..., Any]:
+    """A mask function of a model's own, whose code says what it computes."""
+
+    def function(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        return _less(torch.abs(q - kv), distance) & (head == 0)
+
+    return function
+
+
+def _less(x: Any, than: int) -> Any:
+    return x < than
+
+
+def test_a_function_of_a_models_own_is_asked_about_each_cell() -> None:
+    function = masking_utils.or_masks(masking_utils.causal_mask_function, _nearby(3))
+    found = mask_of(function)
+    places = torch.arange(12)
+    asked = found.second.function(torch.zeros(1), torch.ones(1), places[:, None], places)  # type: ignore[attr-defined]  # a pair
+    shown = function(torch.zeros(1), torch.zeros(1), places[:, None], places)
+    assert torch.equal(_cells(Causal(), 12) | asked, shown)
+    # The same code is the same mask; other numbers in it are another.
+    assert mask_of(_nearby(3)) is mask_of(_nearby(3))
+    words = {repr(mask_of(_nearby(distance))) for distance in (3, 3, 4)}
+    assert len(words) == 2
+    assert all("test_hf._nearby.<locals>.function, digest" in each for each in words)
+
+
+def test_ranks_compare_functions_by_their_code() -> None:
+    masks = [mask_of(_nearby(3 + rank)) for rank in range(2)]
+
+    def run(ctx: burst_rt.Context) -> None:
+        layout = ctx.layout(16)
+        x = torch.ones(1, layout.shard_len, 1, 8)
+        with pytest.raises(ContractMismatch, match="mask"):
+            burst_rt.burst_attention(x, x, x, mask=Causal() & masks[ctx.rank], layout=layout)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def _of_one_rank(tokens: torch.Tensor) -> Callable[..., Any]:
+    def function(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        return tokens[batch, q] == tokens[batch, kv]
+
+    return function
+
+
+class _Callable:
+    def __call__(self, *cells: Any) -> bool:
+        return True
 
 
 UNREADABLE: dict[str, tuple[Callable[..., Any], str]] = {
-    "the user's own": (masking_utils.and_masks(_own), "mask function .*_own"),
+    "the user's own, of one rank's tokens": (
+        masking_utils.and_masks(_of_one_rank(torch.zeros(1, 4))),
+        r"mask function .*test_hf\._of_one_rank.* with a torch\.Tensor, which may count in",
+    ),
+    "an object": (_Callable(), r"mask function .*test_hf\._Callable with a "),
+}
+UNREADABLE_FROM_A_CACHE: dict[str, tuple[Callable[..., Any], str]] = {
+    "the user's own": (_nearby(3), "a mask function of the model's own is not done with a cache"),
     "image tokens": (
         masking_utils.blockwise_overlay(torch.zeros(1, 4)),
-        "token_type_ids: tokens of an image see each other",
+        "token_type_ids: tokens of an image see each other.*which is not done with a cache",
     ),
     "chunks behind padding": (
         masking_utils.chunked_causal_mask_function(4, _NO_PADDING + 1),
@@ -125,6 +180,57 @@ def test_a_mask_function_that_is_not_known_is_refused(case: str) -> None:
     function, message = UNREADABLE[case]
     with pytest.raises(InputError, match=message):
         mask_of(function)
+
+
+@pytest.mark.parametrize("case", UNREADABLE_FROM_A_CACHE)
+def test_a_mask_function_that_needs_all_tokens_is_refused_over_a_cache(case: str) -> None:
+    function, message = UNREADABLE_FROM_A_CACHE[case]
+    with pytest.raises(InputError, match=message):
+        MaskHandover(function).mask(None)
+
+
+def test_blocks_are_of_tokens_with_one_number_in_one_document() -> None:
+    ids = torch.tensor([[0, 0, -1, 0, 7, 7, -1, 0], [-1, 3, 3, -1, 3, -1, -1, 3]])
+    documents = [burst_rt.Full(), burst_rt.Documents([[3, 5], [4, 4]])]
+    tokens, of_document = torch.arange(8), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]] * 2)
+    of_document[1, 3] = 0
+    for number, mask in enumerate(documents):
+        found = mask_of_blocks(ids, mask)
+        together = (ids[..., None] == ids[:, None]) & (ids >= 0)[..., None]
+        if number:
+            together &= of_document[..., None] == of_document[:, None]
+        assert torch.equal(found.allows(tokens[:, None], tokens), together)
+        assert found == mask_of_blocks(ids, mask)
+        assert found != mask_of_blocks(ids.flip(1), mask)
+        assert found.refuses(8, 8, 2) is None
+        assert "9" in str(found.refuses(9, 9, 2))
+
+
+@pytest.mark.parametrize("kind", ["plain", "left", "packed"])
+def test_a_mask_function_of_a_models_own_over_ranks(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The first 4 tokens of all, or of each document, are seen by all; functions say that."""
+    own = partial(
+        masking_utils.create_causal_mask, or_mask_function=lambda batch, head, q, kv: kv < 4
+    )
+    monkeypatch.setattr(transformers.models.llama.modeling_llama, "create_causal_mask", own)
+    expected = truth("Llama", kind)
+    models, meant = [make_model("Llama") for _ in range(3)], seen(make_batch("Llama", kind))
+
+    def run(ctx: burst_rt.Context) -> tuple[float, torch.Tensor]:
+        model = models[ctx.rank]
+        model.set_attn_implementation("burst_rt")
+        burst_rt.hf.prepare(model, ctx)
+        part = burst_rt.hf.shard(make_batch("Llama", kind), ctx)
+        output = model(**part)
+        output.loss.backward()
+        return output.loss.item(), part["burst_rt"].batch.layout.unshard(output.logits.detach())
+
+    for loss, logits in burst_rt.run_local(3, run, timeout_s=60):
+        assert loss == pytest.approx(expected["loss"], rel=1e-5)
+        off = (logits - expected["logits"])[meant].abs().max()
+        assert off <= 1e-5 * expected["logits"].abs().max()
 
 
 def test_other_models_losses_stay_as_they_are() -> None:
@@ -183,6 +289,15 @@ def _with_router(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> obj
     return _prepared(model, part | {"output_router_logits": True}, ctx)
 
 
+def _with_types(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    types = torch.ones_like(part["input_ids"])
+    return _prepared(model, part | {"mm_token_type_ids": types}, ctx)
+
+
+def _with_late_types(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return _prepared(model, part | {"token_type_ids": torch.ones_like(part["input_ids"])}, ctx)
+
+
 def _without_shifted_labels(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
     named = {name: x for name, x in part.items() if name != "shift_labels"}
     return _prepared(model, named, ctx)
@@ -201,9 +316,18 @@ def _small(kind: str, model: str, **options: Any) -> Callable[[], Any]:
     return make
 
 
-def _mixtral() -> Any:
+def _router_of_its_own() -> Any:
+    """A Mixtral with a forward in the place of its own, which balances one rank's tokens."""
+
+    def forward(self: Any, input_ids: Any, labels: Any = None, **options: Any) -> Any:
+        output = self.model(input_ids, output_router_logits=True, **options)
+        share = output.router_logits[0].softmax(-1).mean(0)
+        return MoeCausalLMOutputWithPast(
+            logits=self.lm_head(output[0]), aux_loss=4 * (share * share).sum()
+        )
+
     model = make_model("Mixtral")
-    model.config.output_router_logits = True
+    model.forward = MethodType(forward, model)
     return model
 
 
@@ -393,9 +517,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
         lambda: make_model("Llama"), _with_a_matrix,
         r"attention_mask: expected .*, got Tensor of shape \(2, 1,",
     ),
-    "a router's loss": (_mixtral, _prepared, "output_router_logits"),
-    "a router's loss in the call": (
-        lambda: make_model("Mixtral"), _with_router, "output_router_logits",
+    "a router's loss that is not known": (
+        lambda: make_model("Llama4"), _with_router, "output_router_logits: expected False, or",
+    ),
+    "a router's loss of the model's own": (
+        _router_of_its_own, _without_the_loss, "expected a model that asks transformers' load_bal",
+    ),
+    "types of images that may be positions": (
+        lambda: make_model("Llama"), _with_types, "mm_token_type_ids: LlamaForCausalLM: expected",
+    ),
+    "types of images that were not in the batch": (
+        lambda: make_model("Gemma3Images"), _with_late_types,
+        "token_type_ids: expected those of the whole batch, got some in the call alone",
     ),
     "a model that was not prepared": (
         lambda: make_model("Llama"), _as_it_is,
@@ -526,9 +659,11 @@ def test_token_types_of_text_alone_change_nothing(kind: str) -> None:
         torch.testing.assert_close(logits[shown], alone.logits[shown], rtol=1e-5, atol=1e-5)
 
 
-def test_image_tokens_on_one_rank_are_refused_on_every_rank() -> None:
+def test_image_tokens_of_another_model_are_refused_on_every_rank() -> None:
+    """Where the model's types are not known to mean images, and are those of one rank."""
     model = _gemma3()
     model.set_attn_implementation("burst_rt")
+    model.config.model_type = "another"
     batch = make_batch("Gemma3", "plain")
     batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
     batch["token_type_ids"][0, -3:] = 1  # in one block of tokens
@@ -543,6 +678,53 @@ def test_image_tokens_on_one_rank_are_refused_on_every_rank() -> None:
     first, second = burst_rt.run_local(2, run, timeout_s=60)
     assert first == second
     assert "token_type_ids: tokens of an image see each other" in first
+    assert f"expected the types of all {TOKENS} tokens" in first
+
+
+def _with_a_tower() -> Any:
+    model = make_model("Gemma3Images")
+    model.config.image_token_id = 63
+    weight = model.model.multi_modal_projector.mm_input_projection_weight
+    torch.nn.init.normal_(weight)  # 0 in a new model
+    return model
+
+
+def test_a_vision_tower_learns_over_ranks_as_on_one_process() -> None:
+    """Its images become embeddings before the cut."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(3, 60, (2, TOKENS), generator=generator)
+    tokens[0, 10:14] = tokens[1, 35:39] = 63
+    types = (tokens == 63).long()
+    rest = {"token_type_ids": types, "labels": tokens.masked_fill(types == 1, -100)}
+    pixels = torch.randn(2, 3, 224, 224, generator=generator)
+    models = [_with_a_tower() for _ in range(3)]
+    alone = models[0]
+    expected = alone(input_ids=tokens, pixel_values=pixels, **rest).loss
+    expected.backward()
+    as_text = alone(input_ids=tokens, pixel_values=pixels, labels=rest["labels"]).loss
+    assert abs(as_text / expected - 1) > 1e-5, "what images see must matter"
+
+    def run(ctx: burst_rt.Context) -> Any:
+        model = models[1 + ctx.rank]
+        model.set_attn_implementation({"text_config": "burst_rt", "vision_config": "sdpa"})
+        burst_rt.hf.prepare(model, ctx)
+        embedded = model.get_input_embeddings()(tokens)
+        images = model.get_image_features(pixels).pooler_output
+        embedded = embedded.masked_scatter((tokens == 63)[..., None], images)
+        part = burst_rt.hf.shard({"inputs_embeds": embedded, **rest}, ctx)
+        loss = model(**part).loss
+        loss.backward()
+        burst_rt.average_gradients(model.parameters(), group=ctx)
+        return loss.item(), dict(model.named_parameters())
+
+    for loss, parameters in burst_rt.run_local(2, run, timeout_s=60):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        for name, parameter in alone.named_parameters():
+            if parameter.grad is None or name.endswith("k_proj.bias"):  # which changes no softmax
+                assert (parameters[name].grad is None) == (parameter.grad is None), name
+                continue
+            off = (parameters[name].grad - parameter.grad).abs().max()
+            assert off <= 1e-5 * parameter.grad.abs().max(), name
 
 
 def test_a_model_whose_loss_is_computed_of_its_logits() -> None:
@@ -587,12 +769,13 @@ def test_preparing_leaves_modes_as_they_are_and_hooks_once() -> None:
         layers = mine.model.layers
         return layers[0].training, layers[1].training, len(mine._forward_pre_hooks)
 
-    assert burst_rt.run_local(2, run, timeout_s=60) == [(False, True, 1)] * 2
+    assert burst_rt.run_local(2, run, timeout_s=60) == [(False, True, 2)] * 2
 
 
 def test_a_mask_that_is_changed_is_refused() -> None:
     mask: Any = MaskHandover(masking_utils.causal_mask_function)
     assert not hasattr(mask, "keys")
+    assert mask[:, :, 0:, :] is mask
     changes: list[Callable[[], object]] = [
         lambda: mask[:, :4], lambda: torch.ones(2) + mask, lambda: mask.to("cpu"),
     ]  # fmt: skip

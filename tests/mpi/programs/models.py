@@ -23,6 +23,8 @@ import burst_rt.hf
 Differences = dict[str, float]
 # A model with plain parameters, and one with sinks and a softmax over experts.
 _WRAPPED = ("Llama", "GptOss")
+# Ones with masks with arguments, with images, and with a balancing loss.
+_COMPILED = ("Gemma3", "Gemma3Images", "Mixtral")
 _LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 
 
@@ -46,10 +48,11 @@ def main(ctx: burst_rt.Context, truths: dict[str, dict[str, Any]]) -> dict[str, 
                 found[case] = _differences(ctx, name, "packed", truth, wrap=wrap)
         dist.destroy_process_group()
     if ctx.world_size == 2:
-        truth, compiled = truths["Gemma3"]["packed"], partial(torch.compile, backend="aot_eager")
-        found["Gemma3 packed compiled"] = _differences(
-            ctx, "Gemma3", "packed", truth, wrap=compiled, after=average
-        )
+        compiled = partial(torch.compile, backend="aot_eager")
+        for name in _COMPILED:
+            found[f"{name} packed compiled"] = _differences(
+                ctx, name, "packed", truths[name]["packed"], wrap=compiled, after=average
+            )
     return found
 
 
@@ -69,10 +72,11 @@ def _differences(
     part = burst_rt.hf.shard(batch, ctx, layout)
     output = model(**part)
     output.loss.backward()
-    after(model.parameters())
+    # What embeds the batch, a vision tower say, learns as the model does.
+    after([*model.parameters(), *(x for x in batch.values() if x.requires_grad)])
     whole = part["burst_rt"].batch.layout.unshard(output.logits.detach())
     meant = seen(batch)
-    grads = gradients(model)
+    grads = gradients(model, batch)
     assert grads.keys() == truth["gradients"].keys()
     return {
         "loss": abs(output.loss.item() / truth["loss"] - 1),

@@ -35,6 +35,7 @@ STEPS = 20
 _VOCABULARY = 64
 _ROWS = 34  # of 30 to 93 tokens; two are left for the last step of an epoch
 _BATCH = 4  # rows a step, in two parts
+_WEIGHT = 1.0  # of the balancing loss, as much as the tokens'
 
 Found = dict[str, Any]
 
@@ -341,11 +342,35 @@ def tuned(folder: Path, context: Context | None, num_contexts: int, **others: An
 
 
 def mixed(folder: Path, context: Context | None, num_contexts: int) -> Found:
-    """A mixture of experts without its balancing loss, which TRL adds unless it is told not to."""
+    """A mixture of experts with its balancing loss, which TRL adds unless it is told not to."""
+    trainer = make_tuning(
+        folder, context, num_contexts, make_model=make_mixture, max_steps=6,
+        router_aux_loss_coef=_WEIGHT, per_device_train_batch_size=_BATCH // num_contexts,
+    )  # fmt: skip
+    found = trained(trainer)
+    found["aux_loss"] = [each["aux_loss"] for each in trainer.state.log_history if "loss" in each]
+    return found
+
+
+def unbalanced(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """A mixture of experts without its balancing loss."""
     return tuned(
         folder, context, num_contexts, make_model=make_mixture, router_aux_loss_coef=0.0,
-        max_steps=6,
+        max_steps=2,
     )  # fmt: skip
+
+
+def balanced(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """A mixture of experts whose configuration asks for its balancing loss, in micro-batches."""
+    arguments = transformers.TrainingArguments(**options(folder, num_contexts, max_steps=6))
+    model = make_mixture()
+    model.config.output_router_logits, model.router_aux_loss_coef = True, _WEIGHT
+    trainer = Plain(
+        model=model, args=arguments, data_collator=collate, context=context,
+        train_dataset=make_rows(_ROWS, seed=2),
+    )  # fmt: skip
+    found = trained(trainer)
+    return found | {"eval": {"loss": trainer.evaluate(make_rows(_BATCH, seed=9))["eval_loss"]}}
 
 
 def packed(folder: Path, context: Context | None, num_contexts: int) -> Found:
@@ -414,12 +439,6 @@ def refused(folder: Path, context: Context | None, num_contexts: int) -> Found:
         Plain(model=make_model(), args=arguments, context=context, compute_loss_func=print)
     with refusal("compute_metrics"):
         Plain(model=make_model(), args=arguments, context=context, compute_metrics=print)
-    with refusal("balancing loss, under TRL"):
-        make_tuning(folder, context, num_contexts, make_model=make_mixture)
-    mixture = make_mixture()
-    mixture.config.output_router_logits = True
-    with refusal("balancing loss"):
-        Plain(model=mixture, args=arguments, context=context)
     trainer = new()
     with refusal("predict"):
         trainer.predict(make_rows(4, seed=9))
