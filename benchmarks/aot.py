@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from benchmarks.compiled import Compiled, Request, compile_all
-from burst_rt.kernels.triton.configs import ARCHES, COMPRESSED, KINDS
+from burst_rt.kernels.triton.configs import ARCHES, COMPRESSED, KINDS, takes_producer
 from burst_rt.kernels.triton.tuned import TUNED
 from burst_rt.launch.measure.options import DTYPE, HEAD_DIMS, OUT
 from burst_rt.launch.measure.report import Cell, publish
@@ -83,11 +83,28 @@ def command(
         # Only these are compiled with and without a mask.
         for masked in ((False, True) if kind in TUNED else (False,))
     ]
+    if options["loads"] is None:
+        requests += [
+            request._replace(loads="producer") for request in requests if _takes_producer(request)
+        ]
     publish(
         ", ".join((f"kernels compiled ahead of time, {options['dtype']}", *options["scores"])),
         [_row(compiled) for compiled in compile_all(requests)],
         out,
         _NOTE,
+    )
+
+
+def _takes_producer(request: Request) -> bool:
+    """Whether there is a second kernel for this request: see `takes_producer`."""
+    head_dims = (request.head_dim, request.v_head_dim or request.head_dim)
+    return takes_producer(
+        request.kind,
+        request.arch,
+        head_dims,
+        4 if request.dtype == "fp32" else 2,
+        width=request.width,
+        shaped="softcap" in request.scores or "alibi_slopes" in request.scores,
     )
 
 

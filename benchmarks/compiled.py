@@ -170,7 +170,6 @@ def _main() -> None:
 def _compile(request: Request) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     config = request.config or default_config(
         request.kind,
@@ -178,11 +177,30 @@ def _compile(request: Request) -> Compiled:
         max(request.head_dim, request.v_head_dim),
         4 if request.dtype == "fp32" else 2,
         several=takes_more(request.width, single=request.single),
+        producer=request.loads == "producer",
     )
     config = config._replace(loads=request.loads or config.loads)
-    kernel = _kernel(request.kind)
     constants = _constants(request, config)
-    constants["META"] = Meta(**{name: constants[name] for name in Meta._fields})
+    meta = Meta(**{name: constants[name] for name in Meta._fields})
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.loads == "producer":
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+
+        from burst_rt.kernels.triton.forward_hopper import (
+            NUM_WARPS,
+            TURNS,
+            forward_hopper_kernel,
+            meta_of_hopper,
+        )
+
+        kernel, meta = forward_hopper_kernel, meta_of_hopper(meta)
+        constants |= {"STAGES": config.num_stages, "TURNS": TURNS}
+        options = {"num_warps": NUM_WARPS}
+    else:
+        from triton.compiler import ASTSource as Source
+
+        kernel = _kernel(request.kind)
+    constants["META"] = meta
     signature = {name: _type_of(name, request.dtype, constants) for name in kernel.arg_names}
     # The attributes on which Triton specialises in a call with usual lengths and strides.
     aligned = {
@@ -190,18 +208,14 @@ def _compile(request: Request) -> Compiled:
         for i, name in enumerate(kernel.arg_names)
         if name.startswith(("p_", "stride_"))
     }
-    source = ASTSource(
+    source = Source(
         fn=kernel,
         signature=signature,
         constexprs={name: constants[name] for name in kernel.arg_names if name in constants},
         attrs=aligned,
     )
     target = GPUTarget("cuda", request.arch, 32)
-    built = triton.compile(
-        source,
-        target=target,
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
-    )
+    built = triton.compile(source, target=target, options=options)
     registers, stack_bytes, counts = _read(built.asm["cubin"], request)
     return Compiled(
         request, config, registers, stack_bytes, built.metadata.shared, counts,

@@ -22,6 +22,8 @@ from benchmarks.masks import document_lengths
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
 from burst_rt.kernels.speed import issue_timed
+from burst_rt.kernels.triton.configs import arch_of, default_config, takes_producer
+from burst_rt.kernels.triton.tuned import trial_of
 from burst_rt.launch.measure.options import MAX_TOKENS, OUT
 from burst_rt.launch.measure.report import Cell, median, publish, save
 from burst_rt.launch.measure.timing import worst_idle
@@ -120,6 +122,21 @@ class _Whole:
         forward()
         return forward, backward
 
+    def hopper_side(self) -> Callable[[], object] | None:
+        """The Triton kernel's forward with a producer; None where there is none."""
+        arch = arch_of(torch.cuda.get_device_capability())
+        if not takes_producer("forward", arch, (self.head_dim, self.head_dim), self.q.itemsize):
+            return None
+        config = default_config("forward", arch, self.head_dim, self.q.itemsize, producer=True)
+        with trial_of("forward", config):
+            forward, _ = self.tile_side("triton")
+
+        def with_producer() -> None:
+            with trial_of("forward", config):
+                forward()
+
+        return with_producer
+
 
 def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
     """TFLOP/s of every kernel, forward and backward, in bfloat16."""
@@ -132,10 +149,12 @@ def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
                 sides = {name: whole.torch_side(name) for name in _BACKENDS} | {
                     "triton": whole.tile_side("triton")
                 }
+                hopper = whole.hopper_side()
                 for direction in (0, 1):
-                    seconds = _interleaved(
-                        {name: side[direction] for name, side in sides.items()}, repeats
-                    )
+                    runs = {name: side[direction] for name, side in sides.items()}
+                    if hopper is not None and direction == 0:
+                        runs["hopper"] = hopper
+                    seconds = _interleaved(runs, repeats)
                     speed = {
                         name: whole.flops(direction == 0) / s / 1e12 for name, s in seconds.items()
                     }
@@ -144,7 +163,7 @@ def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
                         "head_dim": head_dim, "tokens": tokens,
                         "mask": "causal" if causal else "full",
                         "direction": ("forward", "backward")[direction],
-                        **{f"{name} TFLOP/s": x for name, x in speed.items()},
+                        **{f"{name} TFLOP/s": speed.get(name) for name in (*sides, "hopper")},
                         "triton / best": speed["triton"] / best,
                     }  # fmt: skip
 

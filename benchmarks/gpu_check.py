@@ -89,6 +89,12 @@ STEPS = (
     ),
     Step("rings against the spec", (*_PYTEST, *_SHARED, "tests/gpu/test_rings.py"), 140),
     Step(
+        "Hopper's forward against the spec",
+        (*_PYTEST, *_SHARED, "tests/gpu/test_hopper.py"),
+        140,
+        beside=True,
+    ),
+    Step(
         "tiles against the spec, 32 bits",
         (*_PYTEST, *_SHARED, _TILES, "-k", f"not ({_HALF})"),
         140,

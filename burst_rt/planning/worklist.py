@@ -40,7 +40,7 @@ class ColumnSpans(NamedTuple):
     """The columns of a tile that its rows see.
 
     Row r of batch row b sees column c where bounds[b, 0, w, r] <= c < bounds[b, 1, w, r] for a span
-    w. Spans of a row do not overlap. Missing spans are empty and come last.
+    w. Spans of a row are in order and do not overlap. Missing spans are empty and come last.
     """
 
     bounds: Integers  # `[batch or 1, 2, width, rows]`; 1: every batch row sees the same

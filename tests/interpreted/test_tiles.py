@@ -330,6 +330,13 @@ def test_head_sizes_through_descriptors(head_dim: int) -> None:
         assert_right(call)
 
 
+def test_what_has_no_producer_is_done_without() -> None:
+    """float32 never has one, nor has the interpreter: the table's configuration is taken."""
+    call = make_call(PLACES["few tokens"], torch.float32, head_dim=64)
+    with trial_of("forward", Config(128, 128, 8, 2, "producer")):
+        assert_right(call)
+
+
 def test_the_allocator_of_the_program_stays() -> None:
     """Kernels that make descriptors ask Triton's allocator for memory, and a program may have its
     own.

@@ -225,6 +225,38 @@ def test_lengths_that_blocks_do_not_divide() -> None:
         assert found.spills <= most or found.request.head_dim == 80, found
 
 
+@_sampled(
+    Request(
+        "forward", 90, head_dim, masked, dtype, width=width, single=single, scores=scores,
+        loads="producer", only=only,
+    )
+    for head_dim in (64, 128)
+    for masked, width, single in (
+        (False, 1, True), (True, 1, True), (True, 1, False), (True, 2, False), (True, 2, True)
+    )
+    for only in (False, True)
+    for dtype in ("bf16", "fp16")
+    for scores in (((), ("sinks",)) if only else ((),))
+)  # fmt: skip
+def test_a_producer(requests: list[Request]) -> None:
+    """Hopper's forward whose warps have roles: what each takes fits, whichever Triton this is.
+
+    Triton makes it of Gluon, whose functions change from version to version.
+    """
+    for found in _compile(requests):
+        # Blocks of 128 x 128 with several spans a row, of which no mask's tiles have many.
+        large = found.request.head_dim == 128 and found.config.blocks == (128, 128)
+        most = 0 if not large or not found.request.masked else 2 if found.request.width == 1 else 40
+        assert found.spills <= most, found
+        # Three warpgroups share the registers of a processor, 504 for a thread of each.
+        assert found.registers == 168, found
+        assert 0 < found.shared_bytes <= ARCHES[90], found
+        # Two consumers, each with both products before, in and behind the loop.
+        assert found.instructions["HGMMA"] >= 2 * 2 * _NUM_PRODUCTS["forward"], found
+        assert found.instructions["TMA"] >= 4, found  # two halves of queries, keys, values
+        assert not found.serialized, found
+
+
 # Compressed spans on Blackwell: a kernel to which ptxas (of triton 3.7) gives 128 registers.
 _SPILLS_OF_SEVERAL = {("forward", 100, 64, COMPRESSED): 80}
 # Timed on an H100 under windows and blocks.

@@ -16,7 +16,15 @@ from burst_rt import BlockSparse, Causal, Full, Mask, SlidingWindow
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, Tile, Work, pick
 from burst_rt.kernels.triton import tables
-from burst_rt.kernels.triton.configs import ARCHES, arch_of, block_width, default_config
+from burst_rt.kernels.triton.configs import (
+    ARCHES,
+    CELLS,
+    COMPRESSED,
+    arch_of,
+    block_width,
+    default_config,
+    takes_producer,
+)
 from burst_rt.kernels.triton.configs import KINDS as KERNEL_KINDS
 from burst_rt.planning.layouts import make_layout
 
@@ -182,6 +190,32 @@ def test_another_stream_waits_for_the_copy(
         current[0] = number
         assert tables._kept("key", torch.device("cuda", 0), lambda: kept) == "the table"
     assert told == [(8, "copied"), ("kept for", 8)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"head_dims": (64, 64)}, True),
+        ({"width": 4}, True),
+        ({"kind": "dq"}, False),
+        ({"arch": 100}, False),
+        ({"arch": 86}, False),
+        ({"arch": None}, False),  # the interpreter
+        ({"head_dims": (128, 64)}, False),
+        ({"head_dims": (96, 96)}, False),
+        ({"input_bytes": 4}, False),
+        ({"width": CELLS}, False),
+        ({"width": COMPRESSED}, False),
+        ({"shaped": True}, False),
+        ({"described": False}, False),
+    ],
+)
+def test_which_calls_can_have_a_producer(changes: dict[str, Any], taken: bool) -> None:
+    call: dict[str, Any] = {
+        "kind": "forward", "arch": 90, "head_dims": (128, 128), "input_bytes": 2,
+    }  # fmt: skip
+    assert takes_producer(**(call | changes)) is taken
 
 
 def test_there_is_a_configuration_for_everything() -> None:

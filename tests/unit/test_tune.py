@@ -60,7 +60,47 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
     assert {config.loads for config in candidates("forward", 90, 128, 2)} == {
         "pointers",
         "descriptors",
+        "producer",
     }
+    for others in (("forward", 90, 96, 2), ("forward", 90, 128, 4), ("dq", 90, 128, 2)):
+        assert not any(config.loads == "producer" for config in candidates(*others))
+    for head_dim in (64, 128):
+        for config in candidates("forward", 90, head_dim, 2):
+            if config.loads == "producer":
+                # What the kernel is written for; with one stage its warps would wait for ever.
+                assert (config.block_m, config.num_warps) == (128, 8)
+                assert config.num_stages >= 2
+
+
+def test_a_producer_where_the_call_can_have_one(chip: Path) -> None:
+    """A configuration with a producer that was measured, or is tried, leaves other calls as they
+    are.
+    """
+    from burst_rt.kernels.triton.kernel import _cuts_of
+
+    def configs(producer: bool, head_dim: int = 128) -> list[Config]:
+        cut, *found = _cuts_of("forward", _CUDA, head_dim, torch.bfloat16, producer)
+        assert [cut.blocks, cut.several] == [config.blocks for config in found]
+        return found
+
+    table = [default_config("forward", 90, 128, 2, several=several) for several in (False, True)]
+    assert configs(True) == configs(False) == table
+    for head_dim in (64, 128):
+        other = [
+            default_config("forward", 90, head_dim, 2, several=several) for several in (False, True)
+        ]
+        own = [
+            default_config("forward", 90, head_dim, 2, several=several, producer=True)
+            for several in (False, True)
+        ]
+        with trial_of("forward", own[0]):
+            assert configs(True, head_dim) == own
+            assert configs(False, head_dim) == other
+    tuned = Config(128, 64, 8, 2, "producer")
+    assert keep("forward", _CUDA, 128, torch.bfloat16, tuned)
+    assert configs(True)[0] == tuned
+    assert all(config.loads == "producer" for config in configs(True))
+    assert configs(False) == table
 
 
 def test_what_cannot_be_compiled_beside_is_left_to_its_trial(

@@ -289,3 +289,15 @@ def test_a_subclass_that_sees_otherwise_has_no_period() -> None:
     assert in_place_of(Causal(), q, kv) != (q, kv)
     assert in_place_of(_Odd(), q, kv) == (q, kv)
     assert in_place_of(_Odd() | First(4), q, kv) == (q, kv)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_spans_of_a_row_are_in_order(name: str) -> None:
+    """Hopper's forward hides what lies between a span and the next."""
+    sizes = Sizes(60, 60, 2)
+    for rows in ((range(60),), (range(10), range(50, 60)), (range(1, 60, 4),)):
+        bounds = column_spans(MASKS[name].mask(sizes), rows, rows).bounds
+        starts, stops = bounds[:, 0], bounds[:, 1]
+        filled = starts < stops
+        assert (filled[:, :-1] | ~filled[:, 1:]).all()  # empty spans come last
+        assert (stops[:, :-1] <= starts[:, 1:])[filled[:, 1:]].all()

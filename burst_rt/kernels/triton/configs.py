@@ -1,14 +1,14 @@
 """Block sizes, warps, stages and ways to load of every kernel, by chip, head size and input type.
 
-Data only: neither torch nor triton. The numbers of 16-bit inputs on Hopper, up to 128 channels, are
-the fastest on an H100 for bfloat16 at 64 and 128 channels, full and causal (`burst-rt bench tune`;
-benchmarks/LOG.md). No GPU has timed any other number. Those were found by compiling ahead of time
-for each chip (`python -m benchmarks aot`): the largest blocks whose registers do not spill, and
-whose shared memory fits.
+Data, and which calls take them: neither torch nor triton. The numbers of 16-bit inputs on Hopper,
+up to 128 channels, are the fastest on an H100 for bfloat16 at 64 and 128 channels, full and causal
+(`burst-rt bench tune`; benchmarks/LOG.md). No GPU has timed any other number. Those were found by
+compiling ahead of time for each chip (`python -m benchmarks aot`): the largest blocks whose
+registers do not spill, and whose shared memory fits.
 Some calls take more registers, and smaller blocks where these would spill (`takes_more`). Above 128
 channels some spill all the same. With two stages Triton loads a block into the memory of the block
 before it, once that is used up: where three fit, the loads of one block run while another is
-multiplied.
+multiplied. With a producer, two stages are two blocks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ __all__ = [
     "CELLS",
     "COMPRESSED",
     "KINDS",
+    "PRODUCER_FIRST",
     "Config",
     "Loads",
     "arch_of",
     "block_width",
     "default_config",
     "takes_more",
+    "takes_producer",
 ]  # fmt: skip
 
 # The kernels.
@@ -41,7 +43,8 @@ ARCHES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 # How blocks of the inputs are loaded. "pointers": every thread loads by its own pointers.
 # "descriptors": the copy engine of Hopper and later chips loads, through tensor descriptors (TMA).
-Loads = Literal["pointers", "descriptors"]
+# "producer": so it does, and warps that do nothing else tell it to (`forward_hopper.py`).
+Loads = Literal["pointers", "descriptors", "producer"]
 
 
 class Config(NamedTuple):
@@ -49,7 +52,7 @@ class Config(NamedTuple):
 
     block_m: int  # queries in a block
     block_n: int  # keys in a block
-    num_warps: int  # warps of a block
+    num_warps: int  # warps of a block, without a producer's
     num_stages: int  # how many stages deep loads run ahead
     loads: Loads = "pointers"
 
@@ -98,6 +101,13 @@ _SEVERAL: dict[tuple[str, int], tuple[Config | None, ...]] = {
     ("dkdv", 90): (Config(64, 64, 4, 3, "descriptors"), None, None),
     ("dkdv", 100): (Config(64, 64, 8, 3), Config(64, 64, 8, 3), None),
 }
+
+# Hopper's forward with a producer, for head sizes 64 and 128; and of calls that take more.
+_PRODUCER = (Config(128, 128, 8, 2, "producer"), Config(128, 128, 8, 2, "producer"))
+_PRODUCER_SEVERAL = (Config(128, 128, 8, 2, "producer"), Config(128, 64, 8, 3, "producer"))
+# Whether it goes before the other forward where it takes a call. Otherwise it runs only where
+# `burst-rt bench tune` found it faster.
+PRODUCER_FIRST = False
 
 # 32-bit inputs, multiplied on the ordinary cores at full precision: the same for every chip.
 _SINGLE = {
@@ -154,14 +164,50 @@ def takes_more(width: int, *, single: bool) -> bool:
     return not single or width in (COMPRESSED, CELLS)
 
 
+def takes_producer(
+    kind: str,
+    arch: int | None,
+    head_dims: tuple[int, int],
+    input_bytes: int,
+    *,
+    width: int = 1,
+    shaped: bool = False,
+    described: bool = True,
+) -> bool:
+    """Whether a call can have a producer: the one place that decides between the two forwards.
+
+    kind, arch, input_bytes: as for `default_config`. head_dims: of q and k, and of v. width: WIDTH
+    of `work.py`. shaped: whether there is a softcap, or ALiBi. described: whether the copy engine
+    can read the inputs. All else goes to `forward.py`.
+    """
+    return (
+        kind == "forward"
+        and arch == 90
+        and head_dims in ((64, 64), (128, 128))
+        and input_bytes == 2
+        and width not in (COMPRESSED, CELLS)
+        and not shaped
+        and described
+    )
+
+
 def default_config(
-    kind: str, arch: int | None, head_dim: int, input_bytes: int, *, several: bool = False
+    kind: str,
+    arch: int | None,
+    head_dim: int,
+    input_bytes: int,
+    *,
+    several: bool = False,
+    producer: bool = False,
 ) -> Config:
     """The configuration of a kernel on a chip.
 
     kind: one of KINDS. arch: a key of ARCHES, or None for Triton's interpreter. input_bytes: size
-    of one element of the inputs. several: for what `takes_more`.
+    of one element of the inputs. several: for what `takes_more`. producer: with one, for what
+    `takes_producer`.
     """
+    if producer:
+        return (_PRODUCER_SEVERAL if several else _PRODUCER)[head_dim > 64]
     if arch is None:
         own = _INTERPRETED[kind]
         return _INTERPRETED_SEVERAL.get(kind, own) if several else own

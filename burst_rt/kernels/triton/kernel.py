@@ -24,6 +24,7 @@ from burst_rt.kernels.base import (
     Kernel,
     Places,
     Results,
+    ScoreOptions,
     State,
     Tile,
     Upstream,
@@ -32,8 +33,16 @@ from burst_rt.kernels.base import (
     write_from_sums,
 )
 from burst_rt.kernels.decode import Partial, SeenColumns
-from burst_rt.kernels.triton.configs import CELLS, Config, arch_of, default_config, takes_more
-from burst_rt.kernels.triton.launch import LOG2_E, TileArguments
+from burst_rt.kernels.triton.configs import (
+    CELLS,
+    PRODUCER_FIRST,
+    Config,
+    arch_of,
+    default_config,
+    takes_more,
+    takes_producer,
+)
+from burst_rt.kernels.triton.launch import LOG2_E, TileArguments, fit_descriptors
 from burst_rt.kernels.triton.parts import ascending_groups, in_order, places_of_parts, slices_of
 from burst_rt.kernels.triton.tables import (
     CutOfTile,
@@ -134,14 +143,17 @@ class TritonKernel(Kernel):
                     x.copy_(y)
 
     def _forward(self, qkv: QKV, tile: Tile, state: State, cells: torch.Tensor | None) -> None:
-        from burst_rt.kernels.triton.forward import launch_forward
-
         _check_state(state)
         (arguments, config), out = _arguments("forward", qkv, tile, cells), state.out
+        launch: Callable[..., None]
+        if config.loads == "producer":
+            from burst_rt.kernels.triton.forward_hopper import launch_forward_hopper as launch
+        else:
+            from burst_rt.kernels.triton.forward import launch_forward as launch
         if arguments.interpret and tile.last and out.dtype != state.acc.dtype:
             # The interpreter rounds towards zero when it stores 16-bit numbers; torch does not.
             out = torch.empty_like(state.acc)
-        _start(out.device, launch_forward, qkv, state._replace(out=out), arguments, config)
+        _start(out.device, launch, qkv, state._replace(out=out), arguments, config)
         if out is not state.out:
             state.out.copy_(out)
         tile.progress()
@@ -226,11 +238,22 @@ class TritonKernel(Kernel):
         tile.progress()
 
     def table_bytes(self, work: Work, places: Iterable[Places], tile: TileShape) -> int:
-        """See `Kernel.table_bytes`. Spans of rows, lists of work, and positions with ALiBi."""
+        """See `Kernel.table_bytes`. Spans of rows, lists of work, and positions with ALiBi.
+
+        Where a tile's tensors decide between two kernels that cut it differently, it counts both.
+        """
         head_dim = max(work.head_dims)
+        arch = _arch_or_none(work.device)
         cuts = [
-            _cuts_of(kind, work.device, head_dim, work.dtype)[0]
+            cut
             for kind in (("forward",) if work.forward else ("dkdv", "dq"))
+            for cut in {
+                _cuts_of(kind, work.device, head_dim, work.dtype, producer)[0]
+                for producer in (
+                    False,
+                    takes_producer(kind, arch, work.head_dims, work.dtype.itemsize),
+                )
+            }
         ]
         parts = (
             part
@@ -259,26 +282,40 @@ def _arguments(
 ) -> tuple[TileArguments, Config]:
     """The arguments of a kernel. cells: the tile's cells, if its mask has no spans."""
     device, score_options = qkv.q.device, tile.score_options
-    head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
-    cut, *configs = _cuts_of(kind, device, head_dim, qkv.q.dtype)
     alike = same_tables(tile)
-    if cells is None:
-        spans = spans_of_tile(alike, device)
-        lists = lists_for(alike, cut, spans.width, device)
-        config = configs[takes_more(spans.width, single=lists.single)]
-    else:
-        lists = lists_for(alike, cut, CELLS, device)
-        config = configs[takes_more(CELLS, single=lists.single)]
-        spans = cells_table(cells, config.block_n)
+    seen = None if cells is not None else spans_of_tile(alike, device)
+    width = CELLS if seen is None else seen.width
+    producer = _takes_producer(kind, qkv, score_options, width)
+    head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
+    cut, *configs = _cuts_of(kind, device, head_dim, qkv.q.dtype, producer)
+    lists = lists_for(alike, cut, width, device)
+    config = configs[takes_more(width, single=lists.single)]
+    if cells is not None:
+        seen = cells_table(cells, config.block_n)
         if not lists.by_row:
             # Batch rows may see other cells, but have the same work.
             lists = lists._replace(lines=lists.lines.repeat(len(cells)), by_row=1)
+    assert seen is not None
     arguments = TileArguments(
-        spans, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
+        seen, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
         _interpreting(), score_options,
         None if score_options.alibi_slopes is None else positions_of_tile(tile, device),
     )  # fmt: skip
     return arguments, config
+
+
+def _takes_producer(kind: str, qkv: QKV, options: ScoreOptions, width: int) -> bool:
+    """`takes_producer` for a tile. width: WIDTH of `work.py`."""
+    q, _, v = qkv
+    return kind == "forward" and takes_producer(
+        kind,
+        _arch_or_none(q.device),
+        (q.shape[3], v.shape[3]),
+        q.itemsize,
+        width=width,
+        shaped=options.softcap is not None or options.alibi_slopes is not None,
+        described=fit_descriptors(*qkv),
+    )
 
 
 def _config(kind: str, *inputs: torch.Tensor) -> Config:
@@ -287,26 +324,37 @@ def _config(kind: str, *inputs: torch.Tensor) -> Config:
 
 
 def _config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Config:
-    arch = None if device.type == "cpu" else _arch(device)
+    arch = _arch_or_none(device)
     return config_of(kind, device, head_dim, dtype) or default_config(
         kind, arch, head_dim, dtype.itemsize
     )
 
 
 def _cuts_of(
-    kind: str, device: torch.device, head_dim: int, dtype: torch.dtype
+    kind: str, device: torch.device, head_dim: int, dtype: torch.dtype, producer: bool
 ) -> tuple[CutOfTile, Config, Config]:
     """A kernel's cut of a tile, its configuration, and the configuration of calls that
-    `takes_more`.
+    `takes_more`. producer: whether the call can have one.
     """
-    config = _config_of(kind, device, head_dim, dtype)
-    arch = None if device.type == "cpu" else _arch(device)
+    arch = _arch_or_none(device)
+    measured = config_of(kind, device, head_dim, dtype)
+    wanted = PRODUCER_FIRST if measured is None else measured.loads == "producer"
+    if wanted and not producer:
+        measured = None
     default, other = (
-        default_config(kind, arch, head_dim, dtype.itemsize, several=several)
+        default_config(
+            kind, arch, head_dim, dtype.itemsize, several=several, producer=wanted and producer
+        )
         for several in (False, True)
     )
+    config = measured or default
     several = config if other == default else other._replace(loads=config.loads)
     return CutOfTile(config.blocks, kind == "dkdv", several.blocks), config, several
+
+
+def _arch_or_none(device: torch.device) -> int | None:
+    """The key of `ARCHES` for a device; None for a CPU, and so for the interpreter."""
+    return None if device.type == "cpu" else _arch(device)
 
 
 @lru_cache

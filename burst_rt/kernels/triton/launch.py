@@ -14,7 +14,10 @@ from burst_rt.kernels.base import ScoreOptions
 from burst_rt.kernels.triton.configs import Config, block_width
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
-__all__ = ["LOG2_E", "Meta", "TileArguments", "constants_of", "strides", "uses_descriptors"]
+__all__ = [
+    "LOG2_E", "Meta", "TileArguments", "constants_of", "fit_descriptors", "meta_of", "strides",
+    "uses_descriptors",
+]  # fmt: skip
 
 LOG2_E = 1.4426950408889634
 # Maximum stride from token to token: elements within a block of at most 256 rows are addressed in
@@ -127,8 +130,16 @@ def constants_of(
 
     others: fields of `Meta` that one kernel alone has.
     """
+    meta = meta_of(arguments, config, *inputs, **others)
+    return {"META": meta, "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def meta_of(
+    arguments: TileArguments, config: Config, *inputs: torch.Tensor, **others: bool
+) -> Meta:
+    """META of `constants_of`."""
     head_dim, v_head_dim = inputs[0].shape[3], inputs[2].shape[3]
-    meta = Meta(
+    return Meta(
         HEAD_DIM=head_dim,
         BLOCK_D=block_width(head_dim),
         V_HEAD_DIM=v_head_dim,
@@ -147,7 +158,6 @@ def constants_of(
         INTERPRET=arguments.interpret,
         **others,
     )
-    return {"META": meta, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def uses_descriptors(config: Config, *inputs: torch.Tensor) -> bool:
@@ -155,13 +165,16 @@ def uses_descriptors(config: Config, *inputs: torch.Tensor) -> bool:
 
     It is as configured if the copy engine can read all of the tensors, else False.
     """
-    return config.loads == "descriptors" and all(map(_fits_descriptor, inputs))
+    return config.loads == "descriptors" and fit_descriptors(*inputs)
 
 
-def _fits_descriptor(x: torch.Tensor) -> bool:
-    """Whether the address and the strides are multiples of 16 bytes.
+def fit_descriptors(*inputs: torch.Tensor) -> bool:
+    """Whether the addresses and the strides of BSHD tensors are multiples of 16 bytes.
 
     CUDA Driver API, cuTensorMapEncodeTiled.
     """
-    strides_bytes = [stride * x.itemsize for stride in x.stride()[:3]]
-    return not any(number % 16 for number in (x.data_ptr(), *strides_bytes))
+    return not any(
+        number % 16
+        for x in inputs
+        for number in (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:3]))
+    )

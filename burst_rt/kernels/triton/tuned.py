@@ -15,7 +15,14 @@ from typing import get_args
 
 import torch
 
-from burst_rt.kernels.triton.configs import ARCHES, Config, Loads, block_width, default_config
+from burst_rt.kernels.triton.configs import (
+    ARCHES,
+    Config,
+    Loads,
+    block_width,
+    default_config,
+    takes_producer,
+)
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.remembered import recall, remember
 
@@ -76,6 +83,13 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
         if _may_fit(kind, arch, block_width(head_dim), input_bytes, (m, n, warps, stages))
         for loads in _loads(arch, stages)
     ]
+    if takes_producer(kind, arch, (head_dim, head_dim), input_bytes):
+        # Two warpgroups of 64 rows each; the copy engine fills one buffer while another is read.
+        fitting += [
+            Config(128, n, 8, stages, "producer")
+            for n, stages in product((128, 64), (3, 2))
+            if _may_fit(kind, arch, head_dim, input_bytes, (128, n, 8, stages))
+        ]
     fitting.sort(
         key=lambda config: (
             -config.block_m * config.block_n,
