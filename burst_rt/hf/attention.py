@@ -50,7 +50,6 @@ def _make_mask(
     mask_function: Any,
     attention_mask: MaskHandover | torch.Tensor | None = None,
     config: object = None,
-    batch_size: int = 1,
     q_length: int = 0,
     q_offset: int = 0,
     kv_length: int = 0,
@@ -73,7 +72,7 @@ def _make_mask(
         refuse(_NAME, error)
     if mask != Full() and kv_length > q_offset + q_length:
         _refuse(f"a static cache or a prefix is not done; expected none, or {_CACHE}", None)
-    return MaskHandover(mask_function, (batch_size, 1, q_length, kv_length))
+    return MaskHandover(mask_function, (others.get("batch_size", 1), 1, q_length, kv_length))
 
 
 def attend(

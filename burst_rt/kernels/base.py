@@ -346,7 +346,7 @@ class Kernel(Protocol):
         sees, and after the last, they may hold anything; between the two, numbers. If not
         overridden, torch's own operators compute it in the type of the sums.
         """
-        decode_plainly(*qkv, seen, scale, softcap, into)
+        decode_plainly(qkv, seen, scale, softcap, into)
 
     def table_bytes(self, work: Work, places: Iterable[Places], tile: TileShape) -> int:
         """Bytes on the device of the tables by which tiles at these places are worked.

@@ -138,15 +138,14 @@ def parts_of_columns(first: int, last: int, column_bytes: int) -> Iterator[range
 
 
 def decode_plainly(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     seen: SeenColumns,
     scale: float,
     softcap: float | None,
     into: Partial,
 ) -> None:
     """See `Kernel.decode`. By matrix products, in the type of the sums, on any device."""
+    q, k, v = qkv
     (batch, q_len, heads, _), kv_heads, work = q.shape, k.shape[2], into.lse.dtype
     into.start()
     hulls = [hull for hull in seen.hulls if hull != (0, 0)]

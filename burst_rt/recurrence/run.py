@@ -147,11 +147,11 @@ def backward_stages(
     sums: SegmentGrads,
 ) -> Stages:
     """The stages of one of this rank's segments; dout and sums are those of all tokens."""
-    own = SegmentGrads(
-        tuple(None if dx is None else dx[:, shard] for dx in sums.tokens), sums.shared
-    )
     segment = _segment(call, bound, shard)
-    return call.recurrence.backward(segment, before, dout[:, shard].to(call.wide), own)
+    tokens = tuple(None if dx is None else dx[:, shard] for dx in sums.tokens)
+    return call.recurrence.backward(
+        segment, before, dout[:, shard].to(call.wide), sums._replace(tokens=tokens)
+    )
 
 
 def _forward(call: RecurrenceCall, bound: Bound, initial: Tensor | None) -> list[Tensor]:

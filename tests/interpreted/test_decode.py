@@ -57,7 +57,7 @@ def test_parts_are_those_of_plain_products(length: int, head_dim: int) -> None:
         some = QKV(*(x.to(_DEVICE) for x in (q, k, v)))
         if kernel is None:
             wide = QKV(*(x.double() for x in some))
-            decode_plainly(*wide, seen, 0.3, softcap, into)
+            decode_plainly(wide, seen, 0.3, softcap, into)
         else:
             kernel.decode(some, seen, 0.3, softcap, into)
         parts.append(into)
