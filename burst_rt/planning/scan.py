@@ -325,22 +325,31 @@ class _Builder:
         if scan.shares_last and not scan.forward:
             self._bring()
         for place in places:
-            if place:
-                g.buffer(f"before {place}", size_bytes=scan.state_bytes)
-            g.buffer(f"after {place}", size_bytes=scan.state_bytes)
-            if self._way(place) is Way.OPEN:
-                reads = [g.buffers[f"prepared {place}"]]
-                self._stage(Fold, place, reads=reads, writes=[g.buffers[f"after {place}"]])
+            self._declare(place)
         if scan.alternate:
-            links = [(scan.tag(place), self._send, place) for place in places]
-            links += [(scan.tag(place - 1), self._receive, place) for place in places if place]
-            for _, exchange, place in sorted(links, key=lambda link: link[0]):
-                exchange(place)
+            self._alternate(places)
         for place in places:
             self._pass(place)
         if scan.shares_last and scan.forward:
             self._give()
         return g.build()
+
+    def _declare(self, place: int) -> None:
+        """The memory of a segment's states; an open segment knows the state after it already."""
+        g, size = self.g, self.scan.state_bytes
+        if place:
+            g.buffer(f"before {place}", size_bytes=size)
+        after = g.buffer(f"after {place}", size_bytes=size)
+        if self._way(place) is Way.OPEN:
+            self._stage(Fold, place, reads=[g.buffers[f"prepared {place}"]], writes=[after])
+
+    def _alternate(self, places: Sequence[int]) -> None:
+        """All messages of states at once, in the order of their tags."""
+        scan = self.scan
+        links = [(scan.tag(place), self._send, place) for place in places]
+        links += [(scan.tag(place - 1), self._receive, place) for place in places if place]
+        for _, exchange, place in sorted(links, key=lambda link: link[0]):
+            exchange(place)
 
     def _way(self, place: int) -> Way:
         return self.scan.ways[self.scan.order[place]]

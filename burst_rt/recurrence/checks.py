@@ -64,16 +64,9 @@ def check_sizes(
             f"{name}: layout must come from Context.layout, got {type(layout).__name__}"
         )
     sizes = {"t": layout.shard_len} | (known or {})
-    device = layout.runtime.device
     for argument, (x, letters) in tensors.items():
         where, axes = f"{name}: {argument}", letters.split()
-        if not isinstance(x, Tensor):
-            raise InputError(f"{where} must be a torch.Tensor, got {type(x).__name__}")
-        if x.device != device or x.layout != torch.strided or x.dtype not in DTYPES:
-            raise InputError(
-                f"{where} must be a dense tensor of {_FLOATS} on {device}, the context's device, "
-                f"got {x.layout}, {x.dtype} on {x.device}"
-            )
+        _check_kind(where, x, layout.runtime.device)
         expected, got = [sizes.get(letter) for letter in axes], tuple(x.shape)
         fits = len(got) == len(axes) and all(
             n == want or (want is None and n > 0) for want, n in zip(expected, got, strict=True)
@@ -86,6 +79,16 @@ def check_sizes(
             raise InputError(f"{where} must be [{words}], got {got}")
         sizes |= dict(zip(axes, got, strict=True))
     return sizes
+
+
+def _check_kind(where: str, x: object, device: torch.device) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{where} must be a torch.Tensor, got {type(x).__name__}")
+    if x.device != device or x.layout != torch.strided or x.dtype not in DTYPES:
+        raise InputError(
+            f"{where} must be a dense tensor of {_FLOATS} on {device}, the context's device, got "
+            f"{x.layout}, {x.dtype} on {x.device}"
+        )
 
 
 _LETTERS = {
