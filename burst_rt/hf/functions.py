@@ -110,19 +110,24 @@ def _words(x: Any, known: set[int]) -> Iterator[str]:
     elif isinstance(x, _NAMED) and _is_library(x.__module__) and "<" not in x.__qualname__:
         yield f"{x.__module__}.{x.__qualname__}"
     elif isinstance(x, types.FunctionType):
-        if id(x) in known:
-            return
-        known.add(id(x))
-        yield from _words(x.__code__, known)
-        yield from _words(x.__defaults__, known)
-        yield from _words(tuple(sorted((x.__kwdefaults__ or {}).items())), known)
-        yield from _words(tuple(cell.cell_contents for cell in x.__closure__ or ()), known)
-        for name in sorted(_names(x.__code__)):
-            if name in x.__globals__:
-                yield name
-                yield from _words(x.__globals__[name], known)
+        yield from _words_of_function(x, known)
     else:
         raise _Unsaid(f"a {type(x).__module__}.{type(x).__qualname__}")
+
+
+def _words_of_function(x: types.FunctionType, known: set[int]) -> Iterator[str]:
+    """`_words` of its code, of what it encloses, and of the globals that it names."""
+    if id(x) in known:
+        return
+    known.add(id(x))
+    yield from _words(x.__code__, known)
+    yield from _words(x.__defaults__, known)
+    yield from _words(tuple(sorted((x.__kwdefaults__ or {}).items())), known)
+    yield from _words(tuple(cell.cell_contents for cell in x.__closure__ or ()), known)
+    for name in sorted(_names(x.__code__)):
+        if name in x.__globals__:
+            yield name
+            yield from _words(x.__globals__[name], known)
 
 
 def _is_library(module: str | None) -> bool:
