@@ -118,15 +118,18 @@ class DeltaRule(_MatrixState):
             through = decays.through[..., None].expand(*decays.through.shape, k.shape[-1])
         # A token's new value is u - w S: its own, less what the state and the tokens before it in
         # the chunk already give for its key. Each needs those before it: a triangular system.
-        values = torch.cat([beta * v, beta * k * since], -1)
         # The solver takes the diagonal for ones, and reads nothing above it.
-        values = torch.linalg.solve_triangular(
-            beta * overlap, values, upper=False, unitriangular=True
+        system, later = beta * overlap, (k * until).mT
+        u, w = (
+            torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True)
+            for x in (beta * v, beta * k * since)
         )
-        widths = (v.shape[-1], k.shape[-1])
-        own, given = (seen @ values).split(widths, -1)
-        kept, lost = ((k * until).mT @ values).split(widths, -1)
-        return Chunks(a=torch.diag_embed(through) - lost, b=kept, q=q * since - given, o=own)
+        return Chunks(
+            a=torch.diag_embed(through) - later @ w,
+            b=later @ u,
+            q=q * since - seen @ w,
+            o=seen @ u,
+        )
 
     def flops(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> StageFlops:
         """See `Recurrence.flops`."""
