@@ -188,13 +188,12 @@ def _compile(request: Request) -> Compiled:
 
         from burst_rt.kernels.triton.forward_hopper import (
             NUM_WARPS,
-            TURNS,
             forward_hopper_kernel,
             meta_of_hopper,
         )
 
         kernel, meta = forward_hopper_kernel, meta_of_hopper(meta)
-        constants |= {"STAGES": config.num_stages, "TURNS": TURNS}
+        constants["STAGES"] = config.num_stages
         options = {"num_warps": NUM_WARPS}
     else:
         from triton.compiler import ASTSource as Source

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +22,8 @@ from benchmarks.masks import document_lengths
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
 from burst_rt.kernels.speed import issue_timed
-from burst_rt.kernels.triton.configs import arch_of, default_config, takes_producer
-from burst_rt.kernels.triton.tuned import trial_of
+from burst_rt.kernels.triton.configs import Config, arch_of, default_config, takes_producer
+from burst_rt.kernels.triton.tuned import config_of, trial_of
 from burst_rt.launch.measure.options import MAX_TOKENS, OUT
 from burst_rt.launch.measure.report import Cell, median, publish, save
 from burst_rt.launch.measure.timing import worst_idle
@@ -97,8 +97,13 @@ class _Whole:
 
         return silent_forward, lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
-    def tile_side(self, name: str) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Forward and backward of a tile kernel; the whole sequence is one tile."""
+    def tile_side(
+        self, name: str, config: Config | None = None
+    ) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Forward and backward of a tile kernel; the whole sequence is one tile.
+
+        config: what a Triton forward runs with; None: what calls take.
+        """
         kernel = KERNELS[name]
         mask: Mask = Causal() if self.causal else Full()
         whole = (range(self.tokens),)
@@ -113,7 +118,8 @@ class _Whole:
         grads = Gradients(*map(torch.empty_like, qkv))  # the only tile writes its gradients
 
         def forward() -> None:
-            kernel.forward(qkv, tile, state)
+            with nullcontext() if config is None else trial_of("forward", config):
+                kernel.forward(qkv, tile, state)
 
         def backward() -> None:
             kernel.delta(Results(state.out, state.lse, self.dout, None), rows)
@@ -122,24 +128,32 @@ class _Whole:
         forward()
         return forward, backward
 
-    def hopper_side(self) -> Callable[[], object] | None:
-        """The Triton kernel's forward with a producer; None where there is none."""
+    def forward_configs(self) -> dict[str, Config]:
+        """What the Triton kernel's forwards run with, by name: without a producer, and with one.
+
+        Each is the one tuned on this machine, or the table's. Where no call can have a producer,
+        there is one forward.
+        """
+        head_dim, input_bytes = self.head_dim, self.q.itemsize
         arch = arch_of(torch.cuda.get_device_capability())
-        if not takes_producer("forward", arch, (self.head_dim, self.head_dim), self.q.itemsize):
-            return None
-        config = default_config("forward", arch, self.head_dim, self.q.itemsize, producer=True)
-        with trial_of("forward", config):
-            forward, _ = self.tile_side("triton")
-
-        def with_producer() -> None:
-            with trial_of("forward", config):
-                forward()
-
-        return with_producer
+        tuned = config_of("forward", self.q.device, head_dim, self.q.dtype)
+        producers = {"triton": False}
+        if takes_producer("forward", arch, (head_dim, head_dim), input_bytes):
+            producers["hopper"] = True
+        return {
+            name: tuned
+            if tuned is not None and (tuned.loads == "producer") == producer
+            else default_config("forward", arch, head_dim, input_bytes, producer=producer)
+            for name, producer in producers.items()
+        }
 
 
 def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
-    """TFLOP/s of every kernel, forward and backward, in bfloat16."""
+    """TFLOP/s of every kernel, forward and backward, in bfloat16.
+
+    "triton": forward.py and the backward. "hopper": forward_hopper.py, which calls take instead
+    where it is there, unless `burst-rt bench tune` found the other one faster.
+    """
     for head_dim in (128, 64):
         for tokens in (4096, 8192, 16384, 32768, 65536):
             for causal in (False, True):
@@ -147,24 +161,26 @@ def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
                     continue
                 whole = _Whole(tokens, head_dim, causal)
                 sides = {name: whole.torch_side(name) for name in _BACKENDS} | {
-                    "triton": whole.tile_side("triton")
+                    name: whole.tile_side("triton", config)
+                    for name, config in whole.forward_configs().items()
                 }
-                hopper = whole.hopper_side()
                 for direction in (0, 1):
                     runs = {name: side[direction] for name, side in sides.items()}
-                    if hopper is not None and direction == 0:
-                        runs["hopper"] = hopper
+                    if direction == 1:
+                        runs.pop("hopper", None)  # both have the same backward
                     seconds = _interleaved(runs, repeats)
                     speed = {
                         name: whole.flops(direction == 0) / s / 1e12 for name, s in seconds.items()
                     }
                     best = max(speed[name] for name in _BACKENDS)
+                    ours = {name: speed.get(name) for name in ("triton", "hopper")}
                     yield {
                         "head_dim": head_dim, "tokens": tokens,
                         "mask": "causal" if causal else "full",
                         "direction": ("forward", "backward")[direction],
-                        **{f"{name} TFLOP/s": speed.get(name) for name in (*sides, "hopper")},
-                        "triton / best": speed["triton"] / best,
+                        **{f"{name} TFLOP/s": speed[name] for name in _BACKENDS},
+                        **{f"{name} TFLOP/s": x for name, x in ours.items()},
+                        **{f"{name} / best": x and x / best for name, x in ours.items()},
                     }  # fmt: skip
 
 

@@ -49,8 +49,6 @@ _CASES = {
     "documents of each row": _BF16.but(
         batch=2, mask=Causal() & Documents([[300, 700], [128, 500, 372]])
     ),
-    "64 channels": _BF16.but(q_len=700, head_dim=64),
-    "64 channels, window": _BF16.but(head_dim=64, mask=SlidingWindow(150)),
     "sinks": _BF16.but(q_len=300, sinks=True),
     "float16, full, ragged": _BF16.but(q_len=333, kv_len=457, dtype=torch.float16, mask=None),
     "three tokens": _BF16.but(q_len=3),

@@ -332,8 +332,8 @@ def test_head_sizes_through_descriptors(head_dim: int) -> None:
 
 def test_what_has_no_producer_is_done_without() -> None:
     """float32 never has one, nor has the interpreter: the table's configuration is taken."""
-    call = make_call(PLACES["few tokens"], torch.float32, head_dim=64)
-    with trial_of("forward", Config(128, 128, 8, 2, "producer")):
+    call = make_call(PLACES["few tokens"], torch.float32, head_dim=128)
+    with trial_of("forward", Config(128, 128, 8, 3, "producer")):
         assert_right(call)
 
 

@@ -227,10 +227,9 @@ def test_lengths_that_blocks_do_not_divide() -> None:
 
 @_sampled(
     Request(
-        "forward", 90, head_dim, masked, dtype, width=width, single=single, scores=scores,
+        "forward", 90, 128, masked, dtype, width=width, single=single, scores=scores,
         loads="producer", only=only,
     )
-    for head_dim in (64, 128)
     for masked, width, single in (
         (False, 1, True), (True, 1, True), (True, 1, False), (True, 2, False), (True, 2, True)
     )
@@ -244,9 +243,8 @@ def test_a_producer(requests: list[Request]) -> None:
     Triton makes it of Gluon, whose functions change from version to version.
     """
     for found in _compile(requests):
-        # Blocks of 128 x 128 with several spans a row, of which no mask's tiles have many.
-        large = found.request.head_dim == 128 and found.config.blocks == (128, 128)
-        most = 0 if not large or not found.request.masked else 2 if found.request.width == 1 else 40
+        # Masks take registers, those with several spans a row the most.
+        most = 0 if not found.request.masked else 2 if found.request.width == 1 else 40
         assert found.spills <= most, found
         # Three warpgroups share the registers of a processor, 504 for a thread of each.
         assert found.registers == 168, found

@@ -196,7 +196,7 @@ def test_another_stream_waits_for_the_copy(
     ("changes", "taken"),
     [
         ({}, True),
-        ({"head_dims": (64, 64)}, True),
+        ({"head_dims": (64, 64)}, False),
         ({"width": 4}, True),
         ({"kind": "dq"}, False),
         ({"arch": 100}, False),

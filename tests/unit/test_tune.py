@@ -16,7 +16,13 @@ from burst_rt import Causal, Full
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, Work, pick
 from burst_rt.kernels.triton import tuned as module
-from burst_rt.kernels.triton.configs import ARCHES, Config, block_width, default_config
+from burst_rt.kernels.triton.configs import (
+    ARCHES,
+    Config,
+    block_width,
+    default_config,
+    takes_producer,
+)
 from burst_rt.kernels.triton.tuned import TUNED, candidates, config_of, keep, trial_of
 from burst_rt.launch.bench.cli import command
 from burst_rt.launch.bench.tune import KernelRequest, Trial, best_of, compile_beside, paste
@@ -45,7 +51,8 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
     for head_dim in (16, 64, 80, 128, 256):
         for input_bytes in (2, 4):
             found = candidates(kind, arch, head_dim, input_bytes)
-            assert found[0] == default_config(kind, arch, head_dim, input_bytes)
+            producer = takes_producer(kind, arch, (head_dim, head_dim), input_bytes)
+            assert found[0] == default_config(kind, arch, head_dim, input_bytes, producer=producer)
             assert len(found) == len(set(found)) <= 32
             assert all(arch >= 90 for config in found if config.loads != "pointers")
             for config in found[1:]:
@@ -62,44 +69,37 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
         "descriptors",
         "producer",
     }
-    for others in (("forward", 90, 96, 2), ("forward", 90, 128, 4), ("dq", 90, 128, 2)):
+    for others in (
+        ("forward", 90, 64, 2), ("forward", 90, 96, 2), ("forward", 90, 128, 4), ("dq", 90, 128, 2)
+    ):  # fmt: skip
         assert not any(config.loads == "producer" for config in candidates(*others))
-    for head_dim in (64, 128):
-        for config in candidates("forward", 90, head_dim, 2):
-            if config.loads == "producer":
-                # What the kernel is written for; with one stage its warps would wait for ever.
-                assert (config.block_m, config.num_warps) == (128, 8)
-                assert config.num_stages >= 2
+    roles = [config for config in candidates("forward", 90, 128, 2) if config.loads == "producer"]
+    assert len(roles) == 4
+    for config in roles:
+        # What the kernel is written for; with one stage its warps would wait for ever.
+        assert (config.block_m, config.num_warps) == (128, 8)
+        assert config.num_stages >= 2
 
 
 def test_a_producer_where_the_call_can_have_one(chip: Path) -> None:
-    """A configuration with a producer that was measured, or is tried, leaves other calls as they
-    are.
+    """It has one by default. What was measured, or is tried, comes first, and a configuration with
+    a producer leaves other calls as they are.
     """
     from burst_rt.kernels.triton.kernel import _cuts_of
 
-    def configs(producer: bool, head_dim: int = 128) -> list[Config]:
-        cut, *found = _cuts_of("forward", _CUDA, head_dim, torch.bfloat16, producer)
+    def configs(producer: bool) -> list[Config]:
+        cut, *found = _cuts_of("forward", _CUDA, 128, torch.bfloat16, producer)
         assert [cut.blocks, cut.several] == [config.blocks for config in found]
         return found
 
     table = [default_config("forward", 90, 128, 2, several=several) for several in (False, True)]
-    assert configs(True) == configs(False) == table
-    for head_dim in (64, 128):
-        other = [
-            default_config("forward", 90, head_dim, 2, several=several) for several in (False, True)
-        ]
-        own = [
-            default_config("forward", 90, head_dim, 2, several=several, producer=True)
-            for several in (False, True)
-        ]
-        with trial_of("forward", own[0]):
-            assert configs(True, head_dim) == own
-            assert configs(False, head_dim) == other
+    assert configs(True) == [Config(128, 128, 8, 3, "producer")] * 2
+    assert configs(False) == table
+    with trial_of("forward", table[0]):
+        assert configs(True) == configs(False) == table
     tuned = Config(128, 64, 8, 2, "producer")
     assert keep("forward", _CUDA, 128, torch.bfloat16, tuned)
-    assert configs(True)[0] == tuned
-    assert all(config.loads == "producer" for config in configs(True))
+    assert configs(True) == [tuned] * 2
     assert configs(False) == table
 
 

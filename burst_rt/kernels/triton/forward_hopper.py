@@ -41,14 +41,10 @@ from burst_rt.kernels.triton.producer import (
     produce,
 )
 
-__all__ = [
-    "NUM_WARPS", "TURNS", "forward_hopper_kernel", "launch_forward_hopper", "meta_of_hopper",
-]  # fmt: skip
+__all__ = ["NUM_WARPS", "forward_hopper_kernel", "launch_forward_hopper", "meta_of_hopper"]
 
 # Warps of the first consumer. Those of the other roles come on top.
 NUM_WARPS = 4
-# TURNS of the kernel.
-TURNS = False
 
 # On scalars it is the same in both languages.
 _line_of = gluon.jit(work.line_of.fn)
@@ -135,8 +131,7 @@ def _by_rows(b_row, b_acc):
 
 @gluon.jit
 def _fold(
-    b_acc, b_m, b_l, q_s, q_full, buffers, my_turn, other_turn, line, head, row, scale_log2,
-    META: gl.constexpr, TURNS: gl.constexpr
+    b_acc, b_m, b_l, q_s, q_full, buffers, line, head, row, scale_log2, META: gl.constexpr
 ):  # fmt: skip
     """Folds all blocks of a line, of which there is one at least, into a consumer's rows.
 
@@ -172,17 +167,11 @@ def _fold(
     )
     while place.run < line.end:
         k_stage, v_stage = number % STAGES, (number - 1) % STAGES
-        if TURNS:
-            # The other consumer has started the products of its block number - 1 (the first of the
-            # two need not wait: see the kernel). Both have as many blocks, so no turn is missing.
-            mbarrier.wait(my_turn, (number - 1) & 1)
         b_s_later = warpgroup_mma(
             q_s, buffers.k.index(k_stage).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         mbarrier.wait(buffers.v_full.index(v_stage), phase_of(number - 1, STAGES))
         b_acc_later = warpgroup_mma(b_half, buffers.v.index(v_stage), b_acc, is_async=True)
-        if TURNS:
-            mbarrier.arrive(other_turn, count=1)
         b_s = warpgroup_mma_wait(1, deps=[b_s_later])  # the scores; the other product goes on
         mbarrier.arrive(buffers.k_empty.index(k_stage), count=1)
         if META.MASKED:  # noqa: SIM102
@@ -215,10 +204,7 @@ def _fold(
 
 
 @gluon.jit
-def _consume(
-    q_s, q_full, buffers, my_turn, other_turn, line, head, row, scale_log2,
-    META: gl.constexpr, TURNS: gl.constexpr
-):  # fmt: skip
+def _consume(q_s, q_full, buffers, line, head, row, scale_log2, META: gl.constexpr):
     """A consumer: folds the line into its 64 rows, whose state it reads and writes."""
     V_HEAD_DIM: gl.constexpr = META.V_HEAD_DIM
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -249,9 +235,8 @@ def _consume(
 
     if line.whole < line.end:
         b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, q_s, q_full, buffers, my_turn, other_turn, line, head, row, scale_log2,
-            META, TURNS,
-        )  # fmt: skip
+            b_acc, b_m, b_l, q_s, q_full, buffers, line, head, row, scale_log2, META
+        )
 
     # Places in acc and out: as late as possible, for they would stay in registers all along.
     i_b, i_h = (head.i_bh // head.heads).to(gl.int64), (head.i_bh % head.heads).to(gl.int64)
@@ -313,14 +298,12 @@ def forward_hopper_kernel(
     scale_log2,
     META: gl.constexpr,
     STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
-    """`forward_kernel` for q, k, v of 16 bits, with HEAD_DIM and V_HEAD_DIM 64 or 128.
+    """`forward_kernel` for q, k, v of 16 bits, with HEAD_DIM and V_HEAD_DIM 128.
 
     Its formula, arguments, what it reads and writes, and its grid are the same; BLOCK_M is 128.
     width: spans a row; WIDTH: 1, or 2 for any other width. STAGES: buffers for blocks of keys, and
-    for blocks of values; 2 or more. TURNS: the consumers start their products in turn, so that one
-    multiplies while the other does its softmax.
+    for blocks of values; 2 or more.
     """
     gl.static_assert(META.BLOCK_M == 2 * ROWS)
     gl.static_assert(STAGES >= 2)  # see `_fold`
@@ -359,13 +342,9 @@ def forward_hopper_kernel(
     buffers = buffers_of(half, k_desc, v_desc, STAGES)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
-    if TURNS:
-        mbarrier.arrive(turn.index(0), count=1)  # the first consumer's first turn
 
     line = Line(p_runs, whole, cut, end)
     p_spans += i_b * by_row * 2 * width * q_len
@@ -377,17 +356,11 @@ def forward_hopper_kernel(
         [
             (
                 _consume,
-                (
-                    q_s.index(0), q_full.index(0), buffers, turn.index(0), turn.index(1), line,
-                    head, row, scale_log2, META, TURNS,
-                ),
+                (q_s.index(0), q_full.index(0), buffers, line, head, row, scale_log2, META),
             ),
             (
                 _consume,
-                (
-                    q_s.index(1), q_full.index(1), buffers, turn.index(1), turn.index(0), line,
-                    head, row + ROWS, scale_log2, META, TURNS,
-                ),
+                (q_s.index(1), q_full.index(1), buffers, line, head, row + ROWS, scale_log2, META),
             ),
             (produce, (q_desc, k_desc, v_desc, q_s, q_full, buffers, line, row, META)),
         ],
@@ -403,9 +376,7 @@ def meta_of_hopper(meta: Meta) -> Meta:
     )
 
 
-def launch_forward_hopper(
-    qkv: QKV, state: State, arguments: TileArguments, config: Config, *, turns: bool = TURNS
-) -> None:
+def launch_forward_hopper(qkv: QKV, state: State, arguments: TileArguments, config: Config) -> None:
     """Starts `forward_hopper_kernel` on a tile. Does not wait for the device."""
     q, k, v = qkv
     batch, q_len, heads, _ = q.shape
@@ -421,6 +392,5 @@ def launch_forward_hopper(
         heads, heads // k.shape[2],
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.spans.width,
         arguments.scale_log2,
-        META=meta_of_hopper(meta), STAGES=config.num_stages, TURNS=turns,
-        num_warps=NUM_WARPS,
+        META=meta_of_hopper(meta), STAGES=config.num_stages, num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -35,7 +35,6 @@ from burst_rt.kernels.base import (
 from burst_rt.kernels.decode import Partial, SeenColumns
 from burst_rt.kernels.triton.configs import (
     CELLS,
-    PRODUCER_FIRST,
     Config,
     arch_of,
     default_config,
@@ -338,13 +337,12 @@ def _cuts_of(
     """
     arch = _arch_or_none(device)
     measured = config_of(kind, device, head_dim, dtype)
-    wanted = PRODUCER_FIRST if measured is None else measured.loads == "producer"
-    if wanted and not producer:
+    if measured is not None and measured.loads == "producer" and not producer:
         measured = None
+    if measured is not None:
+        producer = measured.loads == "producer"
     default, other = (
-        default_config(
-            kind, arch, head_dim, dtype.itemsize, several=several, producer=wanted and producer
-        )
+        default_config(kind, arch, head_dim, dtype.itemsize, several=several, producer=producer)
         for several in (False, True)
     )
     config = measured or default

@@ -76,19 +76,18 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
     registers, the largest blocks first. The estimate is generous: a configuration that does not fit
     after all fails to compile or to start, and is skipped.
     """
-    default = default_config(kind, arch, head_dim, input_bytes)
+    producer = takes_producer(kind, arch, (head_dim, head_dim), input_bytes)
+    default = default_config(kind, arch, head_dim, input_bytes, producer=producer)
     fitting = [
         Config(m, n, warps, stages, loads)
         for m, n, warps, stages in product((128, 64, 32), (128, 64, 32), (4, 8), (3, 2, 1))
         if _may_fit(kind, arch, block_width(head_dim), input_bytes, (m, n, warps, stages))
         for loads in _loads(arch, stages)
     ]
-    if takes_producer(kind, arch, (head_dim, head_dim), input_bytes):
+    if producer:
         # Two warpgroups of 64 rows each; the copy engine fills one buffer while another is read.
         fitting += [
-            Config(128, n, 8, stages, "producer")
-            for n, stages in product((128, 64), (3, 2))
-            if _may_fit(kind, arch, head_dim, input_bytes, (128, n, 8, stages))
+            Config(128, n, 8, stages, "producer") for n, stages in product((128, 64), (3, 2))
         ]
     fitting.sort(
         key=lambda config: (
