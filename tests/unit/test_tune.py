@@ -93,13 +93,13 @@ def test_a_producer_where_the_call_can_have_one(chip: Path) -> None:
         return found
 
     table = [default_config("forward", 90, 128, 2, several=several) for several in (False, True)]
-    assert configs(True) == [Config(128, 128, 8, 3, "producer")] * 2
+    assert configs(True) == [Config(128, 128, 8, 2, "producer"), Config(128, 64, 8, 3, "producer")]
     assert configs(False) == table
     with trial_of("forward", table[0]):
         assert configs(True) == configs(False) == table
     tuned = Config(128, 64, 8, 2, "producer")
     assert keep("forward", _CUDA, 128, torch.bfloat16, tuned)
-    assert configs(True) == [tuned] * 2
+    assert configs(True) == [tuned, Config(128, 64, 8, 3, "producer")]
     assert configs(False) == table
 
 

@@ -2,11 +2,11 @@
 
 Data, and which calls take them: neither torch nor triton. The numbers of 16-bit inputs on Hopper,
 up to 128 channels, are the fastest on an H100 for bfloat16 at 64 and 128 channels, full and causal
-(`burst-rt bench tune`; benchmarks/LOG.md). There the numbers with a producer are the fastest, or as
-fast as the fastest within noise, full, causal and under windows; with several spans a row nothing
-was timed. No GPU has timed any other number. Those were found by compiling ahead of time for each
-chip (`python -m benchmarks aot`): the largest blocks whose registers do not spill, and whose shared
-memory fits.
+(`burst-rt bench tune`; benchmarks/LOG.md). There the numbers with a producer are as fast as the
+fastest within noise, full and causal. Under windows three stages of 128 x 128 were 13 % faster,
+which `bench tune` finds; their results have not been proved under every mask yet. No GPU has timed
+any other number. Those were found by compiling ahead of time for each chip (`python -m benchmarks
+aot`): the largest blocks whose registers do not spill, and whose shared memory fits.
 Some calls take more registers, and smaller blocks where these would spill (`takes_more`). Above 128
 channels some spill all the same. With two stages Triton loads a block into the memory of the block
 before it, once that is used up: where three fit, the loads of one block run while another is
@@ -103,8 +103,10 @@ _SEVERAL: dict[tuple[str, int], tuple[Config | None, ...]] = {
     ("dkdv", 100): (Config(64, 64, 8, 3), Config(64, 64, 8, 3), None),
 }
 
-# Hopper's forward with a producer, for all that `takes_producer`. Those calls take it by default.
-_PRODUCER = Config(128, 128, 8, 3, "producer")
+# Hopper's forward with a producer, for all that `takes_producer`, by default; and of calls that
+# take more. These two have run on a GPU under every kind of mask, over rings, and with sinks.
+_PRODUCER = Config(128, 128, 8, 2, "producer")
+_PRODUCER_SEVERAL = Config(128, 64, 8, 3, "producer")
 
 # 32-bit inputs, multiplied on the ordinary cores at full precision: the same for every chip.
 _SINGLE = {
@@ -205,7 +207,7 @@ def default_config(
     `takes_producer`.
     """
     if producer:
-        return _PRODUCER
+        return _PRODUCER_SEVERAL if several else _PRODUCER
     if arch is None:
         own = _INTERPRETED[kind]
         return _INTERPRETED_SEVERAL.get(kind, own) if several else own
