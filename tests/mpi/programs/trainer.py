@@ -173,9 +173,11 @@ def loaded(folder: Path, context: Context | None, num_contexts: int) -> Found:
     return {"eval": evaluated(trainer, num_contexts=num_contexts)}
 
 
-def evaluated_first(folder: Path, context: Context | None, num_contexts: int) -> Found:
+def evaluated_first(
+    folder: Path, context: Context | None, num_contexts: int, **others: Any
+) -> Found:
     """Two trainings, each after an evaluation; the first after a prediction too."""
-    others: dict[str, Any] = {"max_steps": 3, "prediction_loss_only": True}
+    others |= {"max_steps": 3, "prediction_loss_only": True}
     trainer = make(folder / "first", context, num_contexts, **others)
     rows = make_rows(_BATCH, seed=9)
     losses = [trainer.evaluate(rows)["eval_loss"], trainer.predict(rows).metrics["test_loss"]]
@@ -183,6 +185,9 @@ def evaluated_first(folder: Path, context: Context | None, num_contexts: int) ->
     losses.append(trainer.evaluate(rows)["eval_loss"])
     again = trained(trainer)
     return {name: found[name] + again[name] for name in ("loss", "grad_norm")} | {"eval": losses}
+
+
+compiled: Run = partial(evaluated_first, torch_compile=True, torch_compile_backend="eager")
 
 
 def bf16(folder: Path, context: Context | None, num_contexts: int) -> Found:
