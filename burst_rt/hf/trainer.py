@@ -86,6 +86,9 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     batches.
     """
 
+    model: Any
+    model_wrapped: Any
+
     def __init__(
         self, *args: Any, context: Context | None = None, layout: str = "auto", **options: Any
     ) -> None:
