@@ -112,8 +112,8 @@ _LENGTHS = ((20, 1, 33, 21), (50, 25))
 # transformers masks documents of these in flash-attn's way only, or (Llama 4) scales queries by
 # their place in the whole row: what one process makes of a packed batch is what it makes of the
 # documents one by one.
-# So are images: in 5.23 they see each other across documents, and in 5.24 Gemma 3 and 4 look them
-# up by their places in their documents, in layers with windows.
+# So are images: in 5.23 they see each other across documents (PaliGemma, Molmo2), and Gemma 3 and 4
+# look them up by their places in their documents, in layers with windows.
 _BLIND_TO_PACKING = ("GptOss", "Llama4", "ModernBert", *_TYPES)
 _TEXT = ("Gemma3", "Gemma4", "Llama4")  # whose configurations have "Text" in their names
 

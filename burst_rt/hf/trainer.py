@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import get_sampler, prepare_data_loader
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from burst_rt.context import Context
 from burst_rt.errors import InputError
@@ -83,6 +85,9 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     (docs/trainer.md has the list), and ContractMismatch where the ranks of a context get different
     batches.
     """
+
+    model: Any
+    model_wrapped: Any
 
     def __init__(
         self, *args: Any, context: Context | None = None, layout: str = "auto", **options: Any
@@ -193,6 +198,26 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             )
         assert self.context is not None
         return prepare(model, self.context)
+
+    # Training: of all ranks, whatever came before it.
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        if self.context is not None:
+            self._forget_evaluation()
+        return super().train(*args, **options)
+
+    def _forget_evaluation(self) -> None:
+        """Lets `train` wrap a model that has been evaluated.
+
+        Outside training, `evaluate` and `predict` compile the model and mark it as prepared, but
+        leave it without DDP (`Accelerator.prepare_model(evaluation_mode=True)`). Trainer then
+        trains it as it is: each rank steps with the gradients of its own tokens alone.
+        """
+        outer = getattr(self.model_wrapped, "_orig_mod", self.model_wrapped)  # torch.compile's
+        if isinstance(outer, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            return
+        self.model = self.model_wrapped = getattr(self.model, "_orig_mod", self.model)
+        self.model.__dict__.pop("_is_accelerate_prepared", None)
 
     # Batches: the same for all ranks of a context.
 

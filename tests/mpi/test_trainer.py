@@ -102,6 +102,19 @@ def test_trainers_do_what_they_do_on_one_process(
     assert len(two["1:refused"]["loss"]) == 2  # two steps after all of these
 
 
+def test_a_training_after_an_evaluation_is_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that train apart have other gradients from the first step on."""
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    found_by_run = _run(tmp_path, 2, "1:evaluated_first", "1:compiled")
+    expected = _run(tmp_path, 1, "1:evaluated_first", by="burst-rt run")["1:evaluated_first"]
+    for run, found in found_by_run.items():
+        assert found.keys() == expected.keys()
+        for name, values in found.items():
+            assert values == pytest.approx(expected[name], rel=LOSSES_OF_TRAINERS), (run, name)
+
+
 def test_a_resumed_run_sees_the_rows_that_it_would_have_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

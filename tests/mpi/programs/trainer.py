@@ -162,6 +162,7 @@ saved: Run = partial(plain, save_strategy="steps", save_steps=10, **_ONE_ORDER)
 
 def resumed(folder: Path, context: Context | None, num_contexts: int) -> Found:
     trainer = make(folder / "resumed", context, num_contexts, **_ONE_ORDER)
+    trainer.evaluate(make_rows(_BATCH, seed=9))
     return trained(trainer, resume_from_checkpoint=str(folder / "checkpoints" / "checkpoint-10"))
 
 
@@ -170,6 +171,23 @@ def loaded(folder: Path, context: Context | None, num_contexts: int) -> Found:
     path = folder / "checkpoints" / f"checkpoint-{STEPS}"
     trainer.model = transformers.AutoModelForCausalLM.from_pretrained(path)
     return {"eval": evaluated(trainer, num_contexts=num_contexts)}
+
+
+def evaluated_first(
+    folder: Path, context: Context | None, num_contexts: int, **others: Any
+) -> Found:
+    """Two trainings, each after an evaluation; the first after a prediction too."""
+    others |= {"max_steps": 3, "prediction_loss_only": True}
+    trainer = make(folder / "first", context, num_contexts, **others)
+    rows = make_rows(_BATCH, seed=9)
+    losses = [trainer.evaluate(rows)["eval_loss"], trainer.predict(rows).metrics["test_loss"]]
+    found = trained(trainer)
+    losses.append(trainer.evaluate(rows)["eval_loss"])
+    again = trained(trainer)
+    return {name: found[name] + again[name] for name in ("loss", "grad_norm")} | {"eval": losses}
+
+
+compiled: Run = partial(evaluated_first, torch_compile=True, torch_compile_backend="eager")
 
 
 def bf16(folder: Path, context: Context | None, num_contexts: int) -> Found:
