@@ -20,6 +20,7 @@ logging.set_verbosity_error()
 __all__ = [
     "CACHE",
     "KINDS",
+    "LENGTHS",
     "NAMES",
     "TOKENS",
     "Truth",
@@ -71,7 +72,7 @@ _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 NAMES = (*_DECODERS, "ModernBert", "T5Gemma")
 KINDS = ("plain", "left", "right", "packed")
 # Documents of each row of a packed batch.
-_LENGTHS = ((20, 1, 33, 21), (50, 25))
+LENGTHS = ((20, 1, 33, 21), (50, 25))
 # transformers masks documents of these in flash-attn's way only, or (Llama 4) scales queries by
 # their place in the whole row: what one process makes of a packed batch is what it makes of the
 # documents one by one.
@@ -154,7 +155,7 @@ def make_batch(name: str, kind: str) -> dict[str, torch.Tensor]:
             # What padding predicts is nobody's business.
             batch["labels"][(shown == 0) | (shown.roll(1, 1) == 0)] = -100
     if kind == "packed":
-        rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in _LENGTHS]
+        rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS]
         batch["position_ids"] = torch.stack(rows)
         batch["labels"][batch["position_ids"] == 0] = -100
     return batch
@@ -195,7 +196,7 @@ def _one_by_one(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
     logits = torch.stack(
         [
             torch.cat([model(input_ids=part[None]).logits[0] for part in row.split(list(lengths))])
-            for row, lengths in zip(batch["input_ids"], _LENGTHS, strict=True)
+            for row, lengths in zip(batch["input_ids"], LENGTHS, strict=True)
         ]
     )
     labels = batch["labels"]

@@ -28,6 +28,8 @@ _CACHE = "a cache made by burst_rt.hf.Cache(model, ctx, capacity=...)"
 # attention alone, or at none; and names of types that choose keys by one rank's scores.
 _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 _KNOWN = (*_ATTENDING, "moe", "mlp", "sparse", "dense")
+# Names of types that `mixing` spreads over ranks, if it knows the model's layers.
+_MIXING = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 _CHOOSING = (
     "indexed_attention",
     "compressed_sparse_attention",
@@ -201,7 +203,9 @@ def _unsupported_layer(
             return "attention to later tokens is not done with a cache; expected causal attention"
     if info.ctx.world_size == 1:
         return None
-    mixing = [each for each in _layer_types(config) if each not in _KNOWN]
+    hook = hook_of(module)
+    known = _KNOWN + _MIXING if hook is not None and hook.mixes else _KNOWN
+    mixing = [each for each in _layer_types(config) if each not in known]
     if mixing:
         return _mixed(mixing)
     if others.get("output_router_logits") or getattr(config, "output_router_logits", False):

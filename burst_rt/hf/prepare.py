@@ -22,6 +22,7 @@ from burst_rt.context import Context, require_context
 from burst_rt.errors import InputError
 from burst_rt.hf.lengths import Length, lengths_beyond, shorten_lengths
 from burst_rt.hf.masks import MaskIsRead
+from burst_rt.hf.mixing import spread_mixing
 from burst_rt.hf.rotary import hook_of, hook_positions
 from burst_rt.hf.shard import KEYWORD, ShardInfo, require_attended, set_prepared, shard
 from burst_rt.runtime.refusing import refuse
@@ -35,6 +36,14 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 TESTED = frozenset(
     {"gemma2", "gemma3", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3", "t5gemma"}
 )
+# The same of models some of whose layers mix tokens without attention, with one of the heads.
+_HYBRIDS = frozenset(
+    {
+        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
+        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h",
+        "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "zamba2",
+    }
+)  # fmt: skip
 # Suffixes of the heads' names.
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification")
 _FOLDER = "transformers.models."
@@ -73,10 +82,12 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
         got = type(model).__name__
         error = InputError(f"hf.prepare: model: expected a model of transformers, got {got}")
         refuse("hf.prepare", error, ctx.runtime)
+    mixes = spread_mixing(model, ctx)
     if ctx.world_size == 1:
         return model
     set_prepared(ctx)
     hook = hook_of(model) or hook_positions(model)
+    hook.mixes = mixes
     tested = _is_tested(model)
     known = tested or hook.compared == "with loss"
     if not (known or (hook.compared and not loss)):
@@ -106,8 +117,10 @@ def _is_tested(model: torch.nn.Module) -> bool:
     forward = inspect.unwrap(model.forward).__module__
     return (
         kind.__module__.startswith(_FOLDER)
-        and folder in TESTED
-        and kind.__name__.endswith(_HEADS)
+        and (
+            (folder in TESTED and kind.__name__.endswith(_HEADS))
+            or (folder in _HYBRIDS and kind.__name__.endswith("ForCausalLM"))
+        )
         and forward.startswith("transformers.")
     )
 

@@ -56,6 +56,7 @@ class PositionHook:
         self._call: weakref.ref[_CallInfo] | None = None
         self.compared = ""  # with one process: "with loss", "without loss" or not yet
         self.checks = False  # whether every call's output is looked at
+        self.mixes = False  # whether layers that mix tokens without attention do so over ranks
 
     def __getstate__(self) -> dict[str, Any]:
         # A model is pickled without the call that it was last in.
