@@ -203,11 +203,6 @@ def _unsupported_layer(
             return "attention to later tokens is not done with a cache; expected causal attention"
     if info.ctx.world_size == 1:
         return None
-    hook = hook_of(module)
-    known = _KNOWN + _MIXING if hook is not None and hook.mixes else _KNOWN
-    mixing = [each for each in _layer_types(config) if each not in known]
-    if mixing:
-        return _mixed(mixing)
     if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
         return (
             "output_router_logits: the router's loss needs all tokens, and is computed of one "
@@ -219,6 +214,9 @@ def _unsupported_layer(
             f"{type(module).__module__}: expected a model that was prepared for ranks, got one "
             "that was not; call burst_rt.hf.prepare(model, ctx) once, before the model is wrapped"
         )
+    known = _KNOWN + _MIXING if (hook := hook_of(module)) and hook.mixes else _KNOWN
+    if mixing := [each for each in _layer_types(config) if each not in known]:
+        return _mixed(mixing)
     positions = others.get("position_ids")
     if isinstance(info, StepInfo):
         return info.wrong_positions(positions)
@@ -238,8 +236,8 @@ def _layer_types(config: object) -> list[str]:
 def _mixed(layer_types: list[str]) -> str:
     return (
         f"layers of type {', '.join(layer_types)} mix tokens otherwise than by attention over the "
-        f"ranks, and would see one rank's alone; expected {', '.join(_ATTENDING)}; use a model of "
-        "those"
+        f"ranks, and would see one rank's alone; expected {', '.join(_ATTENDING)}, or layers of a "
+        "hybrid model that docs/transformers.md names; use a model of those"
     )
 
 

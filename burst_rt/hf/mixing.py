@@ -269,9 +269,10 @@ _INLINE: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         ("linear_x", "conv_1d", "rg_lru", "linear_y", "act_fn", "linear_out"),
     ),
 }
-# Models that hand on nothing but the padding mask to their layers, so that this has to say how the
-# batch is cut.
-_TOLD_BY_MASK = ("MambaModel", "FalconMambaModel")
+# Models and layers that hand on nothing but the padding mask to what is inside, so that the mask
+# has to say how the batch is cut. transformers recomputes the forward of a layer, with the arguments
+# of the first time, and none of its hooks.
+_TELL_BY_MASK = ("MambaModel", "FalconMambaModel", "JambaMambaDecoderLayer")
 
 
 def spread_mixing(model: torch.nn.Module, ctx: Context) -> bool:
@@ -281,7 +282,6 @@ def spread_mixing(model: torch.nn.Module, ctx: Context) -> bool:
     do over ranks, on every rank that waits for this one, and ConfigError for layers of a release of
     transformers that is not known.
     """
-    parents = {child: parent for parent in model.modules() for child in parent.children()}
     mixing = [layer for layer in model.modules() if _functions_of(layer) or _inline(layer)]
     if not mixing:
         return False
@@ -297,14 +297,12 @@ def spread_mixing(model: torch.nn.Module, ctx: Context) -> bool:
         return True
     for layer in mixing:
         _check(layer)
-        ours = _Mixing(layer)
-        layer.forward = ours
-        parents.get(layer, layer).register_forward_pre_hook(ours.before_parent, with_kwargs=True)
+        layer.forward = _Mixing(layer)
     call = _Call()
     model.register_forward_pre_hook(call.before_model, with_kwargs=True, prepend=True)
     model.register_forward_hook(call.after_model, always_call=True)
     for part in model.modules():
-        if isinstance(part, transformers.PreTrainedModel):
+        if isinstance(part, transformers.PreTrainedModel) or _tells_by_mask(part):
             part.register_forward_pre_hook(call.before_part, with_kwargs=True, prepend=True)
     return True
 
@@ -359,22 +357,9 @@ class _Mixing:
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
-        self._info: ShardInfo | None = None  # of the call of the layer's parent
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_info": None}
-
-    def before_parent(
-        self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
-        """Some parents (Jamba's) do not hand on how the batch is cut. In a recomputed forward too
-        they are told of the call that is recomputed.
-        """
-        mask = options.get("attention_mask")
-        self._info = options.get(KEYWORD, getattr(mask, KEYWORD, None))
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        info = options.pop(KEYWORD, None) or self._info
+        info = options.pop(KEYWORD, getattr(options.get("attention_mask"), KEYWORD, None))
         if info is None:
             return type(self._layer).forward(self._layer, *args, **options)
         if not isinstance(info, ShardInfo):
@@ -435,7 +420,8 @@ class _Call:
     ) -> None:
         info = options.get(KEYWORD)
         self._info = info if isinstance(info, ShardInfo) else None
-        given = [name for name in (*_CACHES, "use_cache") if options.get(name)]
+        names = (*_CACHES, "use_cache")
+        given = [name for name in names if options.get(name) not in (None, False)]
         if self._info is not None and given:
             _refuse(
                 f"{given[0]}: expected none: generating over ranks is not done with layers that "
@@ -453,9 +439,13 @@ class _Call:
         if not isinstance(info, ShardInfo):
             return None
         options = {**options, KEYWORD: info}
-        if any(kind.__name__ in _TOLD_BY_MASK for kind in type(module).__mro__):
+        if _tells_by_mask(module):
             options["attention_mask"] = _mask_with(info, options.get("attention_mask"))
         return args, options
+
+
+def _tells_by_mask(module: torch.nn.Module) -> bool:
+    return any(kind.__name__ in _TELL_BY_MASK for kind in type(module).__mro__)
 
 
 def _mask_with(info: ShardInfo, mask: Tensor | None) -> Tensor:

@@ -578,10 +578,8 @@ def test_what_only_ranks_can_refuse_is_one_line(llama: Path, text: Path, tmp_pat
 
 _OTHER_WAYS = [
     (
-        transformers.MambaConfig(
-            vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4, use_mambapy=False
-        ),
-        "MambaForCausalLM over 2 ranks is not what it is on one process",
+        transformers.xLSTMConfig(vocab_size=64, hidden_size=32, num_blocks=2, num_heads=2),
+        "xLSTMForCausalLM over 2 ranks is not what it is on one process",
     ),
     (
         transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2),
