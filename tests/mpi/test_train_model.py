@@ -578,7 +578,9 @@ def test_what_only_ranks_can_refuse_is_one_line(llama: Path, text: Path, tmp_pat
 
 _OTHER_WAYS = [
     (
-        transformers.xLSTMConfig(vocab_size=64, hidden_size=32, num_blocks=2, num_heads=2),
+        transformers.xLSTMConfig(
+            vocab_size=64, hidden_size=32, num_blocks=2, num_heads=2, use_cache=False
+        ),
         "xLSTMForCausalLM over 2 ranks is not what it is on one process",
     ),
     (

@@ -1,0 +1,214 @@
+"""What layers of transformers call to mix tokens, over ranks: functions of the same parameters.
+
+Two layers mix inline, and have a forward here. Each goes on for the call under way (`running`), by
+a function of `burst_rt.recurrence`. Caches and states are nobody's here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from burst_rt import recurrence
+from burst_rt.hf.shard import ShardInfo
+
+__all__ = ["FUNCTIONS", "INLINE", "SHORTCUTS", "running"]
+
+Tensor: TypeAlias = torch.Tensor
+
+# The call that runs in this thread.
+_running: ContextVar[ShardInfo] = ContextVar("_running")
+
+
+@contextmanager
+def running(info: ShardInfo) -> Iterator[None]:
+    """Inside, the functions of this module are of this call."""
+    token = _running.set(info)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def _over() -> dict[str, Any]:
+    """What every function of `burst_rt.recurrence` is told of the running call."""
+    info = _running.get()
+    return {"layout": info.batch.layout, "documents": info.begins}
+
+
+def _convolve(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    known = activation in (None, "silu", "swish")
+    out = recurrence.causal_conv1d(
+        hidden_states.transpose(1, 2), weight, bias, activation if known else None, **_over()
+    )
+    assert isinstance(out, torch.Tensor)
+    return (out if known else ACT2FN[activation](out)).transpose(1, 2)
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    out = recurrence.gated_delta_rule(
+        query, key, value, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, **_over()
+    )
+    assert isinstance(out, torch.Tensor)
+    return out.to(query.dtype), None
+
+
+def _state_space(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    steps = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
+    out = recurrence.state_space(hidden_states.float(), steps, A, B, C, D, **_over())
+    assert isinstance(out, torch.Tensor)
+    return out.contiguous()
+
+
+def _selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    use_mambapy: bool = False,
+    use_associative_scan: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    x, dt, B, C = (each.transpose(1, 2) for each in (hidden_states, dt, B, C))
+    steps = _steps(dt, delta_bias, delta_softplus)
+    out = recurrence.selective_scan(x.float(), steps, A, B, C, D, **_over())
+    assert isinstance(out, torch.Tensor)
+    out = out.transpose(1, 2)
+    return out if z is None else out * functional.silu(z)
+
+
+def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return functional.softplus(dt) if softplus else dt
+
+
+def _no_shortcut(*_: Any, **__: Any) -> None:
+    """Nothing, upon which a layer goes on by its other functions."""
+
+
+# What takes the place of a function that layers call by this name, of the same parameters.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _state_space,
+    "mamba_selective_scan": _selective_scan,
+}
+# The same of functions that do all of a layer at once, or return None.
+SHORTCUTS: dict[str, Callable[..., Any]] = {
+    "mamba2_split_conv1d_scan_combined": _no_shortcut,
+    "mamba_inner_fn": _no_shortcut,
+}
+
+
+def _lightning(
+    layer: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """`MiniMaxLightningAttention.forward`."""
+    qkv = layer.act_fn(layer.qkv_proj(hidden_states))
+    if attention_mask is not None:
+        qkv = (qkv * attention_mask[..., None]).to(qkv.dtype)
+    qkv = qkv.unflatten(-1, (layer.num_attention_heads, 3 * layer.head_dim))
+    q, k, v = qkv.split(layer.head_dim, -1)
+    decays = -layer.slope_rate.flatten()
+    out = recurrence.linear_attention(q, k, v, decays, scale=1.0, **_over())
+    assert isinstance(out, torch.Tensor)
+    gate = layer.output_gate(hidden_states).sigmoid()
+    return layer.out_proj(gate * layer.norm(out.flatten(2))), None
+
+
+def _griffin(
+    layer: Any, input_states: Tensor, position_ids: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """`RecurrentGemmaRecurrentBlock.forward`, and its scan.
+
+    It would take padding for tokens; here rows begin after it, as documents do.
+    """
+    over = _over()
+    x = layer.linear_x(input_states)
+    taps = layer.conv_1d.weight.squeeze(1)
+    x = recurrence.causal_conv1d(x, taps, layer.conv_1d.bias, **over)
+    # It takes a token at position 0 for the first one.
+    begins = over["documents"]
+    places = position_ids if begins is None else (~begins).long()
+    x = type(layer.rg_lru).forward(_OverRanks(layer.rg_lru), x, places)
+    return layer.linear_out(x * layer.act_fn(layer.linear_y(input_states))), None
+
+
+class _OverRanks:
+    """A `RecurrentGemmaRglru` with another scan, that keeps no states."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    @staticmethod
+    def _rnn_scan(
+        hidden_states: Tensor,
+        recurrent_gate: Tensor,
+        reset: Tensor,
+        recurrent_states: Tensor | None,
+    ) -> tuple[Tensor, None]:
+        # The gradient of the logarithm of 0 is no number.
+        decays = recurrent_gate.float().clamp_min(torch.finfo(torch.float32).tiny).log()
+        out = recurrence.linear_recurrence(hidden_states, decays, **_over())
+        assert isinstance(out, torch.Tensor)
+        return out, None
+
+
+# Layers that mix inline: their forward here, and what they need to have.
+INLINE: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "MiniMaxLightningAttention": (
+        _lightning,
+        ("act_fn", "qkv_proj", "head_dim", "slope_rate", "output_gate", "norm", "out_proj"),
+    ),
+    "RecurrentGemmaRecurrentBlock": (
+        _griffin,
+        ("linear_x", "conv_1d", "rg_lru", "linear_y", "act_fn", "linear_out"),
+    ),
+}
