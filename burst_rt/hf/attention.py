@@ -12,6 +12,7 @@ from burst_rt.attention.api import burst_attention
 from burst_rt.batches import ShardedBatch
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.hf.cache import StepInfo
+from burst_rt.hf.loss import wrong_router_loss
 from burst_rt.hf.masks import MaskHandover, mask_of
 from burst_rt.hf.prepare import is_prepared
 from burst_rt.hf.rotary import hook_of
@@ -203,12 +204,8 @@ def _unsupported_layer(
             return "attention to later tokens is not done with a cache; expected causal attention"
     if info.ctx.world_size == 1:
         return None
-    if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
-        return (
-            "output_router_logits: the router's loss needs all tokens, and is computed of one "
-            "rank's; expected False, got True; set model.config.output_router_logits = False, and "
-            "under TRL SFTConfig(router_aux_loss_coef=0.0), by which TRL sets it anew"
-        )
+    if reason := wrong_router_loss(others, config):
+        return reason
     if not is_prepared(module):
         return (
             f"{type(module).__module__}: expected a model that was prepared for ranks, got one "

@@ -22,7 +22,7 @@ from burst_rt.runtime.mean import mean_over_ranks
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.sums import sum_over_ranks
 
-__all__ = ["register_losses"]
+__all__ = ["register_losses", "wrong_router_loss"]
 
 _Loss = Callable[..., torch.Tensor]
 
@@ -37,6 +37,17 @@ def register_losses() -> None:
     for name in (loss_utils.__name__, "transformers.trainer"):
         if name in sys.modules:
             vars(sys.modules[name])["ForCausalLMLoss"] = LOSS_MAPPING["ForCausalLM"]
+
+
+def wrong_router_loss(options: dict[str, Any], config: object) -> str | None:
+    """Why a call must not have the loss of a mixture's router, in words."""
+    if options.get("output_router_logits") or getattr(config, "output_router_logits", False):
+        return (
+            "output_router_logits: the router's loss needs all tokens, and is computed of one "
+            "rank's; expected False, got True; set model.config.output_router_logits = False, and "
+            "under TRL SFTConfig(router_aux_loss_coef=0.0), by which TRL sets it anew"
+        )
+    return None
 
 
 def _sharded(name: str, original: _Loss) -> _Loss:

@@ -19,6 +19,7 @@ import transformers
 
 from burst_rt.context import Context
 from burst_rt.errors import InputError
+from burst_rt.hf.loss import wrong_router_loss
 from burst_rt.hf.mixers import FUNCTIONS, INLINE, SHORTCUTS, running
 from burst_rt.hf.release import unknown_release
 from burst_rt.hf.rotary import hook_of
@@ -159,8 +160,9 @@ def _run(
     info.attended = True
     # A cache that the model has made in this call, for nobody.
     options = {name: None if name in _CACHES else x for name, x in options.items()}
+    kind: Any = type(layer)  # mypy does not take classes for hashable
     with running(info):
-        return _forward_of(type(layer))(layer, *args, **options)
+        return _forward_of(kind)(layer, *args, **options)
 
 
 # Compiled models are cut there.
@@ -204,6 +206,9 @@ class _Call:
                 f"keep states, as {type(module).__name__} has; generate on one process",
                 self._info.ctx,
             )
+        reason = wrong_router_loss(options, getattr(module, "config", None))
+        if self._info is not None and reason and self._info.ctx.world_size > 1:
+            _refuse(reason, self._info.ctx)
 
     def after_model(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._info = None

@@ -584,6 +584,12 @@ _OTHER_WAYS = [
         "xLSTMForCausalLM over 2 ranks is not what it is on one process",
     ),
     (
+        transformers.MambaConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4, use_mambapy=False
+        ),
+        None,
+    ),
+    (
         transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2),
         "BloomForCausalLM cannot take its attention from burst_rt",
     ),

@@ -219,6 +219,11 @@ def test_generating_is_refused(name: str) -> None:
         assert "past_key_values: expected none: generating over ranks is not done" in said
 
 
+def test_a_routers_loss_is_refused() -> None:
+    for said in _refusals("GraniteMoeHybrid", output_router_logits=True):
+        assert "output_router_logits: the router's loss needs all tokens" in said
+
+
 def test_a_hybrid_that_was_not_prepared_is_refused() -> None:
     for said in _refusals("Qwen3_5", prepared=False):
         assert "call burst_rt.hf.prepare(model, ctx) once" in said
