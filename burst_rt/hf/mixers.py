@@ -1,7 +1,7 @@
 """What layers of transformers call to mix tokens, over ranks: functions of the same parameters.
 
 Two layers mix inline, and have a forward here. Each goes on for the call under way (`running`), by
-a function of `burst_rt.recurrence`. Caches and states are nobody's here.
+a function of `burst_rt.recurrence`. Caches of transformers are not looked at.
 """
 
 from __future__ import annotations
@@ -9,37 +9,64 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from burst_rt import recurrence
-from burst_rt.hf.shard import ShardInfo
+from burst_rt.attention.sharding import ContextLayout
+from burst_rt.hf.states import LayerStates
 
-__all__ = ["FUNCTIONS", "INLINE", "SHORTCUTS", "running"]
+__all__ = ["FUNCTIONS", "INLINE", "SHORTCUTS", "Running", "running"]
 
 Tensor: TypeAlias = torch.Tensor
 
-# The call that runs in this thread.
-_running: ContextVar[ShardInfo] = ContextVar("_running")
+
+class Running(NamedTuple):
+    """What runs over ranks: one layer in one call.
+
+    documents: see `burst_rt.recurrence`. states: None where no call goes on from this one.
+    """
+
+    layout: ContextLayout
+    documents: Tensor | None
+    states: LayerStates | None = None
+
+
+# In this thread.
+_running: ContextVar[Running] = ContextVar("_running")
 
 
 @contextmanager
-def running(info: ShardInfo) -> Iterator[None]:
-    """Inside, the functions of this module are of this call."""
-    token = _running.set(info)
+def running(what: Running) -> Iterator[None]:
+    """Inside, the functions of this module are of this."""
+    token = _running.set(what)
     try:
         yield
     finally:
         _running.reset(token)
 
 
-def _over() -> dict[str, Any]:
-    """What every function of `burst_rt.recurrence` is told of the running call."""
-    info = _running.get()
-    return {"layout": info.batch.layout, "documents": info.begins}
+def _mixed(
+    function: Callable[..., Any], name: str, tokens: dict[str, Tensor], **options: Any
+) -> Tensor:
+    """The result of a function of `burst_rt.recurrence` for what is running.
+
+    name: of its state. tokens: its tensors of one row for each token. A rank without tokens of a
+    step has one that nobody sees.
+    """
+    layout, documents, states = _running.get()
+    given, count = next(iter(tokens.values())).shape[1], layout.shard_len
+    tokens = {name: x[:, :count] for name, x in tokens.items()}
+    options |= {"layout": layout, "documents": documents}
+    if states is None:
+        out: Tensor = function(**tokens, **options)
+        return out
+    out, state = function(**tokens, **options, initial_state=states.get(name), return_state=True)
+    states.put(name, state)
+    return out if given == count else functional.pad(out, (0, 0) * (out.ndim - 2) + (0, given))
 
 
 def _convolve(
@@ -50,10 +77,10 @@ def _convolve(
     **kwargs: Any,
 ) -> Tensor:
     known = activation in (None, "silu", "swish")
-    out = recurrence.causal_conv1d(
-        hidden_states.transpose(1, 2), weight, bias, activation if known else None, **_over()
-    )
-    assert isinstance(out, torch.Tensor)
+    out = _mixed(
+        recurrence.causal_conv1d, "conv", {"x": hidden_states.transpose(1, 2)},
+        weight=weight, bias=bias, activation=activation if known else None,
+    )  # fmt: skip
     return (out if known else ACT2FN[activation](out)).transpose(1, 2)
 
 
@@ -69,10 +96,9 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    out = recurrence.gated_delta_rule(
-        query, key, value, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, **_over()
-    )
-    assert isinstance(out, torch.Tensor)
+    tokens = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
+    rule = recurrence.gated_delta_rule
+    out = _mixed(rule, "recurrent", tokens, use_qk_l2norm=use_qk_l2norm_in_kernel)
     return out.to(query.dtype), None
 
 
@@ -92,9 +118,8 @@ def _state_space(
     **kwargs: Any,
 ) -> Tensor:
     steps = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
-    out = recurrence.state_space(hidden_states.float(), steps, A, B, C, D, **_over())
-    assert isinstance(out, torch.Tensor)
-    return out.contiguous()
+    tokens = {"x": hidden_states.float(), "dt": steps, "B": B, "C": C}
+    return _mixed(recurrence.state_space, "recurrent", tokens, A=A, D=D).contiguous()
 
 
 def _selective_scan(
@@ -114,9 +139,8 @@ def _selective_scan(
 ) -> Tensor:
     x, dt, B, C = (each.transpose(1, 2) for each in (hidden_states, dt, B, C))
     steps = _steps(dt, delta_bias, delta_softplus)
-    out = recurrence.selective_scan(x.float(), steps, A, B, C, D, **_over())
-    assert isinstance(out, torch.Tensor)
-    out = out.transpose(1, 2)
+    tokens = {"x": x.float(), "dt": steps, "B": B, "C": C}
+    out = _mixed(recurrence.selective_scan, "recurrent", tokens, A=A, D=D).transpose(1, 2)
     return out if z is None else out * functional.silu(z)
 
 
@@ -153,9 +177,8 @@ def _lightning(
         qkv = (qkv * attention_mask[..., None]).to(qkv.dtype)
     qkv = qkv.unflatten(-1, (layer.num_attention_heads, 3 * layer.head_dim))
     q, k, v = qkv.split(layer.head_dim, -1)
-    decays = -layer.slope_rate.flatten()
-    out = recurrence.linear_attention(q, k, v, decays, scale=1.0, **_over())
-    assert isinstance(out, torch.Tensor)
+    tokens, decays = {"q": q, "k": k, "v": v}, -layer.slope_rate.flatten()
+    out = _mixed(recurrence.linear_attention, "recurrent", tokens, g=decays, scale=1.0)
     gate = layer.output_gate(hidden_states).sigmoid()
     return layer.out_proj(gate * layer.norm(out.flatten(2))), None
 
@@ -167,12 +190,11 @@ def _griffin(
 
     It would take padding for tokens; here rows begin after it, as documents do.
     """
-    over = _over()
-    x = layer.linear_x(input_states)
-    taps = layer.conv_1d.weight.squeeze(1)
-    x = recurrence.causal_conv1d(x, taps, layer.conv_1d.bias, **over)
+    x, conv = layer.linear_x(input_states), layer.conv_1d
+    taps = conv.weight.squeeze(1)
+    x = _mixed(recurrence.causal_conv1d, "conv", {"x": x}, weight=taps, bias=conv.bias)
     # It takes a token at position 0 for the first one.
-    begins = over["documents"]
+    begins = _running.get().documents
     places = position_ids if begins is None else (~begins).long()
     x = type(layer.rg_lru).forward(_OverRanks(layer.rg_lru), x, places)
     return layer.linear_out(x * layer.act_fn(layer.linear_y(input_states))), None
@@ -196,9 +218,8 @@ class _OverRanks:
     ) -> tuple[Tensor, None]:
         # The gradient of the logarithm of 0 is no number.
         decays = recurrent_gate.float().clamp_min(torch.finfo(torch.float32).tiny).log()
-        out = recurrence.linear_recurrence(hidden_states, decays, **_over())
-        assert isinstance(out, torch.Tensor)
-        return out, None
+        tokens = {"x": hidden_states, "log_a": decays}
+        return _mixed(recurrence.linear_recurrence, "recurrent", tokens), None
 
 
 # Layers that mix inline: their forward here, and what they need to have.

@@ -20,7 +20,7 @@ import transformers
 from burst_rt.context import Context
 from burst_rt.errors import InputError
 from burst_rt.hf.loss import wrong_router_loss
-from burst_rt.hf.mixers import FUNCTIONS, INLINE, SHORTCUTS, running
+from burst_rt.hf.mixers import FUNCTIONS, INLINE, SHORTCUTS, Running, running
 from burst_rt.hf.release import unknown_release
 from burst_rt.hf.rotary import hook_of
 from burst_rt.hf.shard import KEYWORD, ShardInfo
@@ -161,7 +161,7 @@ def _run(
     # A cache that the model has made in this call, for nobody.
     options = {name: None if name in _CACHES else x for name, x in options.items()}
     kind: Any = type(layer)  # mypy does not take classes for hashable
-    with running(info):
+    with running(Running(info.batch.layout, info.begins)):
         return _forward_of(kind)(layer, *args, **options)
 
 
