@@ -124,7 +124,7 @@ def attend(
         count, tokens = info.step.num_tokens, query.shape[2]
         q, k, v = (x.transpose(1, 2)[:, :count] for x in (query, key, value))
         out = info.step.attend(
-            cast(int, module.layer_idx), q, k, v,
+            info.layers[cast(int, module.layer_idx)], q, k, v,
             mask=structure, scale=scaling, softcap=softcap, sinks=s_aux,
         )  # fmt: skip
         # A rank without tokens runs one that nobody sees.

@@ -60,7 +60,10 @@ def _mixed(
     layout, documents, states = _running.get()
     given, count = next(iter(tokens.values())).shape[1], layout.shard_len
     tokens = {name: x[:, :count] for name, x in tokens.items()}
-    options |= {"layout": layout, "documents": documents}
+    options |= {
+        "layout": layout,
+        "documents": None if documents is None else documents[:, :count],
+    }
     if states is None:
         out: Tensor = function(**tokens, **options)
         return out

@@ -82,6 +82,19 @@ def spread_mixing(model: torch.nn.Module, ctx: Context) -> bool:
     return True
 
 
+# Functions of layers whose states transformers and `burst_rt.recurrence` keep alike, and that go on
+# from a state by several tokens.
+_KEPT_ALIKE = frozenset({"causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"})
+
+
+def keeps_states(model: torch.nn.Module) -> bool:
+    """Whether all states of a model's layers can be kept in a cache over ranks."""
+    return all(
+        _KEPT_ALIKE.issuperset(set(_functions_of(layer)) & FUNCTIONS.keys()) and not _inline(layer)
+        for layer in model.modules()
+    )
+
+
 def _functions_of(layer: torch.nn.Module) -> list[str]:
     """The names of the functions by which a layer of transformers mixes tokens."""
     forward: Any = inspect.unwrap(type(layer).forward)
@@ -139,29 +152,35 @@ class _Mixing:
         info = options.pop(KEYWORD, getattr(options.get("attention_mask"), KEYWORD, None))
         if info is None:
             return type(self._layer).forward(self._layer, *args, **options)
-        if not isinstance(info, ShardInfo):
-            _refuse(
-                "generating over ranks is not done with layers that keep states; expected a call "
-                "without a cache; generate on one process",
-                info.ctx,
-            )
         return _apart(self._layer, info, args, options)
 
 
-def _run(
-    layer: torch.nn.Module, info: ShardInfo, args: tuple[Any, ...], options: dict[str, Any]
-) -> Any:
+def _run(layer: torch.nn.Module, info: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     if info.ctx.world_size > 1 and hook_of(layer) not in info.told:
         _refuse(
             "expected a call of the model that was prepared, or of its base model, got one of a "
             f"part of it ({type(layer).__name__}); call model(**burst_rt.hf.shard(batch, ctx))",
             info.ctx,
         )
+    if not isinstance(info, ShardInfo):
+        return _step(layer, info, args, options)
     info.attended = True
     # A cache that the model has made in this call, for nobody.
     options = {name: None if name in _CACHES else x for name, x in options.items()}
     kind: Any = type(layer)  # mypy does not take classes for hashable
     with running(Running(info.batch.layout, info.begins)):
+        return _forward_of(kind)(layer, *args, **options)
+
+
+def _step(layer: Any, info: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A layer in a step of a cache (`cache.StepInfo`)."""
+    kind, states = type(layer), info.states.of(layer.layer_idx)
+    cache = None if info.layout else states
+    options = {name: cache if name in _CACHES else x for name, x in options.items()}
+    options["attention_mask"] = info.shown
+    if cache is not None:
+        return kind.forward(layer, *args, **options)
+    with running(Running(info.layout, info.begins, states)):
         return _forward_of(kind)(layer, *args, **options)
 
 

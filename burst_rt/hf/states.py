@@ -11,7 +11,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["LayerStates", "States"]
+from burst_rt.planning.layouts import Layout
+
+__all__ = ["LayerStates", "States", "dealt_layout"]
+
+
+def dealt_layout(before: int, tokens: int, block: int, world_size: int) -> Layout:
+    """Which new tokens each rank has, where positions are dealt out in blocks, in turn.
+
+    before: number of tokens that are cached.
+    """
+    end, runs = before + tokens, [[range(0)] for _ in range(world_size)]
+    for number in range(before // block, -(-end // block)):
+        first, last = max(before, number * block), min(end, (number + 1) * block)
+        runs[number % world_size].append(range(first - before, last - before))
+    digest = f"blocks of {block} from {before} on"
+    return Layout("dealt", tokens, world_size, tuple(map(tuple, runs)), digest)
 
 
 class States:

@@ -1,5 +1,5 @@
 """`burst_rt.hf` with models whose layers mix tokens by recurrences and short convolutions, too:
-logits, loss and every gradient are those of one process, and what is refused.
+logits, loss and every gradient are those of one process, what they generate, and what is refused.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from small_generation import BATCHES, generate
 from small_hybrids import HYBRIDS, make_hybrid, truth_of_hybrid
-from small_models import KINDS, Truth, gradients, make_batch, seen
+from small_models import CACHE, KINDS, Truth, gradients, make_batch, seen
 
 import burst_rt
 import burst_rt.hf
@@ -184,6 +185,65 @@ def test_other_calls_of_a_prepared_model_are_as_before(name: str) -> None:
         return found
 
     assert max(max(found) for found in burst_rt.run_local(2, rank, timeout_s=60)) <= _LARGEST
+
+
+# Sampling takes processes; threads share torch's generator.
+_GENERATED = [
+    ("Qwen3Next", "turns", 2), ("Qwen3Next", "chunks", 4), ("Qwen3_5", "chunks", 3),
+    ("Qwen3_5Moe", "beams", 3), ("OlmoHybrid", "turns", 1), ("OlmoHybrid", "chunks", 2),
+    ("Bamba", "beams", 2), ("Bamba", "chunks", 4), ("GraniteMoeHybrid", "turns", 3),
+    ("NemotronH", "chunks", 3), ("FalconH1", "turns", 2), ("Lfm2", "chunks", 4),
+    ("Lfm2Moe", "beams", 3), ("Lfm3", "turns", 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "case", "num_ranks"), _GENERATED)
+def test_hybrids_generate_what_one_process_does(name: str, case: str, num_ranks: int) -> None:
+    model = make_hybrid(name).eval()
+    expected = generate(deepcopy(model), case)
+
+    def rank(ctx: burst_rt.Context) -> dict[str, torch.Tensor]:
+        mine = deepcopy(model)
+        mine.set_attn_implementation("burst_rt")
+        cache = burst_rt.hf.Cache(mine, ctx, capacity=140, batch=BATCHES[case], block=8)
+        return generate(mine, case, cache)
+
+    for found in burst_rt.run_local(num_ranks, rank, timeout_s=60):
+        assert torch.equal(found["tokens"], expected["tokens"])
+        assert _difference(found["logits"], expected["logits"]) <= _LARGEST
+
+
+def test_states_of_a_call_that_failed_count_for_nothing() -> None:
+    """The same tokens again, and another text after `reset`; states cannot be cropped."""
+    model, ids = make_hybrid("Qwen3_5").eval(), make_batch("Qwen3_5", "plain")["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+
+    def rank(ctx: burst_rt.Context) -> None:
+        mine = deepcopy(model)
+        mine.set_attn_implementation("burst_rt")
+        cache = burst_rt.hf.Cache(mine, ctx, capacity=140, block=8)
+
+        def last(tokens: torch.Tensor) -> torch.Tensor:
+            return mine(tokens, **{CACHE: cache}).logits[:, -1]
+
+        with torch.no_grad():
+            last(ids[:, :40])
+            broken = mine.model.norm.register_forward_pre_hook(_fail)
+            with pytest.raises(ZeroDivisionError):
+                last(ids[:, 40:])
+            broken.remove()
+            assert _difference(last(ids[:, 40:]), expected) <= _LARGEST
+            with pytest.raises(InputError, match="some of whose layers keep states"):
+                cache.crop(-1)
+            cache.reset()
+            assert _difference(last(ids), expected) <= _LARGEST
+
+    burst_rt.run_local(2, rank, timeout_s=60)
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
 
 
 def _refusals(
