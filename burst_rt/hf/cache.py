@@ -54,8 +54,8 @@ class StepInfo:
     )  # `[batch, tokens]`: places of this rank's tokens in their sequence, padding included
     largest_position: int  # largest position of all ranks' tokens
     layers: dict[int, int]  # numbers of layers that attend, as `step` counts them
-    # Of a model that has recurrent layers: their states; which of the new tokens each rank has, in
-    # a spread step; and the left padding of the rows.
+    # The states of recurrent layers; which of the new tokens each rank has, in a spread step; and
+    # the left padding of the rows. Models without such layers need none.
     states: States | None = None
     layout: ContextLayout | None = None
     padding: tuple[int, ...] = ()

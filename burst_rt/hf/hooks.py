@@ -121,6 +121,13 @@ def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
             f"{type(model).__name__}, whose layers keep other states; generate on one process"
         )
     kept = transformers.DynamicCache(config=model.config.get_text_config(decoder=True))
+    none = kept.layers and all(type(layer) is LinearAttentionLayer for layer in kept.layers)
+    if none or -1 in [getattr(module, "layer_idx", None) for module in model.modules()]:
+        got = "none of whose layers does" if none else "which shares its attention among layers"
+        raise InputError(
+            f"{_NAME}: expected layers that keep keys and values of their own, got "
+            f"{type(model).__name__}, {got}; generate on one process"
+        )
     model.set_attn_implementation("eager")
     try:
         token = torch.zeros(1, 1, dtype=torch.int64, device=ctx.device)
@@ -142,13 +149,6 @@ def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
         assert layer.values is not None
         _, heads, _, head_dim = layer.keys.shape
         shapes.add((heads, head_dim, layer.values.shape[-1], layer.keys.dtype))
-    numbers = [getattr(module, "layer_idx", None) for module in model.modules()]
-    if not layers or -1 in numbers:
-        got = "which shares its attention among layers" if layers else "none of whose layers does"
-        raise InputError(
-            f"{_NAME}: expected layers that keep keys and values of their own, got "
-            f"{type(model).__name__}, {got}; generate on one process"
-        )
     if len(shapes) != 1:
         raise InputError(
             f"{_NAME}: expected layers of {type(model).__name__} that keep tensors of one shape, "

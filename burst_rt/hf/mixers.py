@@ -1,4 +1,4 @@
-"""What layers of transformers call to mix tokens, over ranks: functions of the same parameters.
+"""What layers of transformers call to mix tokens, over ranks, with the arguments that layers give.
 
 Two layers mix inline, and have a forward here. Each goes on for the call under way (`running`), by
 a function of `burst_rt.recurrence`. Caches of transformers are not looked at.
@@ -88,63 +88,31 @@ def _convolve(
 
 
 def _delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
     tokens = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
-    rule = recurrence.gated_delta_rule
-    out = _mixed(rule, "recurrent", tokens, use_qk_l2norm=use_qk_l2norm_in_kernel)
+    normalised = options["use_qk_l2norm_in_kernel"]
+    out = _mixed(recurrence.gated_delta_rule, "recurrent", tokens, use_qk_l2norm=normalised)
     return out.to(query.dtype), None
 
 
 def _state_space(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    **kwargs: Any,
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
 ) -> Tensor:
-    steps = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
+    steps = _steps(dt, options["dt_bias"], options["dt_softplus"]).clamp(*options["dt_limit"])
     tokens = {"x": hidden_states.float(), "dt": steps, "B": B, "C": C}
-    return _mixed(recurrence.state_space, "recurrent", tokens, A=A, D=D).contiguous()
+    out = _mixed(recurrence.state_space, "recurrent", tokens, A=A, D=options["D"])
+    return out.contiguous()
 
 
 def _selective_scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    use_mambapy: bool = False,
-    use_associative_scan: bool = False,
-    **kwargs: Any,
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
 ) -> Tensor:
     x, dt, B, C = (each.transpose(1, 2) for each in (hidden_states, dt, B, C))
-    steps = _steps(dt, delta_bias, delta_softplus)
+    steps = _steps(dt, options["delta_bias"], options["delta_softplus"])
     tokens = {"x": x.float(), "dt": steps, "B": B, "C": C}
-    out = _mixed(recurrence.selective_scan, "recurrent", tokens, A=A, D=D).transpose(1, 2)
-    return out if z is None else out * functional.silu(z)
+    out = _mixed(recurrence.selective_scan, "recurrent", tokens, A=A, D=options["D"])
+    return out.transpose(1, 2) * functional.silu(options["z"])
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
@@ -156,15 +124,34 @@ def _no_shortcut(*_: Any, **__: Any) -> None:
     """Nothing, upon which a layer goes on by its other functions."""
 
 
-# What takes the place of a function that layers call by this name, of the same parameters.
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _convolve,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _state_space,
-    "mamba_selective_scan": _selective_scan,
+class Replaced(NamedTuple):
+    """A function that layers call: what takes its place, and the parameters that it must have."""
+
+    ours: Callable[..., Any]
+    parameters: str
+
+
+_RULE = (
+    "query, key, value, g, beta, chunk_size, initial_state, output_final_state, "
+    "use_qk_l2norm_in_kernel, kwargs"
+)
+# By name.
+FUNCTIONS = {
+    "causal_conv1d_fn": Replaced(_convolve, "hidden_states, weight, bias, activation, kwargs"),
+    "torch_chunk_gated_delta_rule": Replaced(_delta_rule, _RULE),
+    "chunk_kimi_delta_attention": Replaced(_delta_rule, _RULE),
+    "mamba2_chunk_scan": Replaced(
+        _state_space,
+        "hidden_states, dt, A, B, C, chunk_size, D, dt_bias, initial_states, dt_softplus, "
+        "dt_limit, return_final_states, kwargs",
+    ),
+    "mamba_selective_scan": Replaced(
+        _selective_scan,
+        "hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, "
+        "use_mambapy, use_associative_scan, kwargs",
+    ),
 }
-# The same of functions that do all of a layer at once, or return None.
+# What takes the place of functions that do all of a layer at once, or return None, by name.
 SHORTCUTS: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": _no_shortcut,
     "mamba_inner_fn": _no_shortcut,

@@ -134,10 +134,8 @@ def _check(layer: torch.nn.Module, ctx: Context) -> None:
         raise unknown_release(what, expected, f"one that calls {min(unknown)}")
     known: Any = inspect.unwrap(kind.forward)
     for name in sorted(FUNCTIONS.keys() & set(names)):
-        expected, got = (
-            ", ".join(inspect.signature(function).parameters)
-            for function in (FUNCTIONS[name], known.__globals__[name])
-        )
+        got = ", ".join(inspect.signature(known.__globals__[name]).parameters)
+        expected = FUNCTIONS[name].parameters
         if expected != got:
             raise unknown_release(what, f"{name}({expected})", f"{name}({got})")
 
@@ -174,7 +172,8 @@ def _run(layer: torch.nn.Module, info: Any, args: tuple[Any, ...], options: dict
 
 def _step(layer: Any, info: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """A layer in a step of a cache (`cache.StepInfo`)."""
-    kind, states = type(layer), info.states.of(layer.layer_idx)
+    kind: Any = type(layer)
+    states = info.states.of(layer.layer_idx)
     cache = None if info.layout else states
     options = {name: cache if name in _CACHES else x for name, x in options.items()}
     options["attention_mask"] = info.shown
@@ -195,12 +194,13 @@ def _forward_of(kind: Any) -> Callable[..., Any]:
         if each.__name__ in INLINE:
             return INLINE[each.__name__][0]
     forward: Any = inspect.unwrap(kind.forward)
-    ours = FunctionType(
-        forward.__code__, {**forward.__globals__, **FUNCTIONS, **SHORTCUTS}, forward.__name__,
+    ours = {name: replaced.ours for name, replaced in FUNCTIONS.items()}
+    made = FunctionType(
+        forward.__code__, {**forward.__globals__, **ours, **SHORTCUTS}, forward.__name__,
         forward.__defaults__, forward.__closure__,
     )  # fmt: skip
-    ours.__kwdefaults__ = forward.__kwdefaults__
-    return ours
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
 
 
 class _Call:

@@ -290,11 +290,9 @@ def _jamba() -> Any:
     return transformers.JambaForCausalLM(config)
 
 
-def _mamba2() -> Any:
-    config = transformers.Mamba2Config(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=8, head_dim=8, state_size=4
-    )
-    return transformers.Mamba2ForCausalLM(config)
+def _lfm2() -> Any:
+    config = _config("Lfm2Config", layer_types=["conv", "conv"], block_dim=32)
+    return transformers.Lfm2ForCausalLM(config)
 
 
 def _zamba2() -> Any:
@@ -317,7 +315,7 @@ def _deepseek() -> Any:
     ("make", "said"),
     [
         (_jamba, "got JambaForCausalLM, whose layers keep other states"),
-        (_mamba2, "got Mamba2ForCausalLM, none of whose layers does"),
+        (_lfm2, "got Lfm2ForCausalLM, none of whose layers does"),
         (_zamba2, "got Zamba2ForCausalLM, which shares its attention among layers"),
         (_deepseek, "DeepseekV3ForCausalLM, which keeps them compressed"),
     ],

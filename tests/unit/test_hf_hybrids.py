@@ -225,7 +225,8 @@ def test_states_of_a_call_that_failed_count_for_nothing() -> None:
         cache = burst_rt.hf.Cache(mine, ctx, capacity=140, block=8)
 
         def last(tokens: torch.Tensor) -> torch.Tensor:
-            return mine(tokens, **{CACHE: cache}).logits[:, -1]
+            logits: torch.Tensor = mine(tokens, **{CACHE: cache}).logits
+            return logits[:, -1]
 
         with torch.no_grad():
             last(ids[:, :40])
