@@ -65,9 +65,10 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     Once, before the model is wrapped (DDP, FSDP2). A model that was not given to it is refused.
     Every later call that no layer attends in, or whose output is not one row for each of the rank's
     tokens, is refused too. "longrope" and "dynamic" rotary scaling look at the largest position of
-    all ranks from now on.
+    all ranks from now on. Layers that mix tokens by recurrences and short convolutions do so over the
+    ranks of every call that `shard` has cut (`mixing.py`), and as before in other calls.
 
-    Models that are not in `TESTED`, or have another head than the tested ones, or a forward that is
+    Models that no test compares (`TESTED`, `_HYBRIDS`), or that have another head than the tested ones, or a forward that is
     not transformers', compute logits and loss of a short sequence over the ranks, and on each rank
     with attn_implementation="eager". Their weights are on the context's device then. Collective
     then; blocks as `burst_attention` does. loss: False leaves the loss out, for models that compute

@@ -237,9 +237,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(tuned: Path, tmp_path: Path) -> None:
     assert (run / "model" / "model.safetensors").exists()
 
 
-def test_perplexity_is_that_of_one_process(tmp_path: Path, text: Path) -> None:
-    # Unlike a Llama's, its queries and keys have norms.
-    folder = _make(tmp_path / "qwen3", _small(transformers.Qwen3Config))
+@pytest.mark.parametrize(
+    "config",
+    [
+        # Unlike a Llama's, its queries and keys have norms.
+        _small(transformers.Qwen3Config),
+        # No attention at all.
+        _small(transformers.FalconMambaConfig, state_size=4, time_step_rank=4),
+    ],
+    ids=["Qwen3", "FalconMamba"],
+)
+def test_perplexity_is_that_of_one_process(tmp_path: Path, text: Path, config: Any) -> None:
+    folder = _make(tmp_path / "model", config)
     found = _read(
         _job(
             tmp_path, "eval", "-n", "2", "--model", str(folder), "--data", str(text), "--seq-len",
