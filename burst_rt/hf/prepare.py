@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +24,7 @@ from burst_rt.errors import InputError
 from burst_rt.hf.lengths import Length, lengths_beyond, shorten_lengths
 from burst_rt.hf.masks import MaskIsRead
 from burst_rt.hf.mixing import spread_mixing
+from burst_rt.hf.release import KNOWN_RELEASES
 from burst_rt.hf.rotary import hook_of, hook_positions
 from burst_rt.hf.shard import KEYWORD, ShardInfo, require_attended, set_prepared, shard
 from burst_rt.runtime.refusing import refuse
@@ -65,10 +67,11 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     Once, before the model is wrapped (DDP, FSDP2). A model that was not given to it is refused.
     Every later call that no layer attends in, or whose output is not one row for each of the rank's
     tokens, is refused too. "longrope" and "dynamic" rotary scaling look at the largest position of
-    all ranks from now on. Layers that mix tokens by recurrences and short convolutions do so over the
-    ranks of every call that `shard` has cut (`mixing.py`), and as before in other calls.
+    all ranks from now on. Layers that mix tokens by recurrences and short convolutions do so over
+    the ranks of every call that `shard` has cut (`mixing.py`), and as before in other calls.
 
-    Models that no test compares (`TESTED`, `_HYBRIDS`), or that have another head than the tested ones, or a forward that is
+    Models that no test compares (`TESTED`, and `_HYBRIDS` in releases of transformers that are
+    known), or that have another head than the tested ones, or a forward that is
     not transformers', compute logits and loss of a short sequence over the ranks, and on each rank
     with attn_implementation="eager". Their weights are on the context's device then. Collective
     then; blocks as `burst_attention` does. loss: False leaves the loss out, for models that compute
@@ -116,11 +119,13 @@ def _is_tested(model: torch.nn.Module) -> bool:
     folder = kind.__module__.removeprefix(_FOLDER).partition(".")[0]
     # Libraries of faster losses replace transformers' forward by their own.
     forward = inspect.unwrap(model.forward).__module__
+    # Some layers of hybrids are other code here than in transformers.
+    known = transformers.__version__.startswith(KNOWN_RELEASES)
     return (
         kind.__module__.startswith(_FOLDER)
         and (
             (folder in TESTED and kind.__name__.endswith(_HEADS))
-            or (folder in _HYBRIDS and kind.__name__.endswith("ForCausalLM"))
+            or (folder in _HYBRIDS and kind.__name__.endswith("ForCausalLM") and known)
         )
         and forward.startswith("transformers.")
     )

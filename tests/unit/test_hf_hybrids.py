@@ -20,6 +20,7 @@ from small_models import CACHE, KINDS, Truth, gradients, make_batch, seen
 import burst_rt
 import burst_rt.hf
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.hf.rotary import hook_of
 
 pytestmark = [
     pytest.mark.usefixtures("no_parts_left"),
@@ -329,6 +330,20 @@ def test_layers_of_a_later_release_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     monkeypatch.setattr(module.Mamba2Mixer, "forward", _forward_of_another(module))
     prepared("one that calls fused_scan")
+
+
+def test_hybrids_of_a_later_release_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_hybrid("Bamba")
+    model.set_attn_implementation("burst_rt")
+
+    def compared(ctx: burst_rt.Context) -> str:
+        hook = hook_of(burst_rt.hf.prepare(deepcopy(model), ctx))
+        assert hook is not None
+        return hook.compared
+
+    assert burst_rt.run_local(2, compared, timeout_s=60) == [""] * 2
+    monkeypatch.setattr(transformers, "__version__", "6.0.0")
+    assert burst_rt.run_local(2, compared, timeout_s=60) == ["with loss"] * 2
 
 
 def _forward_of_another(module: Any) -> Any:
