@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from small_hybrids import make_hybrid
 from small_models import CACHE, make_model
 from small_models import DECODERS as _ALL
 
@@ -19,10 +20,19 @@ __all__ = [
     "truth",
 ]
 
-DECODERS = tuple(name for name in _ALL if name not in ("Gemma3Bidirectional", "Gemma4"))
+# Other hybrids are in tests/unit/test_hf_hybrids.py, without sampling.
+_HYBRID = "Qwen3Next"
+DECODERS = (
+    *(name for name in _ALL if name not in ("Gemma3Bidirectional", "Gemma4")), _HYBRID,
+)  # fmt: skip
 # Cases beside the first two, which every model has: what they add is the same for all models, but
 # for Phi3's "longrope", whose boundary the sampled tokens cross.
-_MORE = {"Llama": ("sampled", "beams"), "Gemma3": ("beams",), "Phi3": ("sampled",)}
+_MORE = {
+    "Llama": ("sampled", "beams"),
+    "Gemma3": ("beams",),
+    "Phi3": ("sampled",),
+    _HYBRID: ("sampled",),
+}
 PROMPT = 75
 # Rows of the cache: prompts, times beams.
 BATCHES = {"turns": 2, "chunks": 2, "sampled": 2, "beams": 6}
@@ -39,7 +49,7 @@ def cases(name: str) -> tuple[str, ...]:
 
 
 def make_decoder(name: str, implementation: str) -> Any:
-    model = make_model(name).eval()
+    model = (make_hybrid if name == _HYBRID else make_model)(name).eval()
     model.set_attn_implementation(implementation)
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = False  # for training

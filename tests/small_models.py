@@ -22,6 +22,7 @@ __all__ = [
     "CACHE",
     "DECODERS",
     "KINDS",
+    "LENGTHS",
     "NAMES",
     "TOKENS",
     "Truth",
@@ -108,7 +109,7 @@ DECODERS = tuple(_DECODERS)
 NAMES = (*_DECODERS, "T5Gemma", "ModernBert", *_TYPES)
 KINDS = ("plain", "left", "right", "packed")
 # Documents of each row of a packed batch.
-_LENGTHS = ((20, 1, 33, 21), (50, 25))
+LENGTHS = ((20, 1, 33, 21), (50, 25))
 # transformers masks documents of these in flash-attn's way only, or (Llama 4) scales queries by
 # their place in the whole row: what one process makes of a packed batch is what it makes of the
 # documents one by one.
@@ -257,7 +258,7 @@ def make_batch(name: str, kind: str) -> dict[str, torch.Tensor]:
             # What padding predicts is nobody's business.
             batch["labels"][(shown == 0) | (shown.roll(1, 1) == 0)] = -100
     if kind == "packed":
-        rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in _LENGTHS]
+        rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS]
         batch["position_ids"] = torch.stack(rows)
         batch["labels"][batch["position_ids"] == 0] = -100
     return batch
@@ -283,11 +284,13 @@ def truth(name: str, kind: str) -> Truth:
     return {"loss": loss.item(), "logits": logits.detach(), "gradients": gradients(model, batch)}
 
 
-def gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def gradients(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """By the name in the model itself, whole where FSDP2 has sharded them; also what comes before
     the model in a batch with images.
     """
-    named = [*model.named_parameters(), *batch.items()]
+    named = [*model.named_parameters(), *(batch or {}).items()]
     found = {name: p.grad for name, p in named if p.grad is not None}
     return {
         name.removeprefix("module.").removeprefix("_orig_mod."): grad.full_tensor()
@@ -300,7 +303,7 @@ def gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[st
 def _one_by_one(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     names = {"input_ids", "inputs_embeds", "per_layer_inputs", *_TYPES.values()}.intersection(batch)
     outputs: list[list[Any]] = [[], []]
-    for number, lengths in enumerate(_LENGTHS):
+    for number, lengths in enumerate(LENGTHS):
         parts = {name: batch[name][number].split(list(lengths)) for name in names}
         for document in range(len(lengths)):
             inputs = {name: part[document][None] for name, part in parts.items()}

@@ -12,6 +12,7 @@ from burst_rt.attention.api import burst_attention
 from burst_rt.batches import ShardedBatch
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.hf.cache import StepInfo
+from burst_rt.hf.loss import wrong_router_loss
 from burst_rt.hf.masks import MaskHandover, mask_of
 from burst_rt.hf.prepare import is_prepared
 from burst_rt.hf.rotary import hook_of
@@ -28,6 +29,8 @@ _CACHE = "a cache made by burst_rt.hf.Cache(model, ctx, capacity=...)"
 # attention alone, or at none; and names of types that choose keys by one rank's scores.
 _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 _KNOWN = (*_ATTENDING, "moe", "mlp", "sparse", "dense")
+# Names of types that `mixing` spreads over ranks, if it knows the model's layers.
+_MIXING = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 _CHOOSING = (
     "indexed_attention",
     "compressed_sparse_attention",
@@ -124,7 +127,7 @@ def attend(
         count, tokens = info.step.num_tokens, query.shape[2]
         q, k, v = (x.transpose(1, 2)[:, :count] for x in (query, key, value))
         out = info.step.attend(
-            cast(int, module.layer_idx), q, k, v,
+            info.layers[cast(int, module.layer_idx)], q, k, v,
             mask=structure, scale=scaling, softcap=softcap, sinks=s_aux,
         )  # fmt: skip
         # A rank without tokens runs one that nobody sees.
@@ -171,14 +174,6 @@ _UNMARKED = (
 )
 
 
-_ROUTED = (
-    "output_router_logits: expected False, or in training a model whose balancing loss is "
-    "transformers' load_balancing_loss_func, such as Mixtral or Qwen3-MoE; got True: the router's "
-    "loss would be of one rank's tokens; set model.config.output_router_logits = False, and under "
-    "TRL SFTConfig(router_aux_loss_coef=0.0), by which TRL sets it anew"
-)
-
-
 def _unsupported_argument(
     dropout: float, position_bias: object, cache: object, attention_mask: object
 ) -> str | None:
@@ -215,18 +210,18 @@ def _unsupported_layer(
             return "attention to later tokens is not done with a cache; expected causal attention"
     if info.ctx.world_size == 1:
         return None
-    mixing = [each for each in _layer_types(config) if each not in _KNOWN]
-    if mixing:
-        return _mixed(mixing)
-    routed = others.get("output_router_logits") or getattr(config, "output_router_logits", False)
     if not is_prepared(module):
         return (
             f"{type(module).__module__}: expected a model that was prepared for ranks, got one "
             "that was not; call burst_rt.hf.prepare(model, ctx) once, before the model is wrapped"
         )
     hook = hook_of(module)
-    if routed and (isinstance(info, StepInfo) or hook is None or not hook.balances):
-        return _ROUTED
+    balanced = hook is not None and hook.balances and not isinstance(info, StepInfo)
+    if not balanced and (reason := wrong_router_loss(others, config)):
+        return reason
+    known = _KNOWN + _MIXING if hook is not None and hook.mixes else _KNOWN
+    if mixing := [each for each in _layer_types(config) if each not in known]:
+        return _mixed(mixing)
     positions = others.get("position_ids")
     if isinstance(info, StepInfo):
         return info.wrong_positions(positions)
@@ -246,8 +241,8 @@ def _layer_types(config: object) -> list[str]:
 def _mixed(layer_types: list[str]) -> str:
     return (
         f"layers of type {', '.join(layer_types)} mix tokens otherwise than by attention over the "
-        f"ranks, and would see one rank's alone; expected {', '.join(_ATTENDING)}; use a model of "
-        "those"
+        f"ranks, and would see one rank's alone; expected {', '.join(_ATTENDING)}, or layers of a "
+        "hybrid model that docs/transformers.md names; use a model of those"
     )
 
 

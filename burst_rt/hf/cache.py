@@ -14,12 +14,13 @@ import inspect
 import warnings
 import weakref
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from burst_rt.attention.sharding import ContextLayout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.hf.cached_call import CachedCall
@@ -27,6 +28,7 @@ from burst_rt.hf.hooks import HookedCache, attach, check_model, detach, what_lay
 from burst_rt.hf.prepare import prepare
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.hf.spread import spread
+from burst_rt.hf.states import States, dealt_layout
 from burst_rt.opaque import opaque
 from burst_rt.planning.masks.positions import is_count
 from burst_rt.runtime.refusing import refuse
@@ -51,6 +53,12 @@ class StepInfo:
         torch.Tensor
     )  # `[batch, tokens]`: places of this rank's tokens in their sequence, padding included
     largest_position: int  # largest position of all ranks' tokens
+    layers: dict[int, int]  # numbers of layers that attend, as `step` counts them
+    # The states of recurrent layers; which of the new tokens each rank has, in a spread step; and
+    # the left padding of the rows. Models without such layers need none.
+    states: States | None = None
+    layout: ContextLayout | None = None
+    padding: tuple[int, ...] = ()
     # The hooks of the models that were called with it (`rotary.PositionHook`).
     told: set[object] = field(default_factory=set)
 
@@ -60,6 +68,21 @@ class StepInfo:
     def largest(self, position_ids: torch.Tensor) -> int:
         """The largest position of all ranks' tokens."""
         return self.largest_position
+
+    @cached_property
+    def begins(self) -> torch.Tensor | None:
+        """Where rows begin after padding, bool `[batch, tokens]`; None where they have none."""
+        return self.places == self._padding if any(self.padding) else None
+
+    @cached_property
+    def shown(self) -> torch.Tensor | None:
+        """Which tokens are no padding, `[batch, tokens]`; None where all are."""
+        shown = self.places >= self._padding
+        return None if bool(shown.all()) else shown.long()
+
+    @property
+    def _padding(self) -> torch.Tensor:
+        return torch.tensor(self.padding, device=self.places.device)[:, None]
 
     def wrong_positions(self, given: torch.Tensor | None) -> str | None:
         """Why these are not the positions of this rank's tokens, in words."""
@@ -126,8 +149,11 @@ class Cache(HookedCache):
             shapes = what_layers_keep(model, ctx)
         except InputError as error:
             refuse(_NAME, error, ctx.runtime)
-        self._make = partial(KVCache, ctx, block=block, **shapes)
-        self._num_layers: int = shapes["num_layers"]
+        layers: list[int] = shapes.pop("layers")
+        self._num_layers: int = shapes.pop("num_layers")
+        self._layers = {layer: number for number, layer in enumerate(layers)}
+        self._states = States() if shapes.pop("states") else None
+        self._make = partial(KVCache, ctx, block=block, num_layers=len(layers), **shapes)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         if batch is not None:
             self._kv = self._make(batch=batch, capacity=capacity)
@@ -183,7 +209,7 @@ class Cache(HookedCache):
     @property
     def is_linear(self) -> list[bool]:
         """Whether each layer keeps a state instead of keys; `generate` then runs all tokens."""
-        return [False] * self._num_layers
+        return [number not in self._layers for number in range(self._num_layers)]
 
     @property
     def is_initialized(self) -> bool:
@@ -230,6 +256,8 @@ class Cache(HookedCache):
         """Forgets all tokens. Local; every rank does the same."""
         if self._kv is not None:
             self._kv.reset()
+        if self._states is not None:
+            self._states.forget()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens, `-tokens_to_remove` of each sequence. Local, as `reset`."""
@@ -238,6 +266,11 @@ class Cache(HookedCache):
                 "crop: expected a number of tokens to remove as 0 or less, got "
                 f"{tokens_to_remove!r}"
             )
+        if self._states is not None and tokens_to_remove:
+            self.refuse(
+                f"crop: expected a model whose layers keep keys, got {type(self.model).__name__}, "
+                "some of whose layers keep states, which forget nothing; call cache.reset()"
+            )
         if self._kv is not None and tokens_to_remove:
             self._kv.truncate(self.get_seq_length() + tokens_to_remove)
 
@@ -245,6 +278,8 @@ class Cache(HookedCache):
         """Row i becomes what row `beam_idx[i]` was. Local, as `reset`."""
         if self._kv is not None:
             self._kv.reorder(beam_idx.cpu())
+        if self._states is not None:
+            self._states.reorder(beam_idx)
         if self._text is not None:
             self._text = self._text[beam_idx.cpu().numpy()]
 
@@ -299,8 +334,14 @@ class Cache(HookedCache):
         mine, past = {name: cut(x) for name, x in call.cut.items()}, self.get_seq_length()
         places = cut(torch.arange(past, past + call.tokens).expand(call.rows, -1))
         self._info = StepInfo(
-            self.ctx, step, mine["position_ids"], past, places, call.largest_position
+            self.ctx, step, mine["position_ids"], past, places, call.largest_position, self._layers
         )
+        if self._states is not None:
+            self._states.begin()
+            self._info.states, self._info.padding = self._states, tuple(call.padding)
+            if step.sharded:
+                chunk = dealt_layout(past, call.tokens, self.block, self.ctx.world_size)
+                self._info.layout = ContextLayout(self.ctx.attention, chunk)
         self._new = options.get("input_ids")
         keywords = {**options, **mine, KEYWORD: self._info}
         if step.sharded and self._keeps_logits:
@@ -317,6 +358,8 @@ class Cache(HookedCache):
         spread_logits = spread(self.ctx, logits[:, -1:] if step.sharded else logits, source)
         before = self.get_seq_length()
         step.commit()
+        if self._states is not None:
+            self._states.commit()
         self._remember(before)
         return spread_logits
 

@@ -22,10 +22,16 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from burst_rt.context import Context
 from burst_rt.errors import BurstError, InputError
+from burst_rt.hf.mixing import keeps_states
 from burst_rt.hf.release import cache_name, check_release, wrong_cache_name
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.hf.spread import of_rank_0
@@ -36,6 +42,8 @@ __all__ = ["HookedCache", "attach", "check_model", "detach", "what_layers_keep"]
 
 _NAME = "hf.Cache"
 _HOOKS = "_burst_rt_hooks"  # name of a model's attribute
+# Types of layers of a cache that keep keys and values.
+_KEEP_KEYS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
 # Criteria whose answers follow from the tokens, which all ranks share.
 _BY_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
@@ -102,18 +110,37 @@ def check_model(model: Any) -> None:
 def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
     """The arguments of a `KVCache` that fits the model, found by one token of one process.
 
+    Beside these: num_layers of the model, `layers`, the numbers of those that keep keys and values,
+    and `states`, whether some keep states.
+
     Raises InputError for layers that keep something else, or that differ.
     """
+    if not keeps_states(model):
+        raise InputError(
+            f"{_NAME}: expected layers that keep keys and values, or states of known kinds, got "
+            f"{type(model).__name__}, whose layers keep other states; generate on one process"
+        )
     kept = transformers.DynamicCache(config=model.config.get_text_config(decoder=True))
+    none = kept.layers and all(type(layer) is LinearAttentionLayer for layer in kept.layers)
+    if none or -1 in [getattr(module, "layer_idx", None) for module in model.modules()]:
+        got = "none of whose layers does" if none else "which shares its attention among layers"
+        raise InputError(
+            f"{_NAME}: expected layers that keep keys and values of their own, got "
+            f"{type(model).__name__}, {got}; generate on one process"
+        )
     model.set_attn_implementation("eager")
     try:
         token = torch.zeros(1, 1, dtype=torch.int64, device=ctx.device)
         model(input_ids=token, use_cache=True, **{cache_name(model): kept})
     finally:
         model.set_attn_implementation(KEYWORD)
-    shapes = set()
+    shapes, layers = set(), []
+    types = getattr(model.config, "layer_types", None) or []
     for number, layer in enumerate(kept.layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.is_initialized:
+        if type(layer) is LinearAttentionLayer or types[number : number + 1] in (["moe"], ["mlp"]):
+            continue
+        layers.append(number)
+        if type(layer) not in _KEEP_KEYS or not layer.is_initialized:
             raise InputError(
                 f"{_NAME}: expected layers that keep keys and values of their own, got layer "
                 f"{number} of {type(model).__name__}, which does not ({type(layer).__name__})"
@@ -136,8 +163,9 @@ def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
             f"kv_lora_rank {config.kv_lora_rank}); generate on one process"
         )
     return {
-        "num_layers": len(kept.layers), "num_kv_heads": heads, "head_dim": head_dim,
-        "v_head_dim": v_head_dim, "dtype": dtype,
+        "layers": layers, "num_layers": len(kept.layers),
+        "states": any(isinstance(layer, LinearAttentionLayer) for layer in kept.layers),
+        "num_kv_heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype,
     }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from burst_rt.runtime.mean import mean_over_ranks
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.sums import sum_over_ranks
 
-__all__ = ["register_losses"]
+__all__ = ["register_losses", "wrong_router_loss"]
 
 _Loss = Callable[..., torch.Tensor]
 
@@ -37,6 +37,20 @@ def register_losses() -> None:
     for name in (loss_utils.__name__, "transformers.trainer"):
         if name in sys.modules:
             vars(sys.modules[name])["ForCausalLMLoss"] = LOSS_MAPPING["ForCausalLM"]
+
+
+def wrong_router_loss(options: dict[str, Any], config: object) -> str | None:
+    """Why a call must not have the loss of a mixture's router, in words: where the model's own is
+    of one rank's tokens.
+    """
+    if options.get("output_router_logits") or getattr(config, "output_router_logits", False):
+        return (
+            "output_router_logits: expected False, or in training a model whose balancing loss is "
+            "transformers' load_balancing_loss_func, such as Mixtral or Qwen3-MoE; got True: the "
+            "router's loss would be of one rank's tokens; set model.config.output_router_logits = "
+            "False, and under TRL SFTConfig(router_aux_loss_coef=0.0), by which TRL sets it anew"
+        )
+    return None
 
 
 def _sharded(name: str, original: _Loss) -> _Loss:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +25,8 @@ from burst_rt.hf.balancing import balance_over_ranks, require_balanced
 from burst_rt.hf.blocks import give_token_types
 from burst_rt.hf.lengths import Length, lengths_beyond, shorten_lengths
 from burst_rt.hf.masks import MaskIsRead
+from burst_rt.hf.mixing import spread_mixing
+from burst_rt.hf.release import KNOWN_RELEASES
 from burst_rt.hf.rotary import hook_of, hook_positions
 from burst_rt.hf.shard import KEYWORD, ShardInfo, require_attended, set_prepared, shard
 from burst_rt.runtime.refusing import refuse
@@ -40,6 +43,14 @@ TESTED = frozenset(
         *("paligemma", "phi3", "qwen3", "qwen3_moe", "t5gemma"),
     }
 )
+# The same of models some of whose layers mix tokens without attention, with one of the heads.
+_HYBRIDS = frozenset(
+    {
+        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
+        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h",
+        "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "zamba2",
+    }
+)  # fmt: skip
 # Suffixes of the heads' names.
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification")
 _FOLDER = "transformers.models."
@@ -62,9 +73,12 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     Every later call that no layer attends in, or whose output is not one row for each of the rank's
     tokens, is refused too. "longrope" and "dynamic" rotary scaling look at the largest position of
     all ranks from now on, the balancing loss of a mixture of experts counts all ranks' tokens, and
-    models with images get the types of all tokens for their masks.
+    models with images get the types of all tokens for their masks. Layers that mix tokens by
+    recurrences and short convolutions do so over the ranks of every call that `shard` has cut
+    (`mixing.py`), and as before in other calls.
 
-    Models that are not in `TESTED`, or have another head than the tested ones, or a forward that is
+    Models that no test compares (`TESTED`, and `_HYBRIDS` in releases of transformers that are
+    known), or that have another head than the tested ones, or a forward that is
     not transformers', compute logits and loss of a short sequence over the ranks, and on each rank
     with attn_implementation="eager". Their weights are on the context's device then. Collective
     then; blocks as `burst_attention` does. loss: False leaves the loss out, for models that compute
@@ -80,6 +94,7 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
         error = InputError(f"hf.prepare: model: expected a model of transformers, got {got}")
         refuse("hf.prepare", error, ctx.runtime)
     balances = balance_over_ranks(model)  # the loss may be of more ranks than the context's
+    mixes = spread_mixing(model, ctx)
     if ctx.world_size == 1:
         return model
     set_prepared(ctx)
@@ -87,7 +102,7 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     if hook is None:
         hook = hook_positions(model)
         give_token_types(model)
-    hook.balances = balances
+    hook.balances, hook.mixes, hook.attends = balances, mixes, _attends(model)
     tested = _is_tested(model)
     known = tested or hook.compared == "with loss"
     if not (known or (hook.compared and not loss)):
@@ -103,6 +118,12 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     return model
 
 
+def _attends(model: torch.nn.Module) -> bool:
+    """Whether any layer asks transformers for softmax attention, of whatever implementation."""
+    forwards = {inspect.unwrap(type(module).forward) for module in model.modules()}
+    return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
+
+
 def is_prepared(layer: torch.nn.Module) -> bool:
     """Whether a layer is of a model that was prepared, or is being compared."""
     hook = hook_of(layer)
@@ -115,10 +136,14 @@ def _is_tested(model: torch.nn.Module) -> bool:
     folder = kind.__module__.removeprefix(_FOLDER).partition(".")[0]
     # Libraries of faster losses replace transformers' forward by their own.
     forward = inspect.unwrap(model.forward).__module__
+    # Some layers of hybrids are other code here than in transformers.
+    known = transformers.__version__.startswith(KNOWN_RELEASES)
     return (
         kind.__module__.startswith(_FOLDER)
-        and folder in TESTED
-        and kind.__name__.endswith(_HEADS)
+        and (
+            (folder in TESTED and kind.__name__.endswith(_HEADS))
+            or (folder in _HYBRIDS and kind.__name__.endswith("ForCausalLM") and known)
+        )
         and forward.startswith("transformers.")
     )
 

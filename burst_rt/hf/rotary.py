@@ -57,6 +57,8 @@ class PositionHook:
         self.compared = ""  # with one process: "with loss", "without loss" or not yet
         self.checks = False  # whether every call's output is looked at
         self.balances = False  # whether a balancing loss of experts is of all ranks' tokens
+        self.attends = False  # whether a layer asks transformers for its softmax attention
+        self.mixes = False  # whether layers that mix tokens without attention do so over ranks
 
     def __getstate__(self) -> dict[str, Any]:
         # A model is pickled without the call that it was last in.

@@ -93,6 +93,18 @@ class ShardInfo:
             places = places - torch.from_numpy(begins).to(places.device)
         return places
 
+    @cached_property
+    def begins(self) -> torch.Tensor | None:
+        """Where documents begin among this rank's tokens, bool `[batch or 1, tokens]`; a row's
+        first token after padding begins one. None where nothing is packed or padded.
+        """
+        mask, layout = self.batch.mask, self.batch.layout
+        if not isinstance(mask, Documents):
+            return None
+        positions = layout.positions()
+        begins = mask.begins(positions.cpu().numpy())
+        return torch.from_numpy(begins).to(positions.device) == positions
+
     def largest(self, position_ids: torch.Tensor) -> int:
         """The largest position of all ranks, of the sequence that these are positions of."""
         batches = [self.batch, *([self.encoder] if self.encoder else [])]

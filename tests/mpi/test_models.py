@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import run_job
-from small_models import KINDS, NAMES, Truth, truth
+from small_hybrids import truth_of_hybrid
+from small_models import KINDS, Truth, truth
+from small_models import NAMES as DECODERS
 
 _PROGRAM = Path(__file__).parent / "programs" / "models.py"
 _LARGEST = 1e-5  # of the largest value, in float32
-
-
+# Other hybrids are in tests/unit/test_hf_hybrids.py. This one's layers are told by their masks.
+_HYBRID = "Jamba"
+NAMES = (*DECODERS, _HYBRID)
 # By number of ranks: all models and kinds of batches, or a sample, in which each of them is.
 _WORLDS = [
     pytest.param(2, True, id="2"),
@@ -23,13 +26,17 @@ _WORLDS = [
     *(pytest.param(n, True, id=f"{n}", marks=pytest.mark.long) for n in (1, 3, 4)),
 ]
 # What the program spreads in more ways.
-_ALWAYS = {("Llama", "plain"), ("Llama", "packed"), ("GptOss", "packed")}
+_ALWAYS = {("Llama", "plain"), ("Llama", "packed"), ("GptOss", "packed"), (_HYBRID, "packed")}
 
 
 @pytest.fixture(scope="module")
 def truths() -> dict[tuple[str, str], Truth]:
     kinds = {name: KINDS if name != "T5Gemma" else KINDS[:3] for name in NAMES}
-    return {(name, kind): truth(name, kind) for name in NAMES for kind in kinds[name]}
+    return {
+        (name, kind): truth_of_hybrid(name, kind) if name == _HYBRID else truth(name, kind)
+        for name in NAMES
+        for kind in kinds[name]
+    }
 
 
 def _is_in_sample(name: str, kind: str, num_ranks: int) -> bool:

@@ -279,9 +279,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(tuned: Path, tmp_path: Path) -> None:
     assert (run / "model" / "model.safetensors").exists()
 
 
-def test_perplexity_is_that_of_one_process(tmp_path: Path, text: Path) -> None:
-    # Unlike a Llama's, its queries and keys have norms.
-    folder = _make(tmp_path / "qwen3", _small(transformers.Qwen3Config))
+@pytest.mark.parametrize(
+    "config",
+    [
+        # Unlike a Llama's, its queries and keys have norms.
+        _small(transformers.Qwen3Config),
+        # No attention at all.
+        _small(transformers.FalconMambaConfig, state_size=4, time_step_rank=4),
+    ],
+    ids=["Qwen3", "FalconMamba"],
+)
+def test_perplexity_is_that_of_one_process(tmp_path: Path, text: Path, config: Any) -> None:
+    folder = _make(tmp_path / "model", config)
     found = _read(
         _job(
             tmp_path, "eval", "-n", "2", "--model", str(folder), "--data", str(text), "--seq-len",
@@ -620,10 +629,16 @@ def test_what_only_ranks_can_refuse_is_one_line(llama: Path, text: Path, tmp_pat
 
 _OTHER_WAYS = [
     (
+        transformers.xLSTMConfig(
+            vocab_size=64, hidden_size=32, num_blocks=2, num_heads=2, use_cache=False
+        ),
+        "xLSTMForCausalLM over 2 ranks is not what it is on one process",
+    ),
+    (
         transformers.MambaConfig(
             vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4, use_mambapy=False
         ),
-        "MambaForCausalLM over 2 ranks is not what it is on one process",
+        None,
     ),
     (
         transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2),

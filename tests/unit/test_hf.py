@@ -373,6 +373,14 @@ def _mamba() -> Any:
     return transformers.MambaForCausalLM(config).eval()
 
 
+def _xlstm() -> Any:
+    torch.manual_seed(0)
+    config = transformers.xLSTMConfig(
+        vocab_size=64, hidden_size=32, num_blocks=2, num_heads=2, pad_token_id=0, use_cache=False
+    )
+    return transformers.xLSTMForCausalLM(config).eval()
+
+
 def _bloom() -> Any:
     config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
     return transformers.BloomForCausalLM(config).eval()
@@ -538,7 +546,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
         lambda: make_model("Llama"), _a_layer, r"got one of a part of it \(LlamaAttention\)",
     ),
     "positions that a model does not take": (_bart, _prepared, "not what it is on one process"),
-    "state spaces": (_mamba, _prepared, "not what it is on one process"),
+    "recurrent layers": (_xlstm, _prepared, "not what it is on one process"),
     "state spaces that nothing asks about": (_mamba, _as_it_is, "none of whose layers has asked"),
     "state spaces without labels": (_mamba, _loss_of_logits, "none of whose layers has asked"),
     "attention that was changed later": (
@@ -572,12 +580,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
         _modernbert, _prepared, "one that calls torch's cross_entropy",
     ),
     "layers that are no attention": (
-        # In 16 bits what its convolutions see is within the rounding that `prepare` allows.
-        lambda: _small(
-            "Lfm2Config", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"], block_dim=32
-        )().bfloat16(),
+        _small(
+            "ZayaConfig", "ZayaForCausalLM", head_dim=8, num_experts=4, moe_intermediate_size=16
+        ),
         _prepared,
-        "layers of type conv mix tokens",
+        "layers of type hybrid mix tokens",
     ),
     "layers that choose their keys": (
         _small(
@@ -931,9 +938,9 @@ def test_batches_that_differ_are_refused() -> None:
 
 
 def test_a_model_prepared_in_a_world_of_one_is_not_yet_compared() -> None:
-    mamba = _mamba()
-    burst_rt.run_local(1, lambda ctx: burst_rt.hf.prepare(mamba, ctx), timeout_s=60)
-    first, _ = _over_ranks(mamba, _prepared)
+    xlstm = _xlstm()
+    burst_rt.run_local(1, lambda ctx: burst_rt.hf.prepare(xlstm, ctx), timeout_s=60)
+    first, _ = _over_ranks(xlstm, _prepared)
     assert "not what it is on one process" in first
 
 

@@ -285,9 +285,20 @@ def _config(kind: str, **options: Any) -> Any:
     )  # fmt: skip
 
 
+def _jamba() -> Any:
+    config = _config("JambaConfig", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4)
+    return transformers.JambaForCausalLM(config)
+
+
 def _lfm2() -> Any:
-    config = _config("Lfm2Config", layer_types=["conv", "full_attention"], block_dim=32)
+    config = _config("Lfm2Config", layer_types=["conv", "conv"], block_dim=32)
     return transformers.Lfm2ForCausalLM(config)
+
+
+def _zamba2() -> Any:
+    types = ["linear_attention", "hybrid"]
+    options = {"layers_block_type": types, "n_mamba_heads": 8, "num_mem_blocks": 1}
+    return transformers.Zamba2ForCausalLM(_config("Zamba2Config", **options))
 
 
 def _deepseek() -> Any:
@@ -303,7 +314,9 @@ def _deepseek() -> Any:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (_lfm2, "got layer 0 of Lfm2ForCausalLM, which does not"),
+        (_jamba, "got JambaForCausalLM, whose layers keep other states"),
+        (_lfm2, "got Lfm2ForCausalLM, none of whose layers does"),
+        (_zamba2, "got Zamba2ForCausalLM, which shares its attention among layers"),
         (_deepseek, "DeepseekV3ForCausalLM, which keeps them compressed"),
     ],
 )

@@ -38,7 +38,8 @@ def main(ctx: burst_rt.Context, truths: dict[str, dict[str, Generated]]) -> dict
             found[f"{name} {case}"] = _largest(off, ctx)
         for cache in caches.values():
             cache.close()
-        assert not model._forward_pre_hooks or ctx.world_size > 1  # what `prepare` has left
+        # What `prepare` has left.
+        assert not model._forward_pre_hooks or ctx.world_size > 1 or name == "Qwen3Next"
     found["a rank's tokens"] = _largest(_most_tokens(ctx), ctx)
     found["rank 0 decides"] = _largest(_difference_with_noise(ctx, truths["Llama"]), ctx)
     if ctx.world_size > 1:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from small_hybrids import HYBRIDS, make_hybrid
 from small_models import fully_sharded, gradients, make_batch, make_model, seen
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,8 +22,8 @@ import burst_rt
 import burst_rt.hf
 
 Differences = dict[str, float]
-# A model with plain parameters, and one with sinks and a softmax over experts.
-_WRAPPED = ("Llama", "GptOss")
+# A model with plain parameters, one with sinks and a softmax over experts, and a hybrid.
+_WRAPPED = ("Llama", "GptOss", "Jamba")
 # Ones with masks with arguments, with images, and with a balancing loss.
 _COMPILED = ("Gemma3", "Gemma3Images", "Mixtral")
 _LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
@@ -66,7 +67,8 @@ def _differences(
     wrap: Callable[[Any], Any] = lambda model: model,
     after: Callable[[Any], None] = lambda parameters: None,
 ) -> Differences:
-    model, batch = make_model(name), make_batch(name, kind)
+    model = make_hybrid(name) if name in HYBRIDS else make_model(name)
+    batch = make_batch(name, kind)
     model.set_attn_implementation("burst_rt")
     model = wrap(burst_rt.hf.prepare(model, ctx))
     part = burst_rt.hf.shard(batch, ctx, layout)
