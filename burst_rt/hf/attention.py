@@ -15,7 +15,7 @@ from burst_rt.hf.cache import StepInfo
 from burst_rt.hf.loss import wrong_router_loss
 from burst_rt.hf.masks import MaskHandover, mask_of
 from burst_rt.hf.prepare import is_prepared
-from burst_rt.hf.rotary import hook_of
+from burst_rt.hf.rotary import PositionHook, hook_of
 from burst_rt.hf.shard import KEYWORD, ShardInfo
 from burst_rt.hf.temperature import rescale_queries
 from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
@@ -216,12 +216,8 @@ def _unsupported_layer(
             "that was not; call burst_rt.hf.prepare(model, ctx) once, before the model is wrapped"
         )
     hook = hook_of(module)
-    balanced = hook is not None and hook.balances and not isinstance(info, StepInfo)
-    if not balanced and (reason := wrong_router_loss(others, config)):
+    if reason := _unsupported_model(hook, info, config, others):
         return reason
-    known = _KNOWN + _MIXING if hook is not None and hook.mixes else _KNOWN
-    if mixing := [each for each in _layer_types(config) if each not in known]:
-        return _mixed(mixing)
     positions = others.get("position_ids")
     if isinstance(info, StepInfo):
         return info.wrong_positions(positions)
@@ -231,6 +227,21 @@ def _unsupported_layer(
             f"part of it ({type(module).__name__}); call model(**burst_rt.hf.shard(batch, ctx))"
         )
     return _wrong_positions(info, positions)
+
+
+def _unsupported_model(
+    hook: PositionHook | None,
+    info: ShardInfo | StepInfo,
+    config: object,
+    others: dict[str, Any],
+) -> str | None:
+    """The reason why a prepared model cannot run over ranks, in words."""
+    balanced = hook is not None and hook.balances and not isinstance(info, StepInfo)
+    if not balanced and (reason := wrong_router_loss(others, config)):
+        return reason
+    known = _KNOWN + _MIXING if hook is not None and hook.mixes else _KNOWN
+    mixing = [each for each in _layer_types(config) if each not in known]
+    return _mixed(mixing) if mixing else None
 
 
 def _layer_types(config: object) -> list[str]:

@@ -106,15 +106,8 @@ def check_model(model: Any) -> None:
     check_release(model)
 
 
-@torch.no_grad()
-def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
-    """The arguments of a `KVCache` that fits the model, found by one token of one process.
-
-    Beside these: num_layers of the model, `layers`, the numbers of those that keep keys and values,
-    and `states`, whether some keep states.
-
-    Raises InputError for layers that keep something else, or that differ.
-    """
+def _kept_of_one_token(model: Any, ctx: Context) -> transformers.DynamicCache:
+    """What the model's layers keep of one token. Raises InputError as `what_layers_keep` does."""
     if not keeps_states(model):
         raise InputError(
             f"{_NAME}: expected layers that keep keys and values, or states of known kinds, got "
@@ -134,7 +127,17 @@ def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
         model(input_ids=token, use_cache=True, **{cache_name(model): kept})
     finally:
         model.set_attn_implementation(KEYWORD)
-    shapes, layers = set(), []
+    return kept
+
+
+def _what_attention_keeps(
+    model: Any, kept: transformers.DynamicCache
+) -> tuple[list[int], tuple[Any, ...]]:
+    """The numbers of the layers that keep keys and values, and what all of these keep: kv heads,
+    head_dim, v's head_dim and the type. Raises InputError as `what_layers_keep` does.
+    """
+    shapes: set[tuple[Any, ...]] = set()
+    layers: list[int] = []
     types = getattr(model.config, "layer_types", None) or []
     for number, layer in enumerate(kept.layers):
         if type(layer) is LinearAttentionLayer or types[number : number + 1] in (["moe"], ["mlp"]):
@@ -154,7 +157,20 @@ def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
             f"{_NAME}: expected layers of {type(model).__name__} that keep tensors of one shape, "
             f"got (kv heads, head_dim, v_head_dim, dtype) of {sorted(map(str, shapes))}"
         )
-    heads, head_dim, v_head_dim, dtype = shapes.pop()
+    return layers, shapes.pop()
+
+
+@torch.no_grad()
+def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
+    """The arguments of a `KVCache` that fits the model, found by one token of one process.
+
+    Beside these: num_layers of the model, `layers`, the numbers of those that keep keys and values,
+    and `states`, whether some keep states.
+
+    Raises InputError for layers that keep something else, or that differ.
+    """
+    kept = _kept_of_one_token(model, ctx)
+    layers, (heads, head_dim, v_head_dim, dtype) = _what_attention_keeps(model, kept)
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None) and heads != config.num_key_value_heads:
         raise InputError(

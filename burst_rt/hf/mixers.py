@@ -19,12 +19,12 @@ from burst_rt import recurrence
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.hf.states import LayerStates
 
-__all__ = ["FUNCTIONS", "INLINE", "SHORTCUTS", "Running", "running"]
+__all__ = ["FUNCTIONS", "INLINE", "SHORTCUTS", "MixingCall", "within_call"]
 
 Tensor: TypeAlias = torch.Tensor
 
 
-class Running(NamedTuple):
+class MixingCall(NamedTuple):
     """What runs over ranks: one layer in one call.
 
     documents: see `burst_rt.recurrence`. states: None where no call goes on from this one.
@@ -36,17 +36,17 @@ class Running(NamedTuple):
 
 
 # In this thread.
-_running: ContextVar[Running] = ContextVar("_running")
+_layer_call: ContextVar[MixingCall] = ContextVar("_layer_call")
 
 
 @contextmanager
-def running(what: Running) -> Iterator[None]:
+def within_call(what: MixingCall) -> Iterator[None]:
     """Inside, the functions of this module are of this."""
-    token = _running.set(what)
+    token = _layer_call.set(what)
     try:
         yield
     finally:
-        _running.reset(token)
+        _layer_call.reset(token)
 
 
 def _mixed(
@@ -57,7 +57,7 @@ def _mixed(
     name: of its state. tokens: its tensors of one row for each token. A rank without tokens of a
     step has one that nobody sees.
     """
-    layout, documents, states = _running.get()
+    layout, documents, states = _layer_call.get()
     given, count = next(iter(tokens.values())).shape[1], layout.shard_len
     tokens = {name: x[:, :count] for name, x in tokens.items()}
     options |= {
@@ -184,7 +184,7 @@ def _griffin(
     taps = conv.weight.squeeze(1)
     x = _mixed(recurrence.causal_conv1d, "conv", {"x": x}, weight=taps, bias=conv.bias)
     # It takes a token at position 0 for the first one.
-    begins = _running.get().documents
+    begins = _layer_call.get().documents
     places = position_ids if begins is None else (~begins).long()
     x = type(layer.rg_lru).forward(_OverRanks(layer.rg_lru), x, places)
     return layer.linear_out(x * layer.act_fn(layer.linear_y(input_states))), None

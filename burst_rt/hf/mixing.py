@@ -20,7 +20,7 @@ import transformers
 from burst_rt.context import Context
 from burst_rt.errors import InputError
 from burst_rt.hf.loss import wrong_router_loss
-from burst_rt.hf.mixers import FUNCTIONS, INLINE, SHORTCUTS, Running, running
+from burst_rt.hf.mixers import FUNCTIONS, INLINE, SHORTCUTS, MixingCall, within_call
 from burst_rt.hf.release import unknown_release
 from burst_rt.hf.rotary import hook_of
 from burst_rt.hf.shard import KEYWORD, ShardInfo
@@ -168,7 +168,7 @@ def _run(layer: torch.nn.Module, info: Any, args: tuple[Any, ...], options: dict
     # A cache that the model has made in this call, for nobody.
     options = {name: None if name in _CACHES else x for name, x in options.items()}
     kind: Any = type(layer)  # mypy does not take classes for hashable
-    with running(Running(info.batch.layout, info.begins)):
+    with within_call(MixingCall(info.batch.layout, info.begins)):
         return _forward_of(kind)(layer, *args, **options)
 
 
@@ -181,7 +181,7 @@ def _step(layer: Any, info: Any, args: tuple[Any, ...], options: dict[str, Any])
     options["attention_mask"] = info.shown
     if cache is not None:
         return kind.forward(layer, *args, **options)
-    with running(Running(info.layout, info.begins, states)):
+    with within_call(MixingCall(info.layout, info.begins, states)):
         return _forward_of(kind)(layer, *args, **options)
 
 

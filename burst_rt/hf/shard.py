@@ -161,14 +161,7 @@ def shard(
     if not isinstance(batch, Mapping):
         error = InputError(f"hf.shard: batch: expected tensors by name, got {type(batch).__name__}")
         refuse("hf.shard", error, ctx.runtime)
-    tensors: dict[str, torch.Tensor] = {}
-    others: dict[str, Any] = {}
-    for name, x in batch.items():
-        if name not in _OF_KERNELS:
-            per_token = name.removeprefix(_DECODER) in BATCH_NAMES and x is not None
-            is_tensor = isinstance(x, torch.Tensor) and x.ndim > 0 and name != _NUMBER
-            spread = per_token or is_tensor
-            (tensors if spread else others)[name] = x
+    tensors, others = _by_token(batch)
     if _NUMBER in others:
         _check_number(others[_NUMBER], ctx, check)
     ranks = ctx if group is None else group
@@ -178,6 +171,19 @@ def shard(
     types = {name: tensors[name].to(ctx.device) for name in TOKEN_TYPES if name in tensors}
     info = ShardInfo(ctx, cut, ranks, token_types=types)
     return {**others, **_tagged(_named(cut), info), KEYWORD: info}
+
+
+def _by_token(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What is cut by tokens, and what is handed on as it is."""
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    for name, x in batch.items():
+        if name not in _OF_KERNELS:
+            per_token = name.removeprefix(_DECODER) in BATCH_NAMES and x is not None
+            is_tensor = isinstance(x, torch.Tensor) and x.ndim > 0 and name != _NUMBER
+            spread = per_token or is_tensor
+            (tensors if spread else others)[name] = x
+    return tensors, others
 
 
 class _Labels(torch.Tensor):
