@@ -6,6 +6,7 @@ so by their chunks (`chunked.py`); a short convolution has stages of its own (`c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,6 +28,7 @@ class SegmentTensors(NamedTuple):
     tokens: tuple[Tensor, ...]
     shared: tuple[Tensor, ...]
     begins: Tensor | None
+    progress: Callable[[], None] = lambda: None  # to be called now and then: it moves messages on
 
 
 class SegmentGrads(NamedTuple):

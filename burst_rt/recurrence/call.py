@@ -11,6 +11,7 @@ import torch
 from burst_rt.attention.planner import RankPlan
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.attention.state import AttentionState
+from burst_rt.drivers import Progress
 from burst_rt.kernels import sum_dtype
 from burst_rt.planning.scan import Scan, StageFlops, segments_of, ways_of
 from burst_rt.recurrence.base import Recurrence
@@ -32,6 +33,7 @@ class Bound(NamedTuple):
     tokens: tuple[torch.Tensor, ...]  # `[batch, tokens, ...]`
     shared: tuple[torch.Tensor, ...]
     begins: torch.Tensor | None  # `[batch or 1, tokens]`
+    progress: Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,7 @@ class RecurrenceCall:
             ),
             tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.shared),
             None,
+            Progress(),
         )
 
     @cached_property

@@ -7,6 +7,7 @@ backward makes the chunks and the states again, rather than keep them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +21,8 @@ from burst_rt.recurrence.maps import LEAST, Algebra, Chunks, Reader
 __all__ = ["ChunkedRecurrence", "Reach"]
 
 Tensor = torch.Tensor
+# Chunks that stages do at once.
+_CHUNKS_TOGETHER = 16
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,20 @@ class ChunkedRecurrence:
 
     def forward(self, segment: SegmentTensors, out: Tensor) -> Stages:
         """See `Recurrence.forward`."""
-        return _Forward(self, segment, out)
+        parts = [
+            _Forward(self, _part(segment, at), out[:, at]) for at in _stretches(segment, self.size)
+        ]
+        return _ForwardInTurn(self.algebra, parts, segment.progress)
 
     def backward(
         self, segment: SegmentTensors, before: Tensor, dout: Tensor, grads: SegmentGrads
     ) -> Stages:
         """See `Recurrence.backward`."""
-        return _Backward(self, segment, before, dout, grads)
+        parts = [
+            _Backward(self, _part(segment, at), dout[:, at], _part_of_grads(grads, at))
+            for at in _stretches(segment, self.size)
+        ]
+        return _BackwardInTurn(self.algebra, parts, segment.progress, before)
 
 
 class Reach:
@@ -80,7 +90,27 @@ class Reach:
         self.through = (last == 0)[..., 0]
 
 
+def _stretches(segment: SegmentTensors, size: int) -> list[slice]:
+    """The tokens of the parts of a segment that stages do one after another.
+
+    Messages move on between parts, and what only one part needs takes less memory.
+    """
+    count, most = segment.tokens[0].shape[1], _CHUNKS_TOGETHER * size
+    return [slice(start, min(start + most, count)) for start in range(0, count, most)]
+
+
+def _part(segment: SegmentTensors, at: slice) -> SegmentTensors:
+    begins = None if segment.begins is None else segment.begins[:, at]
+    return segment._replace(tokens=tuple(x[:, at] for x in segment.tokens), begins=begins)
+
+
+def _part_of_grads(grads: SegmentGrads, at: slice) -> SegmentGrads:
+    return grads._replace(tokens=tuple(None if dx is None else dx[:, at] for dx in grads.tokens))
+
+
 class _Forward:
+    """The forward of a part of a segment. map: its A and B, once composed."""
+
     def __init__(self, recurrence: ChunkedRecurrence, segment: SegmentTensors, out: Tensor) -> None:
         self._of, self._segment, self._out = recurrence, segment, out
 
@@ -88,17 +118,12 @@ class _Forward:
         self._chunks = self._of.chunks(self._segment)
 
     def compose(self) -> None:
-        self._map = _composed(self._of.algebra, self._chunks)
+        self.map = _composed(self._of.algebra, self._chunks)
 
-    def fold(self, before: Tensor | None, after: Tensor) -> None:
-        assert before is not None
-        a, b = self._map
-        torch.add(self._of.algebra.apply(a, before), b, out=after)
-
-    def advance(self, before: Tensor, after: Tensor | None) -> None:
+    def advance(self, before: Tensor) -> Tensor:
+        """Takes the state through the part, and returns it."""
         self._states, last = _states(self._of.algebra, self._chunks, before)
-        if after is not None:
-            after.copy_(last)
+        return last
 
     def emit(self) -> None:
         reader = self._of.reader
@@ -107,19 +132,66 @@ class _Forward:
         del self._chunks, self._states
 
 
+class _ForwardInTurn:
+    """See `Stages`: the parts of a segment one after another."""
+
+    def __init__(
+        self, algebra: Algebra, parts: Sequence[_Forward], progress: Callable[[], None]
+    ) -> None:
+        self._algebra, self._parts, self._progress = algebra, parts, progress
+
+    def prepare(self) -> None:
+        for part in self._parts:
+            part.prepare()
+            self._progress()
+
+    def compose(self) -> None:
+        self._map: tuple[Tensor, Tensor] | None = None
+        for part in self._parts:
+            part.compose()
+            self._map = (
+                part.map if self._map is None else _after(self._algebra, self._map, part.map)
+            )
+            self._progress()
+
+    def fold(self, before: Tensor | None, after: Tensor) -> None:
+        assert before is not None
+        assert self._map is not None
+        a, b = self._map
+        torch.add(self._algebra.apply(a, before), b, out=after)
+
+    def advance(self, before: Tensor, after: Tensor | None) -> None:
+        for part in self._parts:
+            before = part.advance(before)
+            self._progress()
+        if after is not None:
+            after.copy_(before)
+
+    def emit(self) -> None:
+        for part in self._parts:
+            part.emit()
+            self._progress()
+
+
 class _Backward:
+    """The backward of a part of a segment. map: A, and the gradient of the state before the part
+    where that of the state after it is 0; once composed.
+    """
+
     def __init__(
         self,
         recurrence: ChunkedRecurrence,
         segment: SegmentTensors,
-        before: Tensor,
         dout: Tensor,
         grads: SegmentGrads,
     ) -> None:
-        self._of, self._before, self._segment = recurrence, before, segment
-        self._dout, self._grads = dout, grads
+        self._of, self._segment, self._dout, self._grads = recurrence, segment, dout, grads
 
-    def prepare(self) -> None:
+    def prepare(self, before: Tensor) -> Tensor:
+        """Makes the forward's chunks and states again. before: the state that it began from.
+
+        Returns the state after the part.
+        """
         segment, grads = self._segment, self._grads
         given = (*segment.tokens, *segment.shared)
         sums = (*grads.tokens, *grads.shared)
@@ -129,28 +201,24 @@ class _Backward:
                 for x, grad in zip(given, sums, strict=True)
             ]
             count = len(segment.tokens)
-            again = SegmentTensors(tuple(leaves[:count]), tuple(leaves[count:]), segment.begins)
-            self._made = self._of.chunks(again)
+            tokens, shared = tuple(leaves[:count]), tuple(leaves[count:])
+            self._made = self._of.chunks(segment._replace(tokens=tokens, shared=shared))
         self._wanted = [(x, dx) for x, dx in zip(leaves, sums, strict=True) if dx is not None]
         self._chunks = Chunks(*(x.detach() for x in self._made))
-        self._states, _ = _states(self._of.algebra, self._chunks, self._before)
+        self._states, last = _states(self._of.algebra, self._chunks, before)
         self._dout = self._of.reader.cut(self._dout, self._of.size)
         self._dread = self._of.reader.grad_s(self._chunks.q, self._dout)
+        return last
 
     def compose(self) -> None:
         a, _ = _composed(self._of.algebra, self._chunks)
-        _, first = self._back(torch.zeros_like(self._before))
-        self._map = a, first
+        _, first = self._back(torch.zeros_like(self._chunks.b[0]))
+        self.map = a, first
 
-    def fold(self, before: Tensor | None, after: Tensor) -> None:
-        assert before is not None
-        a, first = self._map
-        torch.add(self._of.algebra.apply_transposed(a, before), first, out=after)
-
-    def advance(self, before: Tensor, after: Tensor | None) -> None:
-        self._dstates, first = self._back(before)
-        if after is not None:
-            after.copy_(first)
+    def advance(self, ds: Tensor) -> Tensor:
+        """Takes the gradient of the state back through the part, and returns it."""
+        self._dstates, first = self._back(ds)
+        return first
 
     def emit(self) -> None:
         algebra, reader, chunks = self._of.algebra, self._of.reader, self._chunks
@@ -173,12 +241,62 @@ class _Backward:
         del self._made, self._chunks, self._states, self._dstates, self._dread
 
     def _back(self, last: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the states after each chunk, and of the state before the segment."""
+        """The gradients of the states after each chunk, and of the state before the part."""
         after, ds = torch.empty_like(self._chunks.b), last
         for i in range(len(after) - 1, -1, -1):
             after[i] = ds
             ds = self._of.algebra.apply_transposed(self._chunks.a[i], ds).add_(self._dread[i])
         return after, ds
+
+
+class _BackwardInTurn:
+    """See `Stages`: the parts of a segment one after another, the last one first."""
+
+    def __init__(
+        self,
+        algebra: Algebra,
+        parts: Sequence[_Backward],
+        progress: Callable[[], None],
+        before: Tensor,
+    ) -> None:
+        self._algebra, self._parts, self._progress = algebra, parts, progress
+        self._before = before  # the state that the forward began from
+
+    def prepare(self) -> None:
+        state = self._before
+        for part in self._parts:
+            state = part.prepare(state)
+            self._progress()
+
+    def compose(self) -> None:
+        self._map: tuple[Tensor, Tensor] | None = None
+        for part in reversed(self._parts):
+            part.compose()
+            a, first = part.map
+            if self._map is not None:
+                later, ds = self._map
+                a = hardshrink(self._algebra.compose(later, a), LEAST)
+                first = self._algebra.apply_transposed(part.map[0], ds).add_(first)
+            self._map = a, first
+            self._progress()
+
+    def fold(self, before: Tensor | None, after: Tensor) -> None:
+        assert before is not None
+        assert self._map is not None
+        a, first = self._map
+        torch.add(self._algebra.apply_transposed(a, before), first, out=after)
+
+    def advance(self, before: Tensor, after: Tensor | None) -> None:
+        for part in reversed(self._parts):
+            before = part.advance(before)
+            self._progress()
+        if after is not None:
+            after.copy_(before)
+
+    def emit(self) -> None:
+        for part in self._parts:
+            part.emit()
+            self._progress()
 
 
 def _states(algebra: Algebra, chunks: Chunks, before: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,9 +310,18 @@ def _states(algebra: Algebra, chunks: Chunks, before: Tensor) -> tuple[Tensor, T
 
 def _composed(algebra: Algebra, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """The map of all chunks, one after another."""
-    a, b = chunks.a[0], chunks.b[0]
-    for later, added in zip(chunks.a[1:], chunks.b[1:], strict=True):
-        # Products of many decays come to nothing; denormal numbers would be slow on their way.
-        a = hardshrink(algebra.compose(later, a), LEAST)
-        b = algebra.apply(later, b).add_(added)
-    return a, b
+    whole = chunks.a[0], chunks.b[0]
+    for later in zip(chunks.a[1:], chunks.b[1:], strict=True):
+        whole = _after(algebra, whole, later)
+    return whole
+
+
+def _after(
+    algebra: Algebra, earlier: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """A and B of two maps, one after the other.
+
+    Products of many decays come to nothing; denormal numbers would be slow on their way.
+    """
+    a = hardshrink(algebra.compose(later[0], earlier[0]), LEAST)
+    return a, algebra.apply(later[0], earlier[1]).add_(later[1])

@@ -12,7 +12,7 @@ from torch.library import _register_effectful_op
 from burst_rt.attention.autograd import KEPT_OPS
 from burst_rt.attention.execute.ring import SlotRun
 from burst_rt.attention.run import autocast_off, check_not_captured
-from burst_rt.drivers import is_out_of_memory
+from burst_rt.drivers import Progress, is_out_of_memory
 from burst_rt.errors import ConfigError, DeviceError, InputError
 from burst_rt.planning.numbers import Numbers
 from burst_rt.planning.scan import (
@@ -27,6 +27,7 @@ from burst_rt.planning.scan import (
 )
 from burst_rt.recurrence.base import SegmentGrads, SegmentTensors, Stages
 from burst_rt.recurrence.call import Bound, RecurrenceCall, RecurrencePlan
+from burst_rt.runtime.agreement import Contract
 from burst_rt.runtime.bound_schedule import BoundSchedule
 
 __all__ = ["RecurrenceFunction", "backward_stages", "forward_stages"]
@@ -130,6 +131,7 @@ def _segment(call: RecurrenceCall, bound: Bound, shard: slice) -> SegmentTensors
         tuple(x[:, shard].to(wide) for x in bound.tokens),
         tuple(x.to(wide) for x in bound.shared),
         None if bound.begins is None else bound.begins[:, shard],
+        bound.progress,
     )
 
 
@@ -167,7 +169,7 @@ def _forward(call: RecurrenceCall, bound: Bound, initial: Tensor | None) -> list
             run.stages[number] = forward_stages(call, bound, shard, out)
         return run, out
 
-    run, out = _performed(call, call.forward_contract, "forward_plan", bind)
+    run, out = _performed(call, call.forward_contract, "forward_plan", bound.progress, bind)
     last = [run.last] if call.returns_state else []
     return [out, *last, *(run.befores[number] for number in run.own())]
 
@@ -201,7 +203,7 @@ def _backward(
             run.stages[number] = backward_stages(call, bound, shard, before, dout, whole)
         return run, whole
 
-    run, whole = _performed(call, call.backward_contract, "backward_plan", bind)
+    run, whole = _performed(call, call.backward_contract, "backward_plan", bound.progress, bind)
     initial = None
     if call.needs[-1]:
         # The owner of the first segment has the whole gradient, and other ranks have a share of 0.
@@ -226,7 +228,11 @@ def _state(call: RecurrenceCall, state: Tensor | None, device: torch.device) -> 
 
 
 def _performed(
-    call: RecurrenceCall, contract: Any, plan_name: str, bind: Callable[[RecurrencePlan], Any]
+    call: RecurrenceCall,
+    contract: Contract,
+    plan_name: str,
+    progress: Progress,
+    bind: Callable[[RecurrencePlan], Any],
 ) -> Any:  # what `bind` returned
     """Binds a plan's tensors and performs it. Collective; blocks as `Runtime.perform` does."""
     runtime = call.attention.runtime
@@ -246,9 +252,7 @@ def _performed(
         )
         refused.__cause__ = error
         runtime.refuse(contract.call, refused)
-    bound = BoundSchedule(
-        plan.schedule, run.operations, run.memory, subject=plan, takes=plan.explain
-    )
+    bound = BoundSchedule(plan.schedule, run.operations, run.memory, progress, plan, plan.explain)
     _, free = runtime.perform(contract, bound)
     run.settle()
     runtime.machine.give_back(plan, run.slots, free)
@@ -279,7 +283,7 @@ class RecurrenceFunction(torch.autograd.Function):
                 made = recurrence_op(_CALLS.give(call), begins, initial, count, tensors)
             number, *rest = made
         else:
-            bound = Bound(tensors[:count], tensors[count:], begins)
+            bound = Bound(tensors[:count], tensors[count:], begins, Progress())
             with torch.no_grad(), autocast_off(tensors[0].device.type):
                 rest = _forward(call, bound, initial)
             number = call.attention.runtime.number
@@ -302,7 +306,7 @@ class RecurrenceFunction(torch.autograd.Function):
         begins, *saved = ctx.saved_tensors
         num = len(call.needs) - 1
         tensors, befores = tuple(saved[:num]), saved[num:]
-        bound = Bound(tensors[: ctx.count], tensors[ctx.count :], begins)
+        bound = Bound(tensors[: ctx.count], tensors[ctx.count :], begins, Progress())
         if dout is None:
             shape = call.recurrence.out_like(bound.tokens).shape
             dout = torch.zeros(shape, dtype=call.dtype, device=tensors[0].device)
@@ -322,7 +326,7 @@ def _run_op(
     """The number of the call among the runtime's, and what `_forward` returns."""
     call = _CALLS.find(number)
     assert call is not None  # the caller holds it
-    bound = Bound(tuple(tensors[:count]), tuple(tensors[count:]), begins)
+    bound = Bound(tuple(tensors[:count]), tuple(tensors[count:]), begins, Progress())
     with autocast_off(tensors[0].device.type):
         made = _forward(call, bound, initial)
     return [torch.tensor(call.attention.runtime.number, device="cpu"), *made]

@@ -39,6 +39,8 @@ def test_drawn_calls_against_the_spec(seeds: range, monkeypatch: pytest.MonkeyPa
     states in and out, worlds of 1 to 5; out, state and every gradient.
     """
     monkeypatch.setenv("BURST_RT_POISON", "1")
+    # So that segments have several parts.
+    monkeypatch.setattr("burst_rt.recurrence.chunked._CHUNKS_TOGETHER", 1)
     for seed in seeds:
         case = drawn(seed)
         for found in _run(case)[:1]:
