@@ -237,3 +237,21 @@ def test_checkpointing_runs_no_recurrence_twice() -> None:
         assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
 
     burst_rt.run_local(2, rank, timeout_s=60)
+
+
+def test_messages_move_on_between_the_parts_of_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that comes while a rank computes is not left until all of a stage is done."""
+    monkeypatch.setattr("burst_rt.recurrence.chunked._CHUNKS_TOGETHER", 1)
+    asked = []
+    monkeypatch.setattr("burst_rt.drivers.Progress.__call__", lambda self: asked.append(self))
+    parts = 3
+
+    def rank(ctx: Context) -> None:
+        layout = ctx.layout(64 * parts - 5)
+        q, k, v = (torch.randn(1, layout.shard_len, 1, 4) for _ in range(3))
+        g = -torch.rand(1, layout.shard_len, 1)
+        out = recurrence.linear_attention(q, k, v.requires_grad_(), g, layout=layout)
+        out.sum().backward()
+
+    burst_rt.run_local(1, rank)
+    assert len(asked) == 2 * 3 * parts  # prepare, advance and emit, forward and backward
