@@ -21,8 +21,8 @@ from burst_rt.recurrence.maps import LEAST, Algebra, Chunks, Reader
 __all__ = ["ChunkedRecurrence", "Reach"]
 
 Tensor = torch.Tensor
-# Chunks that stages do at once.
-_CHUNKS_TOGETHER = 16
+# Chunks that stages do at once: what they make then stays in the caches of a CPU.
+_CHUNKS_TOGETHER = 8
 
 
 @dataclass(frozen=True)
