@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class SegmentTensors(NamedTuple):
-    """The tensors of one segment, in the type of the sums.
+    """The tensors of one segment, of the types that the user gave.
 
     tokens: `[batch, tokens, ...]`. shared: those that have no tokens, such as weights. begins:
     `[batch or 1, tokens]`, where documents begin; None: nowhere in the segment.
@@ -28,11 +28,22 @@ class SegmentTensors(NamedTuple):
     tokens: tuple[Tensor, ...]
     shared: tuple[Tensor, ...]
     begins: Tensor | None
+    wide: torch.dtype  # type of the sums
     progress: Callable[[], None] = lambda: None  # to be called now and then: it moves messages on
+
+    def part(self, at: slice) -> SegmentTensors:
+        """Some of the tokens."""
+        begins = None if self.begins is None else self.begins[:, at]
+        return self._replace(tokens=tuple(x[:, at] for x in self.tokens), begins=begins)
+
+    def widened(self) -> SegmentTensors:
+        """The same in the type of the sums: copies of the tensors of other types."""
+        tokens, shared = (tuple(x.to(self.wide) for x in xs) for xs in (self.tokens, self.shared))
+        return self._replace(tokens=tokens, shared=shared)
 
 
 class SegmentGrads(NamedTuple):
-    """What a backward adds to: None for a gradient that is not needed."""
+    """What a backward adds to, 0 at first: None for a gradient that is not needed."""
 
     tokens: tuple[Tensor | None, ...]
     shared: tuple[Tensor | None, ...]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import ClassVar
 
 import torch
@@ -58,7 +59,7 @@ class ChunkedRecurrence:
     def forward(self, segment: SegmentTensors, out: Tensor) -> Stages:
         """See `Recurrence.forward`."""
         parts = [
-            _Forward(self, _part(segment, at), out[:, at]) for at in _stretches(segment, self.size)
+            _Forward(self, segment.part(at), out[:, at]) for at in _stretches(segment, self.size)
         ]
         return _ForwardInTurn(self.algebra, parts, segment.progress)
 
@@ -67,7 +68,7 @@ class ChunkedRecurrence:
     ) -> Stages:
         """See `Recurrence.backward`."""
         parts = [
-            _Backward(self, _part(segment, at), dout[:, at], _part_of_grads(grads, at))
+            _Backward(self, segment.part(at), dout[:, at], _part_of_grads(grads, at))
             for at in _stretches(segment, self.size)
         ]
         return _BackwardInTurn(self.algebra, parts, segment.progress, before)
@@ -99,11 +100,6 @@ def _stretches(segment: SegmentTensors, size: int) -> list[slice]:
     return [slice(start, min(start + most, count)) for start in range(0, count, most)]
 
 
-def _part(segment: SegmentTensors, at: slice) -> SegmentTensors:
-    begins = None if segment.begins is None else segment.begins[:, at]
-    return segment._replace(tokens=tuple(x[:, at] for x in segment.tokens), begins=begins)
-
-
 def _part_of_grads(grads: SegmentGrads, at: slice) -> SegmentGrads:
     return grads._replace(tokens=tuple(None if dx is None else dx[:, at] for dx in grads.tokens))
 
@@ -115,7 +111,7 @@ class _Forward:
         self._of, self._segment, self._out = recurrence, segment, out
 
     def prepare(self) -> None:
-        self._chunks = self._of.chunks(self._segment)
+        self._chunks = self._of.chunks(self._segment.widened())
 
     def compose(self) -> None:
         self.map = _composed(self._of.algebra, self._chunks)
@@ -197,7 +193,7 @@ class _Backward:
         sums = (*grads.tokens, *grads.shared)
         with torch.enable_grad():
             leaves = [
-                x.detach().requires_grad_(grad is not None)
+                x.detach().to(segment.wide).requires_grad_(grad is not None)
                 for x, grad in zip(given, sums, strict=True)
             ]
             count = len(segment.tokens)
@@ -206,19 +202,28 @@ class _Backward:
         self._wanted = [(x, dx) for x, dx in zip(leaves, sums, strict=True) if dx is not None]
         self._chunks = Chunks(*(x.detach() for x in self._made))
         self._states, last = _states(self._of.algebra, self._chunks, before)
-        self._dout = self._of.reader.cut(self._dout, self._of.size)
+        self._dout = self._of.reader.cut(self._dout.to(segment.wide), self._of.size)
         self._dread = self._of.reader.grad_s(self._chunks.q, self._dout)
         return last
 
     def compose(self) -> None:
-        a, _ = _composed(self._of.algebra, self._chunks)
-        _, first = self._back(torch.zeros_like(self._chunks.b[0]))
-        self.map = a, first
+        algebra, (first, *later) = self._of.algebra, self._chunks.a
+        ds = torch.zeros_like(self._states[0])
+        for a, dread in self._backwards():
+            ds = algebra.apply_transposed(a, ds).add_(dread)
+        self.map = reduce(lambda whole, a: _product(algebra, a, whole), later, first), ds
 
     def advance(self, ds: Tensor) -> Tensor:
         """Takes the gradient of the state back through the part, and returns it."""
-        self._dstates, first = self._back(ds)
-        return first
+        for a, dread in self._backwards():
+            earlier = self._of.algebra.apply_transposed(a, ds).add_(dread)
+            dread.copy_(ds)
+            ds = earlier
+        self._dstates = self._dread  # of the states after the chunks
+        return ds
+
+    def _backwards(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self._chunks.a, self._dread, strict=True))[::-1]
 
     def emit(self) -> None:
         algebra, reader, chunks = self._of.algebra, self._of.reader, self._chunks
@@ -239,14 +244,6 @@ class _Backward:
             if grad is not None:
                 total.add_(grad)
         del self._made, self._chunks, self._states, self._dstates, self._dread
-
-    def _back(self, last: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the states after each chunk, and of the state before the part."""
-        after, ds = torch.empty_like(self._chunks.b), last
-        for i in range(len(after) - 1, -1, -1):
-            after[i] = ds
-            ds = self._of.algebra.apply_transposed(self._chunks.a[i], ds).add_(self._dread[i])
-        return after, ds
 
 
 class _BackwardInTurn:
@@ -275,7 +272,7 @@ class _BackwardInTurn:
             a, first = part.map
             if self._map is not None:
                 later, ds = self._map
-                a = hardshrink(self._algebra.compose(later, a), LEAST)
+                a = _product(self._algebra, later, a)
                 first = self._algebra.apply_transposed(part.map[0], ds).add_(first)
             self._map = a, first
             self._progress()
@@ -300,12 +297,13 @@ class _BackwardInTurn:
 
 
 def _states(algebra: Algebra, chunks: Chunks, before: Tensor) -> tuple[Tensor, Tensor]:
-    """The state before each chunk, and the state after all of them."""
-    states, state = torch.empty_like(chunks.b), before
-    for i, (a, b) in enumerate(zip(chunks.a, chunks.b, strict=True)):
-        states[i] = state
-        state = algebra.apply(a, state).add_(b)
-    return states, state
+    """The state before each chunk, in the place of B, and the state after all of them."""
+    state = before
+    for a, b in zip(chunks.a, chunks.b, strict=True):
+        after = algebra.apply(a, state).add_(b)
+        b.copy_(state)
+        state = after
+    return chunks.b, state
 
 
 def _composed(algebra: Algebra, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -319,9 +317,14 @@ def _composed(algebra: Algebra, chunks: Chunks) -> tuple[Tensor, Tensor]:
 def _after(
     algebra: Algebra, earlier: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """A and B of two maps, one after the other.
+    """A and B of two maps, one after the other."""
+    b = algebra.apply(later[0], earlier[1]).add_(later[1])
+    return _product(algebra, later[0], earlier[0]), b
+
+
+def _product(algebra: Algebra, later: Tensor, earlier: Tensor) -> Tensor:
+    """A of two maps, one after the other.
 
     Products of many decays come to nothing; denormal numbers would be slow on their way.
     """
-    a = hardshrink(algebra.compose(later[0], earlier[0]), LEAST)
-    return a, algebra.apply(later[0], earlier[1]).add_(later[1])
+    return hardshrink(algebra.compose(later, earlier), LEAST)

@@ -114,8 +114,8 @@ class _Forward:
             self.fold(before, after)
 
     def emit(self) -> None:
-        (x,) = self._segment.tokens
-        self._out.copy_(self._of.convolved(self._before, x, self._segment))
+        segment = self._segment.widened()
+        self._out.copy_(self._of.convolved(self._before, segment.tokens[0], segment))
 
 
 class _Backward:
@@ -132,20 +132,18 @@ class _Backward:
 
     def prepare(self) -> None:
         """All of it but what comes from the state after the segment."""
-        sums = (*self._grads.tokens, *self._grads.shared)
+        segment, sums = self._segment.widened(), (*self._grads.tokens, *self._grads.shared)
         with torch.enable_grad():
             before = self._before.detach().requires_grad_()
             leaves = [
                 x.detach().requires_grad_(grad is not None)
-                for x, grad in zip(
-                    (*self._segment.tokens, *self._segment.shared), sums, strict=True
-                )
+                for x, grad in zip((*segment.tokens, *segment.shared), sums, strict=True)
             ]
-            again = self._segment._replace(shared=tuple(leaves[1:]))
+            again = segment._replace(shared=tuple(leaves[1:]))
             out = self._of.convolved(before, leaves[0], again)
         wanted = [(x, dx) for x, dx in zip(leaves, sums, strict=True) if dx is not None]
         inputs = [before, *(x for x, _ in wanted)]
-        self._dbefore, *grads = torch.autograd.grad(out, inputs, self._dout)
+        self._dbefore, *grads = torch.autograd.grad(out, inputs, self._dout.to(segment.wide))
         for (_, total), grad in zip(wanted, grads, strict=True):
             total.add_(grad)
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burst_rt.planning.scan import Scan, Way
-from burst_rt.recurrence.base import SegmentGrads, Stages
+from burst_rt.recurrence.base import Stages
 from burst_rt.recurrence.call import RecurrenceCall
-from burst_rt.recurrence.run import backward_stages, forward_stages
+from burst_rt.recurrence.run import backward_stages, forward_stages, grad_sums
 
 __all__ = ["peak_bytes"]
 
@@ -25,10 +25,10 @@ Tensor = torch.Tensor
 class _Living(TorchDispatchMode):
     """Counts the bytes of the storages that operators have made, and the most at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: tuple[Tensor, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
-        self._known: set[int] = set()
+        self._known = {x.untyped_storage()._cdata for x in known}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -61,19 +61,21 @@ def peak_bytes(call: RecurrenceCall, *, forward: bool) -> int:
     """
     plan = call.forward_plan if forward else call.backward_plan
     bound = call.without_data()
+    # Results, or in a backward their gradient, which has to be there.
     out = torch.empty_like(call.recurrence.out_like(bound.tokens), dtype=call.dtype)
-    living = _Living()
+    sums = None if forward else grad_sums(call, bound)
+    given, grads = (*bound.tokens, *bound.shared), (*sums.tokens, *sums.shared) if sums else ()
+    living = _Living((*given, out, *(dx for dx in grads if dx is not None)))
+    if sums is not None:
+        # Sums of the inputs' own type are the results.
+        living.bytes = sum(
+            dx.nbytes
+            for x, dx in zip(given, grads, strict=True)
+            if dx is not None and dx.dtype != x.dtype
+        )
     with torch.no_grad(), living:
         state = torch.zeros(call.state_shape, dtype=call.wide, device="meta")
-        stages, sums = {}, None
-        if not forward:
-            sums = SegmentGrads(
-                tuple(torch.zeros_like(x, dtype=call.wide) for x in bound.tokens),
-                tuple(torch.zeros_like(x, dtype=call.wide) for x in bound.shared),
-            )
-            # Sums of the inputs' own type are the results.
-            given = (*bound.tokens, *bound.shared)
-            living.bytes -= sum(x.nbytes for x in given if x.dtype == call.wide)
+        stages = {}
         for number, segment in enumerate(plan.program.segments):
             if segment.owner != plan.rank:
                 continue

@@ -30,7 +30,7 @@ from burst_rt.recurrence.call import Bound, RecurrenceCall, RecurrencePlan
 from burst_rt.runtime.agreement import Contract
 from burst_rt.runtime.bound_schedule import BoundSchedule
 
-__all__ = ["RecurrenceFunction", "backward_stages", "forward_stages"]
+__all__ = ["RecurrenceFunction", "backward_stages", "forward_stages", "grad_sums"]
 
 Tensor = torch.Tensor
 
@@ -125,14 +125,9 @@ class _Run(SlotRun):
 
 
 def _segment(call: RecurrenceCall, bound: Bound, shard: slice) -> SegmentTensors:
-    """The tensors of one of this rank's segments, in the type of the sums."""
-    wide = call.wide
-    return SegmentTensors(
-        tuple(x[:, shard].to(wide) for x in bound.tokens),
-        tuple(x.to(wide) for x in bound.shared),
-        None if bound.begins is None else bound.begins[:, shard],
-        bound.progress,
-    )
+    """The tensors of one of this rank's segments."""
+    whole = SegmentTensors(bound.tokens, bound.shared, bound.begins, call.wide, bound.progress)
+    return whole.part(shard)
 
 
 def forward_stages(call: RecurrenceCall, bound: Bound, shard: slice, out: Tensor) -> Stages:
@@ -151,8 +146,27 @@ def backward_stages(
     """The stages of one of this rank's segments; dout and sums are those of all tokens."""
     segment = _segment(call, bound, shard)
     tokens = tuple(None if dx is None else dx[:, shard] for dx in sums.tokens)
-    return call.recurrence.backward(
-        segment, before, dout[:, shard].to(call.wide), sums._replace(tokens=tokens)
+    return call.recurrence.backward(segment, before, dout[:, shard], sums._replace(tokens=tokens))
+
+
+def grad_sums(call: RecurrenceCall, bound: Bound) -> SegmentGrads:
+    """What the backward's stages add to.
+
+    Each token is added to once, in its own type, but for those that several segments remember.
+    """
+    own = call.recurrence.memory is None
+
+    def sums(tensors: Sequence[Tensor], needs: Sequence[bool], own: bool) -> Any:
+        pairs = zip(tensors, needs, strict=True)
+        return tuple(
+            torch.zeros_like(x, dtype=x.dtype if own else call.wide) if needed else None
+            for x, needed in pairs
+        )
+
+    count = len(bound.tokens)
+    return SegmentGrads(
+        sums(bound.tokens, call.needs[:count], own),
+        sums(bound.shared, call.needs[count:-1], False),
     )
 
 
@@ -187,18 +201,10 @@ def _backward(
     dout: Tensor,
     dlast: Tensor | None,
 ) -> _Gradients:
-    wide, counts = call.wide, len(bound.tokens)
-    needs, needs_shared = call.needs[:counts], call.needs[counts:-1]
-
-    def zeros(x: Tensor, needed: bool) -> Tensor | None:
-        return torch.zeros_like(x, dtype=wide) if needed else None
 
     def bind(plan: RecurrencePlan) -> tuple[_Run, SegmentGrads]:
         run = _Run(plan, call, _state(call, dlast, dout.device))
-        whole = SegmentGrads(
-            tuple(zeros(x, n) for x, n in zip(bound.tokens, needs, strict=True)),
-            tuple(zeros(x, n) for x, n in zip(bound.shared, needs_shared, strict=True)),
-        )
+        whole = grad_sums(call, bound)
         for (number, shard), before in zip(run.own().items(), befores, strict=True):
             run.stages[number] = backward_stages(call, bound, shard, before, dout, whole)
         return run, whole

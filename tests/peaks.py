@@ -1,0 +1,54 @@
+"""Prints the peak memory of recurrences' calls: measured over planned, in this process.
+
+Results count for what they take: poisoned, their memory is there from the beginning.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+import burst_rt
+from burst_rt import recurrence
+
+TOKENS, HEADS, WIDTH = 8192, 4, 64
+
+
+def kib(name: str) -> int:
+    with open("/proc/self/status") as status:
+        return int(next(line for line in status if line.startswith(name)).split()[1])
+
+
+def peak(run: Callable[[], object]) -> int:
+    """The most bytes of memory, beyond those at the beginning."""
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")  # the peak begins anew
+    before = kib("VmRSS")
+    run()
+    return (kib("VmHWM") - before) * 1024
+
+
+def measure(ctx: burst_rt.Context, name: str, *inputs: torch.Tensor) -> None:
+    function, layout = getattr(recurrence, name), ctx.layout(TOKENS)
+    given = [x.detach().requires_grad_() for x in inputs]
+    planned = recurrence.explain_recurrence(function, *given, layout=layout).memory
+    torch.autograd.grad(function(*given, layout=layout).sum(), given)  # warms up
+    made: list[torch.Tensor] = []
+    forward = peak(lambda: made.append(function(*given, layout=layout)))
+    dout = torch.randn_like(made[0])
+    backward = peak(lambda: made.extend(torch.autograd.grad(made[0], given, dout)))
+    results = made[0].nbytes, sum(x.nbytes for x in made[1:])
+    for taken, size, plan in zip((forward, backward), results, planned, strict=True):
+        print((taken - size) / plan)
+
+
+torch.set_num_threads(1)
+qkv = [torch.randn(1, TOKENS, HEADS, WIDTH) for _ in range(3)]
+g, beta = -torch.rand(1, TOKENS, HEADS), torch.rand(1, TOKENS, HEADS)
+with burst_rt.init(device="cpu") as ctx:
+    measure(ctx, "gated_delta_rule", *qkv, g, beta)
+    measure(ctx, "gated_delta_rule", *(x.bfloat16() for x in qkv), g, beta)
+    measure(ctx, "causal_conv1d", qkv[0].flatten(2), torch.randn(HEADS * WIDTH, 4))
