@@ -8,7 +8,7 @@ attention's state, and telemetry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from burst_rt.errors import BurstError, InputError
 from burst_rt.job.ending import error_line, exit_code_of
 from burst_rt.kernels import KERNELS, PARTIALS
 from burst_rt.planning.masks import Mask
+from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.runtime.connections import Comm, Group
 from burst_rt.runtime.joining import check_seconds, join
 from burst_rt.runtime.objects import all_gather, first, together
@@ -77,6 +78,7 @@ class Context:
         heads: tuple[int, int] | None = None,
         head_dim: int | None = None,
         dtype: torch.dtype | None = None,
+        recurrences: Sequence[RecurrenceSizes] = (),
     ) -> ContextLayout:
         """The layout of `seq_len` tokens over the ranks.
 
@@ -96,6 +98,9 @@ class Context:
             layouts when they make a call.
         heads, head_dim, dtype: for "auto": (query heads, kv heads), their width and the type of the
             calls' tensors. The default is (32, 8), 128 and bfloat16.
+        recurrences: for "auto": the recurrent layers (`burst_rt.recurrence`) that a model has for
+            each layer of attention. They have no striped layout, and their states go from run to
+            run.
 
         Does not block, unless an argument is wrong. A wrong argument raises InputError on every
         rank: this rank blocks at most `timeout_s` for the others, which raise the error in the call
@@ -103,7 +108,7 @@ class Context:
         """
         try:
             shape = heads, head_dim, dtype
-            chosen = choose_layout(self.attention, seq_len, kind, mask, shape)
+            chosen = choose_layout(self.attention, seq_len, kind, mask, shape, recurrences)
         except InputError as error:
             refuse("layout", error, self.runtime)
         return ContextLayout(self.attention, chosen)

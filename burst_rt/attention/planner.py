@@ -29,6 +29,7 @@ from burst_rt.planning.choose import Chooser
 from burst_rt.planning.layouts import Layout
 from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.planning.strategies import Choice, Program
 from burst_rt.runtime.observer import Description
 from burst_rt.scheduler import (
@@ -258,12 +259,12 @@ class Planner:
         self._plans.put(key, plan)
         return plan
 
-    def layout(self, problem: Problem) -> Layout:
+    def layout(self, problem: Problem, recurrences: tuple[RecurrenceSizes, ...] = ()) -> Layout:
         """The layout that suits a problem best; see `fastest_layout`. The same on every rank.
 
         Local; kept by problem. Takes seconds. problem: in any layout.
         """
-        return self._chooser.layout(problem)
+        return self._chooser.layout(problem, recurrences)
 
     def forget(self) -> None:
         """Lets go of all plans, layouts and forecasts."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from burst_rt.planning.layouts import BALANCED, Layout, make_layout, mask_for_la
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.numbers import Numbers
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.runtime.runtime import Runtime
 
 __all__ = ["AUTO", "LAYOUTS", "ContextLayout", "choose_layout"]
@@ -150,11 +152,18 @@ def choose_layout(
     kind: str,
     mask: Mask | None,
     shape: tuple[tuple[int, int] | None, int | None, torch.dtype | None],
+    recurrences: Sequence[RecurrenceSizes] = (),
 ) -> Layout:
     """The layout that `Context.layout` makes from its arguments. Local. Raises InputError.
 
     shape: heads, head_dim and dtype.
     """
+    wrong = [sizes for sizes in recurrences if not isinstance(sizes, RecurrenceSizes)]
+    if wrong or (recurrences and kind != AUTO):
+        raise InputError(
+            "layout: recurrences are burst_rt.recurrence.RecurrenceSizes, for kind 'auto' only, "
+            f"got {type(wrong[0]).__name__ if wrong else 'sizes'} and kind {kind!r}"
+        )
     world_size, (heads, head_dim, dtype) = attention.runtime.world_size, shape
     if kind != AUTO and (heads, head_dim, dtype) != (None, None, None):
         raise InputError(
@@ -187,7 +196,7 @@ def choose_layout(
         sum_bytes=sum_dtype(dtype).itemsize,
         needs_grad=(True, True, True),
     )
-    return attention.planner.layout(problem)
+    return attention.planner.layout(problem, tuple(recurrences))
 
 
 def _shape(heads: tuple[int, int], head_dim: int) -> tuple[int, int, int]:

@@ -97,12 +97,13 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     mixes = spread_mixing(model, ctx)
     if ctx.world_size == 1:
         return model
-    set_prepared(ctx)
+    attends = _attends(model)
+    set_prepared(ctx, attends or not mixes)
     hook = hook_of(model)
     if hook is None:
         hook = hook_positions(model)
         give_token_types(model)
-    hook.balances, hook.mixes, hook.attends = balances, mixes, _attends(model)
+    hook.balances, hook.mixes, hook.attends = balances, mixes, attends
     tested = _is_tested(model)
     known = tested or hook.compared == "with loss"
     if not (known or (hook.compared and not loss)):

@@ -112,13 +112,14 @@ class ShardInfo:
         return max(batch.largest_positions)
 
 
-# The runtimes of the contexts with which `prepare` was called.
-_prepared: weakref.WeakSet[Runtime] = weakref.WeakSet()
+# The runtimes of the contexts with which `prepare` was called, and whether any of the models has
+# softmax attention.
+_prepared: weakref.WeakKeyDictionary[Runtime, bool] = weakref.WeakKeyDictionary()
 
 
-def set_prepared(ctx: Context) -> None:
+def set_prepared(ctx: Context, attends: bool) -> None:
     """Says that a model was prepared for a context: from now on it has parts."""
-    _prepared.add(ctx.runtime)
+    _prepared[ctx.runtime] = attends or _prepared.get(ctx.runtime, False)
 
 
 def shard(
@@ -139,7 +140,9 @@ def shard(
         same on every rank, and is compared. For encoder-decoders: input_ids and attention_mask of
         the encoder, decoder_input_ids, decoder_attention_mask, and labels, which are the decoder's
         and not shifted.
-    layout: as in `burst_rt.shard_batch`; a layout object for models without an encoder only.
+    layout: as in `burst_rt.shard_batch`; a layout object for models without an encoder only. "auto"
+        takes "contiguous" where no model that was prepared has softmax attention: all tokens are
+        equal work then, and states go from rank to rank once.
     group: the ranks whose tokens the loss is a mean of: all over which gradients are averaged. As
         in `burst_rt.mean_over_ranks`. None: the context's.
     check: as in `burst_rt.shard_batch`: whether ranks compare their batches.
@@ -167,6 +170,8 @@ def shard(
     ranks = ctx if group is None else group
     if any(name.startswith(_DECODER) for name in tensors):
         return {**others, **_shard_both(tensors, ctx, layout, ranks, check)}
+    if layout == "auto" and not _prepared.get(ctx.runtime, True):
+        layout = "contiguous"
     cut = shard_batch(tensors, ctx, layout, check=check)
     types = {name: tensors[name].to(ctx.device) for name in TOKEN_TYPES if name in tensors}
     info = ShardInfo(ctx, cut, ranks, token_types=types)

@@ -10,6 +10,7 @@ Which kernel does the tiles is chosen afterwards, by measured speed: `kernels.pi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -19,6 +20,9 @@ from burst_rt.errors import InputError
 from burst_rt.planning.evenness import evenness
 from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.recurrences import RecurrenceSizes
+from burst_rt.planning.recurrent_layers import scans_of, seconds_of
+from burst_rt.planning.scan import Scan
 from burst_rt.planning.strategies import Choice, check_name
 from burst_rt.planning.strategies.ring import backward_ring
 from burst_rt.planning.strategies.table import TABLE, Direction, few_queries
@@ -78,9 +82,9 @@ class Chooser:
             ranking=self._ranking(typical(problem), forward),
         )  # fmt: skip
 
-    def layout(self, problem: Problem) -> Layout:
+    def layout(self, problem: Problem, recurrences: tuple[RecurrenceSizes, ...]) -> Layout:
         """The layout that suits a problem best; see `fastest_layout`. Takes seconds; kept."""
-        return self._layout(problem)
+        return self._layout(problem, recurrences)
 
     def forget(self) -> None:
         """Lets go of all rankings and layouts."""
@@ -93,8 +97,10 @@ class Chooser:
             problem, self.hardware, forward=forward, ranks_per_node=self._ranks_per_node
         )
 
-    def _suit(self, problem: Problem) -> Layout:
-        suited, _ = fastest_layout(problem, self.hardware, ranks_per_node=self._ranks_per_node)
+    def _suit(self, problem: Problem, recurrences: tuple[RecurrenceSizes, ...]) -> Layout:
+        suited, _ = fastest_layout(
+            problem, self.hardware, ranks_per_node=self._ranks_per_node, recurrences=recurrences
+        )
         return suited.q_layout
 
 
@@ -245,7 +251,11 @@ def _scored(
 
 
 def fastest_layout(
-    problem: Problem, hardware: Hardware | None, *, ranks_per_node: int
+    problem: Problem,
+    hardware: Hardware | None,
+    *,
+    ranks_per_node: int,
+    recurrences: tuple[RecurrenceSizes, ...] = (),
 ) -> tuple[Problem, dict[str, float]]:
     """The problem with the layout under which it is forecast to end first, and all forecasts.
 
@@ -253,22 +263,36 @@ def fastest_layout(
     the mask itself: up to 32 ranks the best one (see `fastest_strategy`), else the one that sends
     the fewest bytes. problem: with as many keys as queries, in any layout. Where no machine is
     known, and above 64 ranks, nothing is forecast: among the layouts whose cells are within 5
-    percent of the most even one's, the one that sends the fewest bytes is taken.
+    percent of the most even one's, the one that sends the fewest bytes is taken. recurrences: the
+    layers that take turns with a layer of attention; they add their time and bytes, and leave out
+    striped layouts.
     """
     spread = {}
-    for kind in LAYOUTS:
+    for kind in [kind for kind in LAYOUTS if kind != "striped" or not recurrences]:
         mask = problem.mask if kind == BALANCED else None
         layout = make_layout(kind, problem.q_layout.seq_len, problem.world_size, mask)
         spread[kind] = replace(problem, q_layout=layout, kv_layout=layout)
+    scans = {
+        kind: [
+            scan for sizes in recurrences for scan in scans_of(sizes, given.q_layout, given.batch)
+        ]
+        for kind, given in spread.items()
+    }
     if hardware is None or not 1 < problem.world_size <= _LAYOUTS_UP_TO:
-        return min(_most_even(list(spread.values())), key=_wire_bytes), {}
+        even = _most_even(spread)
+        fewest = min(even, key=lambda kind: _wire_bytes(spread[kind], scans[kind]))
+        return spread[fewest], {}
     seconds = {}
     for kind, given in spread.items():
         times = (
             _seconds(given, hardware, forward=forward, ranks_per_node=ranks_per_node)
             for forward in (True, False)
         )
-        seconds[kind] = sum(times)
+        # Layers of the same sizes have equal scans.
+        counts = Counter(scans[kind])
+        seconds[kind] = sum(times) + sum(
+            count * seconds_of(scan, hardware) for scan, count in counts.items()
+        )
     return spread[min(seconds, key=seconds.__getitem__)], seconds
 
 
@@ -282,19 +306,18 @@ def _seconds(problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_n
     ).time_s
 
 
-def _most_even(problems: list[Problem]) -> list[Problem]:
+def _most_even(problems: Mapping[str, Problem]) -> list[str]:
     """The layouts whose busiest rank has the fewest cells, or nearly so."""
-    work = []
-    for problem in problems:
+    work = {}
+    for kind, problem in problems.items():
         sides = (problem.q_layout, problem.kv_layout)
         programs = (choose(problem, "auto", forward=forward).program for forward in (True, False))
         cells = [evenness(program, *sides).cells for program in programs]
-        work.append(sum(products * number for products, number in zip(_WORK, cells, strict=True)))
-    most = min(work) * (1 + _EVEN)
-    return [problem for problem, amount in zip(problems, work, strict=True) if amount <= most]
+        work[kind] = sum(products * number for products, number in zip(_WORK, cells, strict=True))
+    most = min(work.values()) * (1 + _EVEN)
+    return [kind for kind, amount in work.items() if amount <= most]
 
 
-def _wire_bytes(problem: Problem) -> int:
-    return sum(
-        choose(problem, "auto", forward=forward).program.wire_bytes() for forward in (True, False)
-    )
+def _wire_bytes(problem: Problem, scans: list[Scan]) -> int:
+    programs = (choose(problem, "auto", forward=forward).program for forward in (True, False))
+    return sum(x.wire_bytes() for x in programs) + sum(x.wire_bytes() for x in scans)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from burst_rt.errors import InputError
+from burst_rt.planning.scan import StageFlops
 
 __all__ = ["STATE_BYTES", "RecurrenceSizes", "Rule"]
 
@@ -57,6 +58,8 @@ class RecurrenceSizes:
             )
         if not self.num_key_heads:
             object.__setattr__(self, "num_key_heads", self.num_heads)
+        if self.rule == "convolution" and not self.channels:
+            object.__setattr__(self, "channels", self.num_heads)
         for name in ("num_heads", "key_dim", "value_dim", "num_key_heads", "chunk", "kernel"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -72,6 +75,28 @@ class RecurrenceSizes:
     @property
     def has_state(self) -> bool:
         return self.rule != "convolution"
+
+    @property
+    def stage_flops(self) -> StageFlops:
+        """Operations of the forward's stages with torch's operators (`burst_rt/recurrence`).
+
+        They repeat queries and keys for each of the heads that share them.
+        """
+        heads, key, value, size = self.num_heads, self.key_dim, self.value_dim, self.chunk
+        state = heads * key * value
+        if self.rule == "convolution":
+            return StageFlops(0, 0, 0, 0, 2 * self.kernel * heads)
+        if self.rule == "scan":
+            step = -(-4 * state // size)
+            return StageFlops(6 * state, step, 2 * state, step, 2 * state)
+        if self.rule == "linear":
+            step = -(-2 * state // size)
+            prepare = 2 * heads * size * (key + value) + 2 * state
+            return StageFlops(prepare, step, 2 * state, step, 2 * state)
+        matrix, width = 2 * heads * key * key, key + value
+        prepare = heads * size * (7 * key + 3 * value) + 2 * heads * key * width
+        step = matrix * value
+        return StageFlops(prepare, matrix * width // size, step, step // size, 2 * state)
 
     @property
     def is_chunked(self) -> bool:

@@ -80,6 +80,12 @@ class StageFlops(NamedTuple):
     advance: int
     emit: int
 
+    def backward(self) -> StageFlops:
+        """Those of the backward: it makes the forward's chunks and states again, and every product
+        has two gradients.
+        """
+        return StageFlops(2 * self.prepare, self.compose, self.fold, self.advance, 4 * self.emit)
+
 
 @dataclass(frozen=True)
 class _Stage:

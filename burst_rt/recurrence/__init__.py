@@ -1,5 +1,6 @@
 """What mixes tokens otherwise than by softmax: linear attention, state spaces, convolutions."""
 
+from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.recurrence.api import (
     RecurrenceExplanation,
     causal_conv1d,
@@ -15,6 +16,7 @@ from burst_rt.recurrence.call import RecurrencePlan
 __all__ = [
     "RecurrenceExplanation",
     "RecurrencePlan",
+    "RecurrenceSizes",
     "causal_conv1d",
     "explain_recurrence",
     "gated_delta_rule",

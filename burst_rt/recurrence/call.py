@@ -22,10 +22,6 @@ from burst_rt.version import __version__
 
 __all__ = ["Bound", "RecurrenceCall", "RecurrencePlan"]
 
-# Operations of a backward's stages over those of the forward: it makes the forward's chunks and
-# states again, and every product has two gradients.
-_BACKWARD = StageFlops(prepare=2, compose=1, fold=1, advance=1, emit=4)
-
 
 class Bound(NamedTuple):
     """The tensors of one call on this rank, as the user gave them."""
@@ -48,8 +44,10 @@ class RecurrencePlan(RankPlan):
         program = self.program
         direction = "forward" if program.forward else "backward"
         memory = sum(part.size_bytes for part in (*self.slots, *self.chunks))
+        work = sum(task.cost.flops for task in self.graph.tasks)
         return (
             f"{direction} of {self.name}: {program}\n"
+            f"  floating-point operations of this rank: {work:,}\n"
             f"  bytes all ranks send: {program.wire_bytes():,}; this rank sends "
             f"{self.bytes_sent():,}, whatever the number of tokens\n"
             f"  slots {memory:,} bytes\n"
@@ -161,11 +159,7 @@ class RecurrenceCall:
     def _made(self, *, forward: bool) -> RecurrencePlan:
         runtime = self.attention.runtime
         segments = segments_of(self.layout.map)
-        flops = (
-            self.flops
-            if forward
-            else StageFlops(*(a * b for a, b in zip(self.flops, _BACKWARD, strict=True)))
-        )
+        flops = self.flops if forward else self.flops.backward()
         program = Scan(
             world_size=runtime.world_size,
             segments=segments,

@@ -219,7 +219,7 @@ class _Backward:
             earlier = self._of.algebra.apply_transposed(a, ds).add_(dread)
             dread.copy_(ds)
             ds = earlier
-        self._dstates = self._dread  # of the states after the chunks
+        self._dstates = self._dread  # each of the state after its chunk
         return ds
 
     def _backwards(self) -> list[tuple[Tensor, Tensor]]:

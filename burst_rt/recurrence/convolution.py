@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import silu
 
+from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.planning.scan import StageFlops
 from burst_rt.recurrence.base import SegmentGrads, SegmentTensors, Stages
 
@@ -46,8 +47,8 @@ class Convolution:
 
     def flops(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> StageFlops:
         """See `Recurrence.flops`."""
-        channels = tokens[0].shape[2]
-        return StageFlops(0, 0, self.memory * channels, 0, 2 * self.width * channels)
+        sizes = RecurrenceSizes(rule="convolution", num_heads=tokens[0].shape[2], kernel=self.width)
+        return sizes.stage_flops
 
     def forward(self, segment: SegmentTensors, out: Tensor) -> Stages:
         """See `Recurrence.forward`."""

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.planning.scan import StageFlops
 from burst_rt.recurrence.base import SegmentTensors
 from burst_rt.recurrence.chunked import ChunkedRecurrence
@@ -38,9 +39,8 @@ class _ElementState(ChunkedRecurrence):
     def flops(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> StageFlops:
         """See `Recurrence.flops`."""
         _, channels, size = self.state_shape(tokens, shared)
-        state = channels * size
-        step = -(-4 * state // self.size)
-        return StageFlops(6 * state, step, 2 * state, step, 2 * state)
+        sizes = RecurrenceSizes(rule="scan", num_heads=channels, key_dim=size, chunk=self.size)
+        return sizes.stage_flops
 
     def _scanned(self, a: Tensor, b: Tensor, c: Tensor, begins: Tensor | None) -> Chunks:
         """The chunks from each token's factor, what it adds, and how it reads: `[batch, tokens, D

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.functional import threshold
 
+from burst_rt.planning.recurrences import RecurrenceSizes, Rule
 from burst_rt.planning.scan import StageFlops
 from burst_rt.recurrence.base import SegmentTensors
 from burst_rt.recurrence.chunked import ChunkedRecurrence, Reach
@@ -38,12 +39,21 @@ class _MatrixState(ChunkedRecurrence):
     """
 
     reader: ClassVar[Reader] = ROWS
+    rule: ClassVar[Rule]
     scale: float = 1.0
 
     def state_shape(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> torch.Size:
         """See `Recurrence.state_shape`: `[batch, heads, K, V]`."""
         _, k, v, *_ = tokens
         return torch.Size((v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+
+    def flops(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> StageFlops:
+        """See `Recurrence.flops`."""
+        _, heads, key_dim, value_dim = self.state_shape(tokens, shared)
+        sizes = RecurrenceSizes(
+            rule=self.rule, num_heads=heads, key_dim=key_dim, value_dim=value_dim, chunk=self.size
+        )
+        return sizes.stage_flops
 
     def out_like(self, tokens: tuple[Tensor, ...]) -> Tensor:
         """See `Recurrence.out_like`: v."""
@@ -64,6 +74,7 @@ class LinearAttention(_MatrixState):
     """
 
     algebra: ClassVar[Algebra] = FACTORS
+    rule: ClassVar[Rule] = "linear"
     name: str = "linear_attention"
 
     def chunks(self, segment: SegmentTensors) -> Chunks:
@@ -78,14 +89,6 @@ class LinearAttention(_MatrixState):
             o=((q @ k.mT) * decays.pairs) @ v,
         )
 
-    def flops(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> StageFlops:
-        """See `Recurrence.flops`."""
-        _, heads, key_dim, value_dim = self.state_shape(tokens, shared)
-        state = heads * key_dim * value_dim
-        prepare = 2 * heads * self.size * (key_dim + value_dim) + 2 * state
-        step = -(-2 * state // self.size)
-        return StageFlops(prepare, step, 2 * state, step, 2 * state)
-
 
 @dataclass(frozen=True)
 class DeltaRule(_MatrixState):
@@ -97,6 +100,7 @@ class DeltaRule(_MatrixState):
 
     name: ClassVar[str] = "gated_delta_rule"
     algebra: ClassVar[Algebra] = MATRICES
+    rule: ClassVar[Rule] = "delta"
     normalised: bool = False
 
     def chunks(self, segment: SegmentTensors) -> Chunks:
@@ -129,20 +133,6 @@ class DeltaRule(_MatrixState):
             b=later @ u,
             q=q * since - seen @ w,
             o=seen @ u,
-        )
-
-    def flops(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> StageFlops:
-        """See `Recurrence.flops`."""
-        _, heads, key_dim, value_dim = self.state_shape(tokens, shared)
-        width = key_dim + value_dim
-        prepare = 2 * heads * (self.size * (2 * key_dim + width // 2 + width) + key_dim * width)
-        step = 2 * heads * key_dim * key_dim
-        return StageFlops(
-            prepare,
-            step * width // self.size,
-            step * value_dim,
-            step * value_dim // self.size,
-            2 * heads * key_dim * value_dim,
         )
 
 

@@ -105,6 +105,23 @@ def test_layouts_of_runs(name: str, layout: str) -> None:
         assert max(found.values()) <= _LARGEST
 
 
+def test_models_without_attention_get_contiguous_shards() -> None:
+    """All tokens are equal work, and states go from rank to rank once."""
+
+    def kinds(ctx: burst_rt.Context) -> list[str]:
+        found = []
+        for name in ("Mamba2", "Bamba", "Mamba2"):
+            model = make_hybrid(name)
+            model.set_attn_implementation("burst_rt")
+            burst_rt.hf.prepare(model, ctx)
+            part = burst_rt.hf.shard(make_batch(name, "plain"), ctx)
+            found.append(part["burst_rt"].batch.layout.kind)
+        return found
+
+    # One layout suits all models of a context.
+    assert burst_rt.run_local(2, kinds)[0] == ["contiguous", "zigzag", "zigzag"]
+
+
 def test_sixteen_bits() -> None:
     """As far from float32 as one process is."""
     name, kind = "OlmoHybrid", "right"

@@ -18,6 +18,7 @@ from burst_rt.planning import choose as choose_module
 from burst_rt.planning.choose import fastest_layout
 from burst_rt.planning.layouts import KINDS, Layout, make_layout
 from burst_rt.planning.problem import Problem
+from burst_rt.recurrence import RecurrenceSizes
 
 _LENGTHS = (1, 2, 3, 7, 8, 63, 100, 1000, 1009)
 _WORLDS = (1, 2, 3, 4, 5, 8)
@@ -162,6 +163,14 @@ def test_auto_is_one_layout_on_all_ranks(machine: str, monkeypatch: pytest.Monke
     assert first[0] is first[1]
     assert sorted(asked) == [32] * 2 + [128] * 2
     assert machine == "h100-sxm" or first[0].kind in ("balanced", "striped")
+
+
+def test_recurrences_are_sizes_and_for_auto() -> None:
+    sizes = RecurrenceSizes(rule="linear", num_heads=2, key_dim=8, value_dim=8)
+    with burst_rt.init(device="cpu") as ctx:
+        for kind, given, got in (("zigzag", sizes, "'zigzag'"), ("auto", 3, "int")):
+            with pytest.raises(InputError, match=f"RecurrenceSizes.*got.*{got}"):
+                ctx.layout(100, kind, mask=Causal(), recurrences=[given])  # type: ignore[list-item]
 
 
 def test_explain_says_how_even_a_layout_is() -> None:

@@ -12,7 +12,9 @@ from mixes import check_fastest_layout, mix, packed_problem
 from burst_rt import Causal, Documents, Full, Mask, SlidingWindow
 from burst_rt.planning.choose import fastest_layout
 from burst_rt.planning.machines import load_hardware
-from burst_rt.scheduler.simulator import Rate
+from burst_rt.planning.recurrences import RecurrenceSizes
+from burst_rt.planning.recurrent_layers import scans_of
+from burst_rt.scheduler.simulator import Hardware, Rate
 
 _H100 = load_hardware("h100-sxm")
 
@@ -52,3 +54,33 @@ def test_without_a_machine_the_layout_is_even_and_sends_little() -> None:
     assert kind(Causal() & Documents([64] * 32 + [2048])) == "balanced"
     # Its cells are not known, and count as even.
     assert kind(Window()) == "contiguous"
+
+
+def test_recurrent_layers_count() -> None:
+    """States of many layers go from run to run: contiguous shards have the fewest runs, so what
+    attention wins by even cells is lost at some number of such layers.
+    """
+    sizes = RecurrenceSizes(
+        rule="delta", num_heads=32, key_dim=128, value_dim=128, channels=12288, kernel=4
+    )
+    given = packed_problem(8, 8192, Causal(), 8)
+
+    def taken(number: int, hardware: Hardware | None) -> tuple[str, dict[str, float]]:
+        suited, seconds = fastest_layout(
+            given, hardware, ranks_per_node=8, recurrences=(sizes,) * number
+        )
+        return suited.q_layout.kind, seconds
+
+    alone, seconds = taken(0, _H100)
+    assert alone != "contiguous"
+    assert "striped" in seconds
+    _, more = taken(3, _H100)
+    assert "striped" not in more
+    assert all(more[kind] > seconds[kind] for kind in more)
+    many, most = taken(60, _H100)
+    assert many == "contiguous" == min(most, key=most.__getitem__)
+    # Without a machine, striped layouts are left out.
+    assert taken(1, None)[0] == "zigzag"
+    scans = list(scans_of(sizes, given.q_layout, 1))
+    assert [scan.forward for scan in scans] == [True, False] * 2
+    assert [scan.state_bytes for scan in scans] == [3 * 12288 * 4] * 2 + [32 * 128 * 128 * 4] * 2

@@ -207,8 +207,7 @@ def test_another_stream_waits_for_the_copy(
         ({"input_bytes": 4}, False),
         ({"width": CELLS}, False),
         ({"width": COMPRESSED}, False),
-        ({"shaped": True}, False),
-        ({"described": False}, False),
+        ({"plain": False}, False),
     ],
 )
 def test_which_calls_can_have_a_producer(changes: dict[str, Any], taken: bool) -> None:

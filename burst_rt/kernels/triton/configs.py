@@ -170,14 +170,13 @@ def takes_producer(
     input_bytes: int,
     *,
     width: int = 1,
-    shaped: bool = False,
-    described: bool = True,
+    plain: bool = True,
 ) -> bool:
     """Whether a call can have a producer: the one place that decides between the two forwards.
 
     kind, arch, input_bytes: as for `default_config`. head_dims: of q and k, and of v. width: WIDTH
-    of `work.py`. shaped: whether there is a softcap, or ALiBi. described: whether the copy engine
-    can read the inputs. All else goes to `forward.py`.
+    of `work.py`. plain: whether there is no softcap and no ALiBi, and the copy engine can read the
+    inputs. All else goes to `forward.py`.
     """
     return (
         kind == "forward"
@@ -186,8 +185,7 @@ def takes_producer(
         and head_dims == (128, 128)
         and input_bytes == 2
         and width not in (COMPRESSED, CELLS)
-        and not shaped
-        and described
+        and plain
     )
 
 

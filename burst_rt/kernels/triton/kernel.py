@@ -312,8 +312,7 @@ def _takes_producer(kind: str, qkv: QKV, options: ScoreOptions, width: int) -> b
         (q.shape[3], v.shape[3]),
         q.itemsize,
         width=width,
-        shaped=options.softcap is not None or options.alibi_slopes is not None,
-        described=fit_descriptors(*qkv),
+        plain=options.softcap is None and options.alibi_slopes is None and fit_descriptors(*qkv),
     )
 
 

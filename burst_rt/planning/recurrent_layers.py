@@ -1,0 +1,59 @@
+"""Recurrent layers in a layout: their scans, and what these take on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from burst_rt.planning.layouts import Layout
+from burst_rt.planning.recurrences import STATE_BYTES, RecurrenceSizes
+from burst_rt.planning.scan import Scan, StageFlops, segments_of, ways_of
+from burst_rt.scheduler import Schedule
+
+if TYPE_CHECKING:
+    from burst_rt.scheduler.simulator import Hardware
+
+__all__ = ["scans_of", "seconds_of"]
+
+
+def scans_of(sizes: RecurrenceSizes, layout: Layout, batch: int) -> Iterator[Scan]:
+    """The scans of a layer's convolution and of its recurrence, forward and backward.
+
+    Raises InputError for striped layouts.
+    """
+    if sizes.kernel > 1 and sizes.channels:
+        memory = sizes.kernel - 1
+        work = RecurrenceSizes(
+            rule="convolution", num_heads=sizes.channels, kernel=sizes.kernel
+        ).stage_flops
+        state_bytes = sizes.halo_bytes(STATE_BYTES, batch)
+        yield from _both(layout, work, state_bytes, memory, batch)
+    if sizes.has_state:
+        yield from _both(layout, sizes.stage_flops, sizes.state_bytes(batch), None, batch)
+
+
+def _both(
+    layout: Layout, work: StageFlops, state_bytes: int, memory: int | None, batch: int
+) -> Iterator[Scan]:
+    segments = segments_of(layout)
+    for forward in (True, False):
+        flops = work if forward else work.backward()
+        yield Scan(
+            world_size=layout.world_size,
+            segments=segments,
+            ways=ways_of(segments, flops, memory, forward=forward),
+            state_bytes=state_bytes,
+            flops=flops,
+            batch=batch,
+            forward=forward,
+            shares_last=False,
+        )
+
+
+def seconds_of(scan: Scan, hardware: Hardware) -> float:
+    """Seconds until the last rank has ended, in a simulated run."""
+    # Most jobs have no machine file, and do without the simulator.
+    from burst_rt.scheduler.simulator import simulate
+
+    schedules = [Schedule.of(scan.graph(rank)) for rank in range(scan.world_size)]
+    return simulate(schedules, hardware, seconds=hardware.device.seconds, spans=False).end_s
