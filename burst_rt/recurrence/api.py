@@ -63,7 +63,6 @@ class _Bound(NamedTuple):
 def _collective(bind: Callable[_P, _Bound]) -> Callable[_P, _Result]:
     """The function that binds a call, and runs it; what `bind` finds wrong, every rank raises."""
 
-    @wraps(bind)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
         try:
             bound = bind(*args, **kwargs)
@@ -76,7 +75,9 @@ def _collective(bind: Callable[_P, _Bound]) -> Callable[_P, _Result]:
         out, state = bound.after(out, state)
         return out if state is None else (out, state)
 
-    return run
+    # Compiled programs are cut there; else the compiler would trace the runtime.
+    cut: Callable[_P, _Result] = torch.compiler.disable(run)
+    return wraps(bind)(cut)
 
 
 @dataclass(frozen=True)

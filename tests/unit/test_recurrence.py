@@ -120,6 +120,31 @@ def test_calls_take_the_memory_that_is_planned() -> None:
     assert all(0.9 < ratio < 1.1 for ratio in ratios), ratios
 
 
+# The compiler asks for .grad after a cut.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_programs_are_cut_at_a_call() -> None:
+    parts = []
+
+    def counted(graph: Any, _: Any) -> Any:
+        parts.append(graph)
+        return graph
+
+    with burst_rt.init(device="cpu") as ctx:
+        layout = ctx.layout(64)
+        q, k, v = (torch.randn(1, 64, 2, 8, requires_grad=True) for _ in range(3))
+        g = -torch.rand(2)
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            mixed = recurrence.linear_attention(q * 2, k, x.relu(), g, layout=layout)
+            assert isinstance(mixed, torch.Tensor)
+            return mixed.square().sum()
+
+        eager = torch.autograd.grad(program(v), (q, v))
+        compiled = torch.autograd.grad(torch.compile(program, backend=counted)(v), (q, v))
+    assert all(map(torch.equal, eager, compiled))
+    assert len(parts) == 2
+
+
 def test_only_what_is_needed_gets_gradients() -> None:
     def rank(ctx: Context) -> None:
         layout = ctx.layout(50)
