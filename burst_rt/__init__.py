@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Full,
         Mask,
         Prefix,
+        PrefixTree,
         Relation,
         SlidingWindow,
         Spans,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from burst_rt.runtime.stats import Stats
     from burst_rt.serving.cache import KVCache
     from burst_rt.serving.step import Step
+    from burst_rt.trees import TreeRow, tree_row
 
 _HOME = {
     "BlockSparse": "planning.masks",
@@ -66,12 +68,14 @@ _HOME = {
     "Mask": "planning.masks",
     "Pipeline": "runtime.pipeline",
     "Prefix": "planning.masks",
+    "PrefixTree": "planning.masks",
     "Relation": "planning.masks",
     "SlidingWindow": "planning.masks",
     "ShardedBatch": "batches",
     "Spans": "planning.masks",
     "Stats": "runtime.stats",
     "Step": "serving.step",
+    "TreeRow": "trees",
     "average_gradients": "runtime.gradients",
     "burst_attention": "attention.api",
     "checkpoint": "attention.checkpointing",
@@ -84,6 +88,7 @@ _HOME = {
     "mean_over_ranks": "runtime.mean",
     "run_local": "local",
     "shard_batch": "batches",
+    "tree_row": "trees",
 }
 
 _MODULES = ("errors", "telemetry")
@@ -93,11 +98,11 @@ _HIDDEN = {"TYPE_CHECKING", "annotations", "import_module"}
 __all__ = [
     "BlockSparse", "BurstAttention", "BurstAttentionFunction", "Call", "Causal", "Chunked",
     "Context", "ContextLayout", "Documents", "Explanation", "First", "Full", "KVCache",
-    "LocalRank", "Mask", "Pipeline", "Prefix", "Relation", "ShardedBatch", "SlidingWindow", "Spans",
-    "Stats", "Step",
+    "LocalRank", "Mask", "Pipeline", "Prefix", "PrefixTree", "Relation", "ShardedBatch",
+    "SlidingWindow", "Spans", "Stats", "Step", "TreeRow",
     "average_gradients", "burst_attention", "checkpoint", "cross_entropy", "differentiable",
     "errors", "explain", "init", "keep_attention", "make_call", "mean_over_ranks", "run_local",
-    "shard_batch", "telemetry",
+    "shard_batch", "telemetry", "tree_row",
 ]  # fmt: skip
 
 

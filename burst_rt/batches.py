@@ -19,7 +19,15 @@ from torch.nn import functional
 from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.planning.masks import Causal, Chunked, Documents, Full, Mask
+from burst_rt.planning.masks import (
+    Causal,
+    Chunked,
+    Documents,
+    Full,
+    Mask,
+    PrefixTree,
+    SlidingWindow,
+)
 from burst_rt.runtime.mean import weighted_mean
 from burst_rt.runtime.objects import bytes_of
 from burst_rt.runtime.refusing import refuse
@@ -28,6 +36,7 @@ from burst_rt.runtime.sums import RanksOrGroup, describe_value, refuse_in
 __all__ = [
     "BATCH_NAMES",
     "IGNORED_LABEL",
+    "LOSS_WEIGHTS",
     "TOKEN_TYPES",
     "ShardedBatch",
     "cross_entropy",
@@ -39,12 +48,18 @@ _NAME = "shard_batch"
 IGNORED_LABEL = -100
 # Names of tensors with one number a token, `[batch, tokens]`.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-_PER_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", *TOKEN_TYPES)
+# Numbers by which the losses of tokens count.
+LOSS_WEIGHTS = "loss_weights"
+_PER_TOKEN = (
+    "input_ids", "labels", "shift_labels", LOSS_WEIGHTS, "attention_mask", *TOKEN_TYPES,
+)  # fmt: skip
+# A `PrefixTree`, the one value of a batch that is no tensor.
+_TREE = "prefix_tree"
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")
 # Names of tensors with several numbers a token, `[batch, tokens, ...]`.
 _VECTORS = ("inputs_embeds", "per_layer_inputs")
 # All names that a batch's tensors may have.
-BATCH_NAMES = (*_PER_TOKEN, "position_ids", *_VECTORS, *_PACKING)
+BATCH_NAMES = (*_PER_TOKEN, "position_ids", *_VECTORS, *_PACKING, _TREE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,15 +67,15 @@ class ShardedBatch:
     """This rank's part of a batch. Tensors are on the context's device, in the layout's order.
 
     input_ids, inputs_embeds, labels, attention_mask, token_type_ids: this rank's tokens of what
-        the batch held of these, and of per_layer_inputs and mm_token_type_ids; the others raise
-        AttributeError. `labels` are cut, not shifted.
+        the batch held of these, and of per_layer_inputs, mm_token_type_ids and loss_weights; the
+        others raise AttributeError. `labels` are cut, not shifted.
     position_ids: the tokens' positions, `[batch, tokens]`, or `[1, tokens]` where all rows have the
         same.
     shift_labels: the label of each token's successor, -100 where there is none, for
         `cross_entropy`. None in a batch without labels.
-    num_labels: how many labelled tokens the whole batch has, on all ranks of the context: what
-        `cross_entropy` divides by. 0 in a batch without labels. With micro-batches, their sum is
-        the `count` of a step.
+    num_labels: how many labelled tokens the whole batch has, on all ranks of the context, or the
+        sum of their loss_weights: what `cross_entropy` divides by. 0 in a batch without labels.
+        With micro-batches, their sum is the `count` of a step.
     mask: what packed documents and padding hide. It is not causal by itself: `Causal() & mask`.
     layout: which tokens each rank has. `burst_attention` must get this layout.
     tensors: these, by name.
@@ -74,7 +89,7 @@ class ShardedBatch:
     tensors: dict[str, torch.Tensor] = field(repr=False)
     position_ids: torch.Tensor = field(repr=False)
     shift_labels: torch.Tensor | None = field(repr=False)
-    num_labels: int
+    num_labels: float
     largest_positions: tuple[int, ...] = field(repr=False)
     places: np.ndarray[Any, np.dtype[np.int64]] | None = field(repr=False)
     _chunks: dict[int, Mask] = field(repr=False, default_factory=dict)
@@ -88,11 +103,26 @@ class ShardedBatch:
         """
         mask = self._chunks.get(size)
         if mask is None:
-            mask = Chunked(size)
+            mask = self.mask.chunks(size) if isinstance(self.mask, PrefixTree) else Chunked(size)
             if isinstance(self.mask, Documents) and self.places is not None:
                 mask = self.mask.chunks(size, self.places)
             self._chunks[size] = mask
         return mask
+
+    def window(self, left: int, right: int = 0) -> Mask:
+        """A mask of windows, as `SlidingWindow(left, right)` is, but along the paths of a tree.
+
+        Local. Raises InputError for a limited window to the right in a tree: paths part there.
+        """
+        if not isinstance(self.mask, PrefixTree):
+            return SlidingWindow(left, right)
+        if right > 0:
+            raise InputError(
+                f"{_NAME}: window: expected right = 0, or -1 for no limit, in a prefix tree, got "
+                f"{right}: paths part there"
+            )
+        along = self.mask.window(left)
+        return along & Causal() if right == 0 else along
 
     def __getattr__(self, name: str) -> torch.Tensor:
         tensors: dict[str, torch.Tensor] = self.__dict__.get("tensors", {})
@@ -102,7 +132,7 @@ class ShardedBatch:
 
 
 def shard_batch(
-    batch: Mapping[str, torch.Tensor],
+    batch: Mapping[str, torch.Tensor | PrefixTree],
     ctx: Context,
     layout: str | ContextLayout = "auto",
     *,
@@ -128,6 +158,10 @@ def shard_batch(
             documents' bounds, with no attention_mask or one that is 1 everywhere. They make the
             mask alone: without position_ids, positions go on from one document to the next, which
             is wrong for learned positions;
+        loss_weights: by how much the shifted label at each position counts;
+        prefix_tree: a `PrefixTree` of the row, in place of position_ids' documents, with
+            shift_labels and one row, as `tree_row` makes all of them. Without position_ids,
+            positions are those of the paths;
         token_type_ids, mm_token_type_ids;
         per_layer_inputs: `[batch, tokens, ...]`, beside inputs_embeds, as Gemma 4 takes them.
     layout: "auto" takes "zigzag", or "balanced" (under a causal mask) where documents or padding
@@ -151,9 +185,12 @@ def shard_batch(
     return sharded
 
 
-def _check_same(batch: Mapping[str, torch.Tensor], ctx: Context) -> None:
+def _check_same(batch: Mapping[str, Any], ctx: Context) -> None:
     checksum = 0
     for name, x in sorted(batch.items()):
+        if name == _TREE:
+            checksum = zlib.crc32(repr(x).encode(), checksum)
+            continue
         checksum = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode(), checksum)
         checksum = zlib.crc32(bytes_of(x), checksum)
     checksums = ctx.all_gather(checksum)
@@ -165,10 +202,16 @@ def _check_same(batch: Mapping[str, torch.Tensor], ctx: Context) -> None:
         )
 
 
-def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayout) -> ShardedBatch:
+def _cut(batch: dict[str, Any], ctx: Context, layout: str | ContextLayout) -> ShardedBatch:
+    tree = batch.pop(_TREE, None)
     rows, tokens = _shape(batch)
-    positions = _positions(batch.pop("position_ids", None), rows, tokens)
-    mask = _hidden(batch, positions.cpu().numpy(), tokens)
+    if tree is not None:
+        _check_tree(tree, batch, rows, tokens)
+    given = batch.pop("position_ids", None)
+    if given is None and tree is not None:
+        given = torch.from_numpy(tree.path_positions(np.arange(tokens)))
+    positions = _positions(given, rows, tokens)
+    mask = tree or _hidden(batch, positions.cpu().numpy(), tokens)
     layout = _layout(ctx, tokens, mask, layout)
     shift_labels = batch.pop("shift_labels", None)
     if shift_labels is None and "labels" in batch:
@@ -179,6 +222,11 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayo
     def mine(x: torch.Tensor) -> torch.Tensor:
         return layout.shard(x).to(ctx.device)
 
+    num_labels: float = 0
+    if shift_labels is not None:
+        weights = batch.get(LOSS_WEIGHTS)
+        labelled = shift_labels != IGNORED_LABEL
+        num_labels = int(labelled.sum()) if weights is None else float(weights[labelled].sum())
     largest = tuple(
         max(int(positions[:, run.start : run.stop : run.step].max()) for run in runs if run)
         for runs in layout.map.runs
@@ -189,10 +237,23 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayo
         tensors={name: mine(x) for name, x in batch.items()},
         position_ids=mine(positions),
         shift_labels=None if shift_labels is None else mine(shift_labels),
-        num_labels=0 if shift_labels is None else int((shift_labels != IGNORED_LABEL).sum()),
+        num_labels=num_labels,
         largest_positions=largest,
         places=_places(mask, positions.numpy()),
     )
+
+
+def _check_tree(tree: Any, batch: dict[str, torch.Tensor], rows: int, tokens: int) -> None:
+    if not isinstance(tree, PrefixTree):
+        _wrong(_TREE, "a burst_rt.PrefixTree", f"got {type(tree).__name__}")
+    if (tree.tokens, rows) != (tokens, 1):
+        _wrong(_TREE, f"one of {tokens} tokens, and one row", f"got {tree!r}, and {rows} rows")
+    if "labels" in batch:
+        reason = "a token's successor on its path need not be the next token; see burst_rt.tree_row"
+        _wrong(_TREE, "shift_labels", f"got labels: {reason}")
+    others = [name for name in ("attention_mask", *_PACKING) if name in batch]
+    if others:
+        _wrong(others[0], f"none beside {_TREE}, which says which tokens are padding", "got some")
 
 
 def _places(mask: Mask, positions: Any) -> Any:
@@ -344,14 +405,16 @@ def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
     *,
+    weights: torch.Tensor | None = None,
     group: RanksOrGroup | None = None,
     count: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mean cross-entropy, in nats, of all ranks' labelled tokens, on every rank.
 
     logits: `[..., classes]`, computed on in float32. labels: `[...]`, int64, shifted already where
-    the model predicts the next token; A label of -100 has no loss. group: as in `mean_over_ranks`,
-    which says how gradients come together.
+    the model predicts the next token; A label of -100 has no loss. weights: `[...]`, by how much
+    each label counts; None: all alike. group: as in `mean_over_ranks`, which says how gradients
+    come together.
     count: the labelled tokens of the whole step, over all of its micro-batches and all ranks of the
     group, where gradients of several micro-batches add up; see `mean_over_ranks` and
     `ShardedBatch.num_labels`. None: the labelled tokens of this call.
@@ -380,7 +443,27 @@ def cross_entropy(
             group,
         )
     losses = token_losses(logits, labels, group)
-    return weighted_mean(losses, labels.flatten() != IGNORED_LABEL, group, "cross_entropy", count)
+    counted = weights_of(labels, weights, group)
+    return weighted_mean(losses, counted.to(losses.device), group, "cross_entropy", count)
+
+
+def weights_of(
+    labels: torch.Tensor,
+    weights: torch.Tensor | None,
+    group: RanksOrGroup | None,
+    ignore_index: int = IGNORED_LABEL,
+) -> torch.Tensor:
+    """By how much each label counts, flattened. Raises InputError as `cross_entropy` does."""
+    counted = labels.flatten() != ignore_index
+    if weights is None:
+        return counted
+    if not isinstance(weights, torch.Tensor) or weights.shape != labels.shape:
+        error = InputError(
+            f"cross_entropy: weights: expected a tensor {tuple(labels.shape)}, one for each label, "
+            f"got {describe_value(weights)}"
+        )
+        refuse_in(group, "cross_entropy", error)
+    return counted * weights.flatten().to(counted.device)
 
 
 def token_losses(

@@ -20,6 +20,7 @@ from burst_rt import (
     Full,
     Mask,
     Prefix,
+    PrefixTree,
     SlidingWindow,
 )
 
@@ -92,6 +93,34 @@ def _padded_ids(sizes: Sizes) -> list[int]:
     return [document for tokens, document in runs for _ in range(tokens)]
 
 
+# The parents of nodes; the last one of its lengths is padding.
+_PARENTS = (-1, 0, 1, 1, 0, -1, 5)
+
+
+def _nodes(sizes: Sizes) -> list[int]:
+    first, *others = _cut(sizes.kv_len - 1, 4, 2, 3, 1, 5, 2, 2, 1)
+    return [first + 1, *others]
+
+
+def _tree(sizes: Sizes) -> PrefixTree:
+    return PrefixTree(_nodes(sizes)[:-1], _PARENTS, tokens=sizes.kv_len)
+
+
+def _path(sizes: Sizes, token: int) -> list[int]:
+    """The tokens up to this one along its path, itself included; none for padding."""
+    node, path = _document(_nodes(sizes), token), [token]
+    if node == len(_PARENTS):
+        return []
+    ends = list(accumulate(_nodes(sizes)))
+    first = ends[node] - _nodes(sizes)[node]
+    while True:
+        path += range(token - 1, first - 1, -1)
+        node = _PARENTS[node]
+        if node < 0:
+            return path[::-1]
+        token, first = ends[node], ends[node] - _nodes(sizes)[node]
+
+
 MASKS = {
     "full": _Entry(lambda s: Full(), lambda s, b, i, j: True),
     "causal": _Entry(lambda s: Causal(), lambda s, b, i, j: j <= s.at(i)),
@@ -157,6 +186,14 @@ _OF_KEYS = {
     ),
     "documents of one token": _Entry(
         lambda s: Documents([1] * s.kv_len), lambda s, b, i, j: j == s.at(i)
+    ),
+    "tree": _Entry(lambda s: Causal() & _tree(s), lambda s, b, i, j: j in _path(s, s.at(i))),
+    "window in a tree": _Entry(
+        lambda s: Causal() & _tree(s).window(3), lambda s, b, i, j: j in _path(s, s.at(i))[-4:]
+    ),
+    "chunks in a tree": _Entry(
+        lambda s: Causal() & _tree(s).chunks(4),
+        lambda s, b, i, j: j in _path(s, s.at(i))[(len(_path(s, s.at(i))) - 1) // 4 * 4 :],
     ),
     "padding": _Entry(
         lambda s: Documents(ids=_padded_ids(s)),

@@ -162,7 +162,8 @@ def _structure(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     structure: Mask = Causal() if causal else Full()
     if sliding_window is not None:
-        structure &= SlidingWindow(sliding_window - 1, 0 if causal else sliding_window - 1)
+        sides = (sliding_window - 1, 0 if causal else sliding_window - 1)
+        structure &= SlidingWindow(*sides) if batch is None else batch.window(*sides)
     return structure
 
 

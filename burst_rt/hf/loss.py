@@ -15,7 +15,7 @@ import torch
 from transformers.loss import loss_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from burst_rt.batches import IGNORED_LABEL, token_losses
+from burst_rt.batches import IGNORED_LABEL, LOSS_WEIGHTS, token_losses, weights_of
 from burst_rt.errors import InputError
 from burst_rt.hf.shard import KEYWORD, ShardInfo, info_of, require_attended, was_cut
 from burst_rt.runtime.mean import mean_over_ranks
@@ -91,13 +91,14 @@ def _mean(
 ) -> torch.Tensor:
     """The mean over all ranks' labelled tokens; or their sum, over a number that is given."""
     losses = token_losses(logits, labels, info.group, ignore_index)
-    counted = labels.flatten().to(losses.device) != ignore_index
+    given = info.batch.tensors.get(LOSS_WEIGHTS)
+    counted = weights_of(labels, given, info.group, ignore_index).to(losses.device)
     if num_items_in_batch is None:
         return mean_over_ranks(losses, counted, group=info.group)
     on_device = isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch.is_cuda
     # One on a GPU is not compared, because the host would have to wait for it.
     count = None if on_device else float(num_items_in_batch)
-    total = sum_over_ranks(losses.double().sum(), group=info.group, count=count)
+    total = sum_over_ranks((losses.double() * counted).sum(), group=info.group, count=count)
     return (total / num_items_in_batch).float()
 
 

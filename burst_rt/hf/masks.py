@@ -20,7 +20,16 @@ from burst_rt.errors import InputError
 from burst_rt.hf.blocks import mask_of_blocks
 from burst_rt.hf.functions import mask_of_function
 from burst_rt.hf.release import unknown_release
-from burst_rt.planning.masks import Causal, Chunked, Documents, First, Full, Mask, SlidingWindow
+from burst_rt.planning.masks import (
+    Causal,
+    Chunked,
+    Documents,
+    First,
+    Full,
+    Mask,
+    PrefixTree,
+    SlidingWindow,
+)
 
 __all__ = ["MaskHandover", "MaskIsRead", "mask_of"]
 
@@ -37,6 +46,10 @@ class _Sequences:
     def chunks(self, size: int, left_padding: Any) -> Mask:
         """left_padding: of each row, as transformers has it."""
         return Chunked(size)
+
+    def window(self, left: int, right: int) -> Mask:
+        """right: -1 where there is no limit."""
+        return SlidingWindow(left, right)
 
     def blocks(self, ids: Any) -> Mask:
         """ids: of each token; those with equal ones see each other. -1 is text."""
@@ -56,10 +69,15 @@ class _Batch(_Sequences):
     def chunks(self, size: int, left_padding: Any) -> Mask:
         return self._batch.chunks(size)
 
+    def window(self, left: int, right: int) -> Mask:
+        return self._batch.window(left, right)
+
     def blocks(self, ids: Any) -> Mask:
-        """Raises InputError for those of one rank's tokens."""
+        """Raises InputError for those of one rank's tokens, and in a tree."""
         if bool((ids < 0).all()):
             return _NOTHING
+        if isinstance(self._batch.mask, PrefixTree):
+            raise _not_in_a_tree("images")
         tokens = self._batch.layout.seq_len
         if ids.shape[-1] != tokens:
             raise InputError(
@@ -72,10 +90,22 @@ class _Batch(_Sequences):
         return mask_of_blocks(ids, self._batch.mask)
 
     def places(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        """In packed rows without padding transformers counts within each document."""
+        """In packed rows without padding transformers counts within each document.
+
+        Raises InputError in a tree.
+        """
         mask = self._batch.mask
+        if isinstance(mask, PrefixTree):
+            raise _not_in_a_tree("mask functions of the model's own")
         packed = isinstance(mask, Documents) and not mask.padded and mask.counts.max() > 1
         return self._batch.places if packed else None
+
+
+def _not_in_a_tree(what: str) -> InputError:
+    return InputError(
+        f"attn_implementation='burst_rt': prefix_tree: expected causal, windowed or chunked masks "
+        f"of transformers, got {what}; give the sequences one by one, packed"
+    )
 
 
 class _Cached(_Sequences):
@@ -202,11 +232,11 @@ def _any_of(sequences: _Sequences, mask_functions: tuple[Callable[..., Any], ...
 
 
 def _window(sequences: _Sequences, sliding_window: int) -> Mask:
-    return SlidingWindow(sliding_window - 1, -1)
+    return sequences.window(sliding_window - 1, -1)
 
 
 def _window_both_ways(sequences: _Sequences, sliding_window: int) -> Mask:
-    return SlidingWindow(sliding_window, sliding_window)
+    return sequences.window(sliding_window, sliding_window)
 
 
 def _chunks(sequences: _Sequences, chunk_size: int, left_padding: Any) -> Mask:

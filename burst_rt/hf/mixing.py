@@ -24,6 +24,7 @@ from burst_rt.hf.mixers import FUNCTIONS, INLINE, SHORTCUTS, MixingCall, within_
 from burst_rt.hf.release import unknown_release
 from burst_rt.hf.rotary import hook_of
 from burst_rt.hf.shard import KEYWORD, ShardInfo
+from burst_rt.planning.masks import PrefixTree
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["spread_mixing"]
@@ -162,6 +163,13 @@ def _run(layer: torch.nn.Module, info: Any, args: tuple[Any, ...], options: dict
         )
     if not isinstance(info, ShardInfo):
         return _step(layer, info, args, options)
+    if isinstance(info.batch.mask, PrefixTree):
+        _refuse(
+            "prefix_tree: expected a model whose layers mix tokens by attention alone, got "
+            f"{type(layer).__name__}, whose states go from token to token along the row; give the "
+            "sequences one by one, packed",
+            info.ctx,
+        )
     hook = hook_of(layer)
     # Where the model has softmax attention, too, that must have asked for it over the ranks.
     info.attended = info.attended or hook is None or not hook.attends

@@ -16,11 +16,11 @@ import torch
 
 from burst_rt.attention.options import FULL
 from burst_rt.attention.sharding import ContextLayout
-from burst_rt.batches import BATCH_NAMES, TOKEN_TYPES, ShardedBatch, shard_batch
+from burst_rt.batches import BATCH_NAMES, LOSS_WEIGHTS, TOKEN_TYPES, ShardedBatch, shard_batch
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.opaque import opaque
-from burst_rt.planning.masks import Documents, Mask
+from burst_rt.planning.masks import Documents, Mask, PrefixTree
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.runtime.sums import RanksOrGroup
@@ -88,6 +88,8 @@ class ShardInfo:
         """See `temperature.rescaled`."""
         places = self.batch.layout.positions()[None]
         mask = self.batch.mask
+        if isinstance(mask, PrefixTree):
+            return torch.from_numpy(mask.path_positions(places.cpu().numpy())).to(places.device)
         if isinstance(mask, Documents):
             begins = np.where(mask.counts[:, None] > 1, mask.begins(places[0].cpu().numpy()), 0)
             places = places - torch.from_numpy(begins).to(places.device)
@@ -308,6 +310,7 @@ def _check_number(number: Any, ctx: Context, check: bool) -> None:
 
 def _named(batch: ShardedBatch) -> dict[str, torch.Tensor]:
     tensors = {**batch.tensors, "position_ids": batch.position_ids}
+    tensors.pop(LOSS_WEIGHTS, None)  # the loss finds them in the batch
     labels = batch.shift_labels
     return tensors if labels is None else {**tensors, "shift_labels": labels}
 
@@ -346,7 +349,9 @@ def _refuse_packed(
     tensors: Mapping[str, torch.Tensor], ctx: Context, layout: str | ContextLayout
 ) -> None:
     """Raises InputError, on every rank, for what one of two sequences alone could have."""
-    packing = [name for name in tensors if "position_ids" in name or "cu_seq" in name]
+    packing = [
+        name for name in tensors if any(x in name for x in ("position_ids", "cu_seq", "tree"))
+    ]
     if packing or isinstance(layout, ContextLayout):
         got = f"{packing[0]}: got packed documents" if packing else "layout: got a layout object"
         error = InputError(

@@ -344,8 +344,11 @@ class Own(Mask):
 
     def spans(self, q: Any) -> Any:
         starts, stops = (q - self.width)[None, :, None], (q + 1)[None, :, None]
-        if self.wrong == "twice":
-            starts, stops = (np.repeat(bound, 2, axis=2) for bound in (starts, stops))
+        if self.wrong == "pieces":  # out of order, twice, touching, overlapping, and empty
+            cuts = (3, 0, 3, 5, 5), (1, 2, 1, 0, 4)
+            starts = np.concatenate([(q - each)[None, :, None] for each in cuts[0]], axis=2)
+            stops = np.concatenate([(q + 1 - each)[None, :, None] for each in cuts[1]], axis=2)
+            starts, stops = np.minimum(starts, stops), stops
         if self.wrong == "type":
             starts = starts.astype(np.int32)
         if self.wrong == "rows":
@@ -363,17 +366,30 @@ def test_a_mask_of_ones_own_needs_spans_alone() -> None:
         layout = ctx.layout(90)
         x = torch.randn(1, 90, 2, 16, generator=torch.Generator().manual_seed(0))
         shard = layout.shard(x)
-        masks = (Own(7), SlidingWindow(7))
+        masks = (Own(7), SlidingWindow(7), Own(5, "pieces"), SlidingWindow(5))
         return [burst_attention(shard, shard, shard, mask=mask, layout=layout) for mask in masks]
 
-    for mine, window in run_local(3, run):
+    for mine, window, merged, one in run_local(3, run):
         assert mine.equal(window)
+        assert merged.equal(one)
+
+
+def test_spans_of_ones_own_are_merged() -> None:
+    """Random spans in any order, some empty: as many cells, and apart afterwards."""
+    rng = np.random.default_rng(0)
+    starts = rng.integers(0, 30, (1, 40, 6))
+    stops = starts + rng.integers(0, 9, (1, 40, 6))
+    merged, kv = Spans(starts, stops).merged(), np.arange(40)
+    seen = ((starts[..., None] <= kv) & (kv < stops[..., None])).any(2)
+    assert np.array_equal(merged.sees(kv[None], like=kv[:, None]), seen)
+    filled = merged.starts < merged.stops
+    assert (~filled | (merged.stops != END)).all()
+    assert (merged.starts[..., 1:] > merged.stops[..., :-1])[filled[..., 1:]].all()
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("twice", "must be sorted"),
         ("type", r"two int64 arrays \[1, 5, spans\]"),
         ("rows", r"two int64 arrays \[1, 5, spans\]"),
         ("tuple", r"must return a burst_rt\.Spans"),

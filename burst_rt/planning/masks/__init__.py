@@ -1,7 +1,7 @@
 """import burst_rt.planning.masks: which query sees which key.
 
 `base` says what a mask is, `pairs` combines masks; `spans` holds what rows of queries see;
-`positions`, `documents`, `blocks` and `function` hold the masks.
+`positions`, `documents`, `tree`, `blocks` and `function` hold the masks.
 """
 
 from burst_rt.planning.masks.base import (
@@ -23,6 +23,7 @@ from burst_rt.planning.masks.pairs import Both, Either
 from burst_rt.planning.masks.pieces import MOST_SPANS, WIDEST_BAND, Piece, Shape
 from burst_rt.planning.masks.positions import Causal, Chunked, First, Full, Prefix, SlidingWindow
 from burst_rt.planning.masks.spans import Positions, Spans
+from burst_rt.planning.masks.tree import PrefixTree
 
 __all__ = [
     "MASKS",
@@ -42,6 +43,7 @@ __all__ = [
     "Piece",
     "Positions",
     "Prefix",
+    "PrefixTree",
     "Relation",
     "Rule",
     "Shape",

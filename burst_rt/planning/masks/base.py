@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from functools import lru_cache
-from inspect import get_annotations
+from functools import lru_cache, wraps
+from inspect import get_annotations, isfunction
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -123,6 +123,17 @@ def structured(
     return marked
 
 
+def _kept_apart(spans: Callable[..., Spans]) -> Callable[..., Spans]:
+    """The `spans` of somebody's mask, in any order, with those that overlap or touch merged."""
+
+    @wraps(spans)
+    def merged(self: Mask, q: Positions) -> Spans:
+        found = spans(self, q)
+        return found.merged() if isinstance(found, Spans) else found
+
+    return merged
+
+
 class Mask:
     """The (query, key) pairs that attend. Immutable, hashable, comparable.
 
@@ -162,8 +173,12 @@ class Mask:
         super().__init_subclass__(**options)
         if made_by is not None:
             Mask._made_by[made_by] = cls
-        if "spans" in cls.__dict__:
+        spans = cls.__dict__.get("spans")
+        if spans is not None:
             cls._spanned = True
+            # Our own need none of it, and say so by `structured`.
+            if isfunction(spans) and _Structure.of(spans).spans is None:
+                cls.spans = _kept_apart(spans)  # type: ignore[method-assign]
         elif {"allows", "relation", "pieces"} & set(cls.__dict__):
             cls._spanned = False
         if "rule" in cls.__dict__:

@@ -86,6 +86,20 @@ class Spans(NamedTuple):
         """The same rows without the spans that are empty, but those that come last."""
         return _packed(*(bound.copy() for bound in self))
 
+    def merged(self) -> Spans:
+        """The same rows as spans ought to be, if the arrays are bounds: sorted, with those that
+        overlap or touch as one, and without empty ones.
+        """
+        starts, stops = self
+        known = all(isinstance(x, np.ndarray) and x.ndim == 3 for x in self)
+        if not known or starts.shape != stops.shape or (starts > stops).any():
+            return self
+        filled = starts < stops
+        after = filled[..., 1:] & ((starts[..., 1:] <= stops[..., :-1]) | ~filled[..., :-1])
+        if not after.any():
+            return self
+        return unite(self.packed(), Spans(*(np.full_like(x[..., :1], END) for x in self)))
+
     def together(self, firsts: Positions, end: int) -> Spans:
         """The keys before `end` that groups of rows see together; batch rows count together.
 
