@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from burst_rt.runtime.mean import mean_over_ranks
     from burst_rt.runtime.pipeline import Pipeline
     from burst_rt.runtime.stats import Stats
+    from burst_rt.runtime.sums import sum_over_ranks
     from burst_rt.serving.cache import KVCache
     from burst_rt.serving.step import Step
     from burst_rt.trees import TreeRow, tree_row
@@ -88,6 +89,7 @@ _HOME = {
     "mean_over_ranks": "runtime.mean",
     "run_local": "local",
     "shard_batch": "batches",
+    "sum_over_ranks": "runtime.sums",
     "tree_row": "trees",
 }
 
@@ -102,7 +104,7 @@ __all__ = [
     "SlidingWindow", "Spans", "Stats", "Step", "TreeRow",
     "average_gradients", "burst_attention", "checkpoint", "cross_entropy", "differentiable",
     "errors", "explain", "init", "keep_attention", "make_call", "mean_over_ranks", "run_local",
-    "shard_batch", "telemetry", "tree_row",
+    "shard_batch", "sum_over_ranks", "telemetry", "tree_row",
 ]  # fmt: skip
 
 

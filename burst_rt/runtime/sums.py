@@ -31,7 +31,7 @@ __all__ = [
     "ranks_of",
     "refuse_in",
     "sum_in_place",
-    "sum_over_ranks",
+    "sum_over_ranks", "summed",
 ]  # fmt: skip
 
 # Number of sums that each process group has made: the same on all of its ranks.
@@ -55,17 +55,36 @@ class SummingRanks(Protocol):
 RanksOrGroup: TypeAlias = "Group | SummingRanks"
 
 
-def sum_over_ranks(
+def sum_over_ranks(x: torch.Tensor, *, group: RanksOrGroup | None = None) -> torch.Tensor:
+    """The sum of all ranks' x, on every rank. Its gradient is the sum of all ranks' gradients.
+
+    x: float64 or float32, any shape, the same on all ranks. group: as in `mean_over_ranks`. Where
+    gradients are averaged over the ranks, as by DDP, the result is the gradient of the mean of the
+    ranks' losses.
+
+    With x that is 0 but at this rank's tokens (`layout.positions()`), every rank gets the numbers
+    of all tokens, such as log-probabilities.
+
+    Collective, and blocks, in the forward and in the backward, as `mean_over_ranks`. Raises
+    InputError for another x, before anything is sent, as there.
+    """
+    name = "sum_over_ranks"
+    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, torch.float64):
+        error = f"{name}: expected a tensor of float32 or float64, got {describe_value(x)}"
+        refuse_in(group, name, InputError(error))
+    return summed(x, group=group, name=name)
+
+
+def summed(
     x: torch.Tensor,
     *,
     group: RanksOrGroup | None = None,
-    name: str = "sum_over_ranks",
+    name: str,
     count: float | None = None,
 ) -> torch.Tensor:
-    """The sum of all ranks' x, on every rank: float32 or float64, of one shape on all ranks.
+    """`sum_over_ranks` by the name of the function that was called, for errors.
 
-    group, gradients, blocking and errors: as in `mean.mean_over_ranks`. name: who asks. count: a
-    number that the ranks compare.
+    count: a number that the ranks compare.
     """
     total: torch.Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
         x, ranks_of(group, name), name, 0, count

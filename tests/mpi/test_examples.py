@@ -43,6 +43,26 @@ def test_a_hybrid_trains_as_in_one_process() -> None:
     assert re.search(r"one process differs by \d\.\de-(0[5-9]|\d\d)|0\.0e\+00", job.out), job.text
 
 
+def test_a_policy_trains_as_on_sequences_one_by_one() -> None:
+    job = run_command(["run", "-n", "3", str(EXAMPLES / "grpo.py")], warm="models")
+    assert job.exit_code == 0, job.text
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (-[\d.]+)", job.out)]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+    assert re.search(r"one by one differ by \d\.\de-(0[5-9]|\d\d)", job.out), job.text
+
+
+def test_trl_trains_a_policy_as_without_trees(tmp_path: Path) -> None:
+    job = run_job(EXAMPLES / "grpo_trl.py", 2, [str(tmp_path)], by="torchrun", warm="models")
+    assert job.exit_code == 0, job.text
+    found = re.search(r"losses (\[.*\]), of TRL alone (\[.*\])", job.out)
+    assert found, job.text
+    trees, alone = (json.loads(each) for each in found.groups())
+    assert len(alone) == 4
+    assert trees == pytest.approx(alone, rel=1e-5, abs=1e-6)
+    assert re.search(r"weights differ by \d\.\de-(0[5-9]|\d\d)", job.out), job.text
+
+
 def test_pictures_of_a_backward_over_ranks(tmp_path: Path) -> None:
     out = tmp_path / "pictures"
     job = run_command(["draw", "-n", "2", "--tokens", "300", "--out", str(out)], warm="torch")

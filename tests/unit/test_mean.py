@@ -1,4 +1,4 @@
-"""`mean_over_ranks`: what it refuses. What it computes is checked on ranks, in tests/mpi."""
+"""Means and sums over ranks: what they refuse. What means are is checked in tests/mpi."""
 
 from __future__ import annotations
 
@@ -33,6 +33,20 @@ def test_what_is_refused(values: Any, options: dict[str, Any], why: str) -> None
         burst_rt.mean_over_ranks(values, **options)
 
 
+def test_a_sum_of_all_ranks_numbers_is_differentiated() -> None:
+    """Each rank weighs all numbers by its own; a number's gradient is the sum of the weights."""
+
+    def run(ctx: burst_rt.Context) -> tuple[list[float], list[float]]:
+        x = torch.zeros(3, dtype=torch.float64)
+        x[ctx.rank] = 2.0 + ctx.rank
+        total = burst_rt.sum_over_ranks(x.requires_grad_(), group=ctx)
+        (total * (10.0**ctx.rank) * torch.tensor([1, 2, 3])).sum().backward()
+        assert x.grad is not None
+        return total.tolist(), x.grad.tolist()
+
+    assert burst_rt.run_local(3, run) == [([2.0, 3.0, 4.0], [111.0, 222.0, 333.0])] * 3
+
+
 @pytest.mark.parametrize("given", [torch.nn.Parameter(_X), torch.nn.Linear(2, 2)])
 def test_what_is_no_list_of_parameters_is_refused(given: Any) -> None:
     with (
@@ -62,6 +76,10 @@ _WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "weights": (
         lambda ctx: burst_rt.mean_over_ranks(_X, torch.ones(2), group=ctx),
         "weights must be a tensor",
+    ),
+    "16-bit sums": (
+        lambda ctx: burst_rt.sum_over_ranks(_X.half(), group=ctx),
+        "expected a tensor of float32 or float64, got torch.float16",
     ),
     "a group": (lambda _: burst_rt.cross_entropy(_LOGITS, _LABELS, group=3), "group must be"),  # type: ignore[arg-type]
     "no group": (lambda _: burst_rt.cross_entropy(_LOGITS, _LABELS), "there is no process group"),
