@@ -33,6 +33,7 @@ _COMMANDS = {
     "serve": "First tokens, chunks, and tokens by what is cached, over ranks.",
     "strategies": "All strategies against each other, and the planner's choice.",
     "telemetry": "Time of a step with and without telemetry.",
+    "trees": "Answers that share a question, as a tree, packed, and one by one.",
     "transports": "MPI, a group of torch.distributed and threads, side by side.",
 }
 # What `all` runs: no GPU, no machine file but the one that `burst-rt calibrate` wrote.

@@ -1,4 +1,4 @@
-"""Sequences that share their beginnings as one row, in which what they share stands once.
+"""Sequences that share their beginnings as one row, in which what they share is once.
 
 A question with several answers is a tree: the question's tokens are computed once, and each answer
 sees them and itself. Attention's part is the mask `PrefixTree`; here is the row.
@@ -94,7 +94,7 @@ def tree_row(
     shared: how many of its first tokens each sequence may share, such as the question's alone,
         where answers have losses of their own. None: all.
 
-    The last token that sequences have in common stands once for each way on, so each token has one
+    The row has the last token that sequences share once for each way on, so each token has one
     successor and one label. Local. Raises InputError.
 
     Worked example: 1 2 3 4 and 1 2 3 5 become 1 2 | 3 4 | 3 5.

@@ -68,23 +68,21 @@ def sum_over_ranks(x: torch.Tensor, *, group: RanksOrGroup | None = None) -> tor
     Collective, and blocks, in the forward and in the backward, as `mean_over_ranks`. Raises
     InputError for another x, before anything is sent, as there.
     """
-    name = "sum_over_ranks"
     if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, torch.float64):
-        error = f"{name}: expected a tensor of float32 or float64, got {describe_value(x)}"
-        refuse_in(group, name, InputError(error))
-    return summed(x, group=group, name=name)
+        error = f"sum_over_ranks: expected float32 or float64, got {describe_value(x)}"
+        refuse_in(group, "sum_over_ranks", InputError(error))
+    return summed(x, group=group)
 
 
 def summed(
     x: torch.Tensor,
     *,
     group: RanksOrGroup | None = None,
-    name: str,
+    name: str = "sum_over_ranks",
     count: float | None = None,
 ) -> torch.Tensor:
-    """`sum_over_ranks` by the name of the function that was called, for errors.
-
-    count: a number that the ranks compare.
+    """`sum_over_ranks`, unchecked. name: the function that was called, for errors. count: a number
+    that the ranks compare.
     """
     total: torch.Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
         x, ranks_of(group, name), name, 0, count

@@ -79,7 +79,7 @@ _WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "16-bit sums": (
         lambda ctx: burst_rt.sum_over_ranks(_X.half(), group=ctx),
-        "expected a tensor of float32 or float64, got torch.float16",
+        "expected float32 or float64, got torch.float16",
     ),
     "a group": (lambda _: burst_rt.cross_entropy(_LOGITS, _LABELS, group=3), "group must be"),  # type: ignore[arg-type]
     "no group": (lambda _: burst_rt.cross_entropy(_LOGITS, _LABELS), "there is no process group"),

@@ -329,7 +329,7 @@ _FLOORS = (
     ("attention", "serving", "recurrence"),
     ("telemetry",),
     ("dashboard",),
-    ("context", "batches", "hf", "local", ""),
+    ("context", "batches", "trees", "hf", "local", ""),
     ("launch",),
 )
 _HEIGHT = {

@@ -17,14 +17,12 @@ __all__ = ["PrefixTree"]
 
 # Maximum number of nodes whose lengths `repr` tells.
 _TOLD = 8
-# Of tokens after the last node: padding.
-_NOWHERE = -1
 
 
 class _Limit(NamedTuple):
     """How far back along its path a query sees."""
 
-    name: str  # of the method that made it
+    name: str  # "window" or "chunks"
     size: int
 
     def first(self, positions: Positions) -> Positions:
@@ -58,7 +56,7 @@ class PrefixTree(Mask):
                 f"of them 0; got {number} lengths from {int(self._lengths.min())} on and "
                 f"{len(self._parents)} parents"
             )
-        late = (self._parents < _NOWHERE) | (self._parents >= np.arange(number))
+        late = (self._parents < -1) | (self._parents >= np.arange(number))
         if late.any():
             at = int(late.argmax())
             raise InputError(
