@@ -117,9 +117,7 @@ def _over_ranks(
         sums = sums + torch.stack([counts, probability])
     total = weights.double().sum() * len(gate_logits)
     group = info.group if info.balanced_in is None else info.balanced_in
-    added = summed(
-        torch.cat([sums.flatten(), total[None]]), group=group, name="balancing loss"
-    )
+    added = summed(torch.cat([sums.flatten(), total[None]]), group=group, name="balancing loss")
     chosen, probability = added[:-1].view(2, num_experts)
     info.balanced = True
     loss: torch.Tensor = num_experts * (chosen * probability).sum() / added[-1] ** 2
