@@ -28,7 +28,7 @@ from burst_rt.errors import InputError
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.masks.spans import Positions, Spans
 
-__all__ = ["Load", "cut_runs", "deal", "load_of", "step_of"]
+__all__ = ["Load", "cut_runs", "deal", "even_bounds", "load_of", "step_of"]
 
 # The most tokens of the step in which cuts move, about a kernel's block; and how many steps a shard
 # has at least, unless it has fewer tokens.
@@ -182,17 +182,22 @@ def step_of(seq_len: int, world_size: int) -> int:
     return 1 << (max(1, min(_STEP, seq_len // (world_size * _STEPS))).bit_length() - 1)
 
 
-def deal(load: Load, world_size: int) -> tuple[tuple[range, ...], ...]:
+def even_bounds(seq_len: int, world_size: int) -> list[int]:
+    """Bounds for `deal` by which tokens differ by at most one between ranks."""
+    return [seq_len * rank // world_size for rank in range(world_size + 1)]
+
+
+def deal(load: Load, bounds: Sequence[int]) -> tuple[tuple[range, ...], ...]:
     """The ranks' runs of positions, ascending, by rank. Every position has one owner.
 
-    Tokens differ by at most one between ranks, and depend on nothing but the lengths: a rank has as
-    many under every mask. A rank's cells by query are off by at most 2 percent, or the cells of one
-    step (`step_of`) of queries where these are more. Cells by key are as even as is possible then;
-    they are looked at where there are as many keys as queries. The remaining freedom goes to cuts
-    across which the fewest keys are needed. Local; the same on every rank.
+    bounds: from 0 on, of the ranks' tokens: rank r has `bounds[r + 1] - bounds[r]` under every
+    mask. A rank's cells by query are off by at most 2 percent of a rank's mean from its share of
+    the tokens, or by the cells of one step (`step_of`) of queries where these are more. Cells by
+    key are as even as is possible then; they are looked at where there are as many keys as queries.
+    The remaining freedom goes to cuts across which the fewest keys are needed. Local; the same on
+    every rank.
     """
-    seq_len = len(load.rows)
-    bounds = [seq_len * rank // world_size for rank in range(world_size + 1)]
+    seq_len, world_size = len(load.rows), len(bounds) - 1
     step = step_of(seq_len, world_size)
     measures = [load.rows, *([load.columns] if len(load.columns) == seq_len else [])]
     slack = [int(_SLACK * measure.sum() / world_size) for measure in measures]

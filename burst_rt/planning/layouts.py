@@ -8,7 +8,8 @@ or more runs: one block's gradient sum can leave while the other is still being 
 one rank there is one run. Lengths that divide by nothing and sequences shorter than the world are
 fine: some runs are empty then.
 
-A balanced layout depends on a mask; `planning/balance.py` deals its positions.
+A balanced layout depends on a mask, and so does one of whole documents; `planning/balance.py` and
+`planning/whole.py` deal their positions.
 """
 
 from __future__ import annotations
@@ -20,17 +21,26 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from burst_rt.errors import InputError
-from burst_rt.planning.balance import cut_runs, deal, load_of
+from burst_rt.planning.balance import cut_runs, deal, even_bounds, load_of
 from burst_rt.planning.masks import Mask
+from burst_rt.planning.whole import deal_whole
 
-__all__ = ["BALANCED", "KINDS", "Block", "Layout", "blocks_of", "make_layout", "mask_for_layout"]
+__all__ = [
+    "BALANCED", "FOLLOWING", "KINDS", "WHOLE", "Block", "Layout", "blocks_of", "make_layout",
+    "mask_for_layout",
+]  # fmt: skip
 
 # Runs of positions of one shard that travel together, in order.
 Block = tuple[range, ...]
 
-BALANCED = "balanced"
+BALANCED, WHOLE = "balanced", "whole"
+# The kinds that follow a mask.
+FOLLOWING = (BALANCED, WHOLE)
 
 RUNS_PER_RANK = 2
+# What the busiest rank of a layout of whole documents may have above its share, where no machine
+# says how much pays.
+TOLERANCE = 0.05
 # Maximum number of tokens: positions, and bytes of buffers, are 64-bit integers.
 MOST_TOKENS = 1 << 48
 
@@ -39,7 +49,7 @@ MOST_TOKENS = 1 << 48
 class Layout:
     """The positions that every rank owns. Everything else together determines the runs."""
 
-    # "contiguous", "zigzag", "striped", "balanced", or a name that a strategy made up.
+    # "contiguous", "zigzag", "striped", "balanced", "whole", or a name that a strategy made up.
     kind: str
     seq_len: int
     world_size: int
@@ -57,28 +67,38 @@ class Layout:
         return sum(map(len, self.runs[rank]))
 
 
-def make_layout(kind: str, seq_len: int, world_size: int, mask: Mask | None = None) -> Layout:
+def make_layout(
+    kind: str,
+    seq_len: int,
+    world_size: int,
+    mask: Mask | None = None,
+    token_cells: float = 0.0,
+    tolerance: float = TOLERANCE,
+) -> Layout:
     """The layout of `kind` for `seq_len` tokens.
 
-    kind: "contiguous", "zigzag", "striped", or "balanced" for a mask of as many queries as keys.
-    Raises InputError for another kind, a length below 1 or above 2**48 (balanced: 2**26), and a
-    mask that is missing, is not for this length, or is given with another kind.
+    kind: "contiguous", "zigzag", "striped", or, for a mask of as many queries as keys, "balanced"
+    or "whole". token_cells, tolerance: for "whole", see `whole.deal_whole`. Raises InputError for
+    another kind, a length below 1 or above 2**48 (where a mask is followed: 2**26), and a mask that
+    is missing, is not for this length, or is given with another kind.
     """
-    if not isinstance(kind, str) or kind not in (BALANCED, *KINDS):
+    if not isinstance(kind, str) or kind not in (*FOLLOWING, *KINDS):
         raise InputError(
-            f"layout: kind must be one of {[BALANCED, *sorted(KINDS)]} or, for a context, 'auto', "
-            f"got {kind!r}"
+            f"layout: kind must be one of {[*FOLLOWING, *sorted(KINDS)]} or, for a context, "
+            f"'auto', got {kind!r}"
         )
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
         raise InputError(f"layout: seq_len must be an integer of at least 1 token, got {seq_len!r}")
     if seq_len > MOST_TOKENS:
         raise InputError(f"layout: seq_len must be at most 2**48 tokens, got {seq_len!r}")
-    if kind == BALANCED:
-        return _balanced(mask_for_layout(kind, mask, seq_len), seq_len, world_size)
+    if kind in FOLLOWING:
+        mask = mask_for_layout(kind, mask, seq_len)
+        how = (token_cells, tolerance) if kind == WHOLE else (0.0, 0.0)
+        return _following(kind, mask, seq_len, world_size, *how)
     if mask is not None:
         raise InputError(
-            f"layout: kind {kind!r} does not depend on a mask; give mask with kind 'balanced' or "
-            "'auto' only"
+            f"layout: kind {kind!r} does not depend on a mask; give mask with kind "
+            "'balanced', 'whole' or 'auto' only"
         )
     return _make(kind, seq_len, world_size)
 
@@ -109,12 +129,18 @@ def blocks_of(runs: Block, count: int) -> tuple[Block, ...]:
 
 
 @lru_cache(maxsize=64)
-def _balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
-    dealt = deal(load_of(mask, seq_len, seq_len), world_size)
+def _following(
+    kind: str, mask: Mask, seq_len: int, world_size: int, token_cells: float, tolerance: float
+) -> Layout:
+    load = load_of(mask, seq_len, seq_len)
+    if kind == WHOLE:
+        dealt = deal_whole(load, world_size, token_cells, tolerance)
+    else:
+        dealt = deal(load, even_bounds(seq_len, world_size))
     if world_size > 1:
         dealt = tuple(map(_halved, dealt))
     digest = hashlib.sha256(repr(dealt).encode()).hexdigest()[:16]
-    return Layout(BALANCED, seq_len, world_size, dealt, digest)
+    return Layout(kind, seq_len, world_size, dealt, digest)
 
 
 def _halved(runs: tuple[range, ...]) -> tuple[range, ...]:
