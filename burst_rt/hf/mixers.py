@@ -27,10 +27,10 @@ Tensor: TypeAlias = torch.Tensor
 class MixingCall(NamedTuple):
     """What runs over ranks: one layer in one call.
 
-    documents: see `burst_rt.recurrence`. states: None where no call goes on from this one.
+    layout, documents: see `burst_rt.recurrence`. states: None where no call goes on from this one.
     """
 
-    layout: ContextLayout
+    layout: ContextLayout | None
     documents: Tensor | None
     states: LayerStates | None = None
 
@@ -58,7 +58,8 @@ def _mixed(
     step has one that nobody sees.
     """
     layout, documents, states = _layer_call.get()
-    given, count = next(iter(tokens.values())).shape[1], layout.shard_len
+    given = next(iter(tokens.values())).shape[1]
+    count = given if layout is None else layout.shard_len
     tokens = {name: x[:, :count] for name, x in tokens.items()}
     options |= {
         "layout": layout,

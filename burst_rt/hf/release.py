@@ -64,8 +64,8 @@ def wrong_cache_name(model: Any, name: str) -> str | None:
     if name in (taken, _OLDER):
         return None
     return (
-        f"expected the cache as {taken}=, got {name}=, which transformers "
-        f"{transformers.__version__} does not take"
+        f"expected the cache as {taken}=, as transformers {transformers.__version__} calls it, got "
+        f"{name}="
     )
 
 
