@@ -52,6 +52,8 @@ _MIXES = re.compile(r"conv1d|_scan|delta_rule|delta_attention|state_update|inner
 # has to say how the batch is cut. transformers recomputes the forward of a layer with the arguments
 # of the first time, and without its hooks.
 _TELL_BY_MASK = ("MambaModel", "FalconMambaModel", "JambaMambaDecoderLayer")
+# Parts of layers whose weights are read where others are called.
+_READ = ("conv", "conv1d", "conv_1d", "dt_proj")
 # Models that would not run with another class of cache than their own, where they are to use one.
 _OWN_CACHES = ("MiniMaxModel",)
 
@@ -156,6 +158,7 @@ def _run(
             f"part of it ({type(layer).__name__}); call model(**burst_rt.hf.shard(batch, ctx))",
             info.ctx,
         )
+    _check_adapters(layer, info.ctx)
     # A cache that the model has made in this call, for nobody, or that of a step.
     options = {name: None if name in _CACHES else x for name, x in options.items()}
     if isinstance(info, ShardInfo):
@@ -177,6 +180,21 @@ def _run(
     kind: Any = type(layer)  # mypy does not take classes for hashable
     with within_call(call):
         return _forward_of(kind)(layer, *args, **options)
+
+
+def _check_adapters(layer: torch.nn.Module, ctx: Context) -> None:
+    """Raises InputError for an adapter (PEFT) of a part whose weights the layer reads by itself."""
+    if hasattr(getattr(layer, "config", None), "_is_quantized"):  # then it calls the part
+        return
+    for name in _READ:
+        if hasattr(getattr(layer, name, None), "base_layer"):
+            _refuse(
+                f"{type(layer).__name__}.{name}: expected no adapter, got a "
+                f"{type(getattr(layer, name)).__name__}, which would count for nothing: "
+                f"transformers reads the weights below it; leave {name} out, by exclude_modules "
+                "of PEFT",
+                ctx,
+            )
 
 
 # Compiled models are cut there.

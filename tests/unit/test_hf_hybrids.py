@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from small_generation import BATCHES, generate, generate_alone
 from small_hybrids import HYBRIDS, make_hybrid, truth_of_hybrid
 from small_models import CACHE, KINDS, Truth, gradients, make_batch, seen
@@ -25,6 +26,8 @@ from burst_rt.hf.rotary import hook_of
 pytestmark = [
     pytest.mark.usefixtures("no_parts_left"),
     pytest.mark.filterwarnings("ignore:burst_rt.hf.shard. a part of a batch is gone"),
+    # Of PEFT.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
 _NAMES = list(HYBRIDS)
 _LARGEST = 1e-5  # of the largest value, in float32
@@ -56,7 +59,14 @@ def _differences(
 def _compared(
     model: Any, loss: torch.Tensor, logits: torch.Tensor, name: str, kind: str
 ) -> dict[str, float]:
-    truth, meant, grads = _truth(name, kind), seen(make_batch(name, kind)), gradients(model)
+    return _off(model, loss, logits, _truth(name, kind), make_batch(name, kind))
+
+
+def _off(
+    model: Any, loss: torch.Tensor, logits: torch.Tensor, truth: Truth,
+    batch: dict[str, torch.Tensor],
+) -> dict[str, float]:  # fmt: skip
+    meant, grads = seen(batch), gradients(model)
     assert grads.keys() == truth["gradients"].keys()
     least = _SMALL * max(float(x.abs().max()) for x in truth["gradients"].values())
     return {
@@ -160,6 +170,57 @@ def test_recomputed_layers_belong_to_their_call(name: str) -> None:
     for ours, kept in zip(found, expected, strict=True):
         assert ours.keys() == kept.keys()
         assert all(torch.equal(x, kept[label]) for label, x in ours.items())
+
+
+# Parts that PEFT is given; of Mamba layers others are read where these are called.
+_ADAPTED = {
+    "Qwen3Next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj", "down_proj"],
+    "Bamba": ["in_proj", "out_proj", "q_proj", "down_proj"],
+    "Jamba": ["in_proj", "x_proj", "out_proj", "q_proj", "down_proj"],
+}
+
+
+@pytest.mark.parametrize("name", _ADAPTED)
+def test_adapters(name: str) -> None:
+    """LoRA beside recurrences, of a model that was prepared before or after."""
+    model, options = make_hybrid(name), LoraConfig(r=4, target_modules=_ADAPTED[name])
+    options.init_lora_weights = False  # the first ones add nothing
+    torch.manual_seed(1)
+    adapted = get_peft_model(deepcopy(model), options)
+    truth = truth_of_hybrid(name, "packed", deepcopy(adapted))
+    model.set_attn_implementation("burst_rt")
+
+    def rank(ctx: burst_rt.Context) -> dict[str, float]:
+        mine = burst_rt.hf.prepare(deepcopy(model), ctx) if ctx.world_size > 2 else deepcopy(model)
+        mine = get_peft_model(mine, options)
+        mine.load_state_dict(adapted.state_dict())
+        burst_rt.hf.prepare(mine, ctx)
+        part = burst_rt.hf.shard(make_batch(name, "packed"), ctx)
+        output = mine(**part)
+        output.loss.backward()
+        trained = [x for x in mine.parameters() if x.requires_grad]
+        assert all(x.grad is not None for x in trained)
+        burst_rt.average_gradients(trained, group=ctx)
+        whole = part["burst_rt"].batch.layout.unshard(output.logits.detach())
+        return _off(mine, output.loss, whole, truth, make_batch(name, "packed"))
+
+    for num_ranks in (2, 3):
+        for found in burst_rt.run_local(num_ranks, rank, timeout_s=60):
+            assert max(found.values()) <= _LARGEST
+
+
+def test_adapters_that_would_count_for_nothing_are_refused() -> None:
+    """transformers reads the weights below them."""
+    model = make_hybrid("Jamba")
+    model.set_attn_implementation("burst_rt")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["in_proj", "dt_proj"]))
+
+    def rank(ctx: burst_rt.Context) -> None:
+        mine = deepcopy(adapted)
+        with pytest.raises(InputError, match=r"Mixer.dt_proj: expected no adapter, got a Linear"):
+            burst_rt.hf.prepare(mine, ctx)  # which compares it with one process
+
+    burst_rt.run_local(2, rank, timeout_s=60)
 
 
 def test_a_call_of_the_base_model() -> None:
