@@ -94,9 +94,6 @@ class Cache(HookedCache):
         }
         ctx.runtime.agree(words, _why_not(model, capacity, batch, block))
         prepare(model, ctx, loss=False)
-        attach(model)
-        self._detach = weakref.finalize(self, detach, model)
-        self._detach.atexit = False
         asked, states = self._ask()
         self._layers = asked.layers
         self._states = States() if states else None
@@ -104,6 +101,9 @@ class Cache(HookedCache):
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         if batch is not None:
             self._kv = self._make(batch=batch, capacity=capacity)
+        attach(model)
+        self._detach = weakref.finalize(self, detach, model)
+        self._detach.atexit = False
 
     @torch.no_grad()
     def _ask(self) -> tuple[AskingStep, bool]:
@@ -198,8 +198,8 @@ class Cache(HookedCache):
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Nothing: the attention function appends. Raises InputError outside of a model's call."""
-        self._check_open()
         if self._info is None:
+            self._check_open()
             self.refuse(
                 f"expected a call of the {type(self.model).__name__} that this cache was made for, "
                 "got one of another model, or of a part of it; call that model, or make a cache "

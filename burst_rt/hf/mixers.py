@@ -1,7 +1,7 @@
 """What layers of transformers call to mix tokens, over ranks, with the arguments that layers give.
 
-Two layers mix inline, and have a forward here. Each goes on for the call under way (`running`), by
-a function of `burst_rt.recurrence`. Caches of transformers are not looked at.
+Two layers mix inline, and have a forward here. Each goes on for the call under way
+(`within_call`), by a function of `burst_rt.recurrence`. Caches of transformers are not looked at.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 In transformers most of these layers call functions of their module: `causal_conv1d_fn`,
 `mamba2_chunk_scan` and so on. `prepare` gives each such layer a forward of the same code whose
-functions are those of `mixers.py`. A call that is not sharded runs the layer's own forward.
+functions are those of `mixers.py`. Calls that `shard` has cut run it, and steps of a cache over
+ranks; others run the layer's own forward.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _check(layer: torch.nn.Module, ctx: Context) -> None:
 
 
 class _Mixing:
-    """The forward of a layer that mixes tokens: over ranks in a sharded call, else its own."""
+    """The forward of a layer that mixes tokens: over ranks where a call says so, else its own."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
@@ -174,6 +175,7 @@ def _run(
         info.attended = info.attended or hook is None or not hook.attends
         call = MixingCall(info.batch.layout, info.begins)
     else:
+        assert info.states is not None
         # It may be that of other tokens; rows begin after their padding.
         options["attention_mask"] = None
         call = MixingCall(info.layout, info.begins, info.states.of(layer))

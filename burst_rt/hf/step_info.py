@@ -101,8 +101,8 @@ class AskingStep:
         """Why a model of this name has no cache over ranks, in words."""
         if not self._shapes and not keeps_states:
             return (
-                f"expected layers that keep keys and values, or states of known kinds, got {name}, "
-                "none of whose layers does; generate on one process"
+                "expected layers that attend by transformers' attention functions, or keep states "
+                f"of known kinds, got {name}, none of whose layers does; generate on one process"
             )
         if len(self._shapes) > 1:
             return (

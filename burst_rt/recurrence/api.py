@@ -71,15 +71,16 @@ def _collective(bind: Callable[_P, _Bound]) -> Callable[_P, _Result]:
         except InputError as error:
             _refuse(bind.__name__, error, kwargs.get("layout"))
         given, tokens, shared = bound.given, bound.tokens, bound.shared
+        results: tuple[Tensor, Tensor | None]
         if bound.call is None:
             alone = Bound(tokens, shared, bound.begins, Progress())
-            out, state = run_alone(bound.recurrence, alone, given.initial_state)
-            out, state = bound.after(out, state if given.return_state else None)
+            out, last = run_alone(bound.recurrence, alone, given.initial_state)
+            results = out, last if given.return_state else None
         else:
-            out, state = RecurrenceFunction.apply(  # type: ignore[no-untyped-call]
+            results = RecurrenceFunction.apply(  # type: ignore[no-untyped-call]
                 bound.call, bound.begins, given.initial_state, len(tokens), *tokens, *shared
             )
-            out, state = bound.after(out, state)
+        out, state = bound.after(*results)
         return out if state is None else (out, state)
 
     # Compiled programs are cut there; else the compiler would trace the runtime.

@@ -296,9 +296,14 @@ def _gemma4_of_two_widths() -> Any:
     return transformers.Gemma4ForCausalLM(config)
 
 
+def _rwkv() -> Any:
+    return transformers.RwkvForCausalLM(_config("RwkvConfig", context_length=32))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (_rwkv, "expected a forward with an argument past_key_values .*, got RwkvForCausalLM"),
         (_gemma4, "keys and values of their own, got one that does not .Gemma4TextAttention"),
         (_gemma4_of_two_widths, r"keep tensors of one shape, got .*\(2, 16, 16, torch.float32\)"),
     ],
@@ -308,11 +313,22 @@ def test_layers_that_keep_something_else_are_refused(make: Callable[[], Any], sa
     model.set_attn_implementation("burst_rt")
 
     def run(ctx: burst_rt.Context) -> None:
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(BurstError, match=said):
             _cache(model, ctx)
         assert ctx.all_reduce(torch.ones(1)).item() == 2  # the context is usable
 
     burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_attention_that_is_no_function_of_transformers_is_refused() -> None:
+    """By the cache on one rank; on more, `prepare` compares such models."""
+    model = transformers.BloomForCausalLM(_config("BloomConfig"))
+
+    def run(ctx: burst_rt.Context) -> None:
+        with pytest.raises(InputError, match="got BloomForCausalLM, none of whose layers does"):
+            _cache(model, ctx)
+
+    burst_rt.run_local(1, run, timeout_s=60)
 
 
 def test_layers_that_ask_a_cache_for_more_are_refused() -> None:
@@ -468,7 +484,7 @@ def test_the_other_releases_name_of_the_cache() -> None:
                 found = model(_IDS, **{other: cache}).logits
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         else:
-            with pytest.raises(InputError, match="expected the cache as past_key_values=, got"):
+            with pytest.raises(InputError, match="expected the cache as past_key_values=, as"):
                 model(_IDS, **{other: cache})
 
     burst_rt.run_local(1, run, timeout_s=60)  # one thread catches warnings

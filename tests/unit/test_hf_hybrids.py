@@ -209,6 +209,18 @@ def test_adapters(name: str) -> None:
             assert max(found.values()) <= _LARGEST
 
 
+def test_a_model_with_adapters_generates() -> None:
+    options = LoraConfig(r=4, target_modules=_ADAPTED["Bamba"], init_lora_weights=False)
+    torch.manual_seed(1)
+    model = get_peft_model(make_hybrid("Bamba"), options).get_base_model().eval()
+    expected = generate_alone(model, "beams")
+    for found in burst_rt.run_local(
+        2, lambda ctx: _generate_over_ranks(ctx, model, "beams"), timeout_s=60
+    ):
+        assert torch.equal(found["tokens"], expected["tokens"])
+        assert _difference(found["logits"], expected["logits"]) <= _LARGEST
+
+
 def test_adapters_that_would_count_for_nothing_are_refused() -> None:
     """transformers reads the weights below them."""
     model = make_hybrid("Jamba")
@@ -312,7 +324,7 @@ def test_a_few_tokens_at_a_time(name: str) -> None:
 
     @torch.no_grad()
     def rank(ctx: burst_rt.Context) -> None:
-        mine, logits = deepcopy(model), []
+        mine, logits = deepcopy(model), list[torch.Tensor]()
         if name != "Mamba":  # which has none
             mine.set_attn_implementation("burst_rt")
         cache = burst_rt.hf.Cache(mine, ctx, capacity=40, block=8)
