@@ -92,13 +92,16 @@ def make_hybrid(name: str) -> Any:
     return model.train()
 
 
-def truth_of_hybrid(name: str, kind: str) -> Truth:
-    """What one process makes of each document, and of each row without its padding, by itself."""
-    model, batch = make_hybrid(name), make_batch(name, kind)
+def truth_of_hybrid(name: str, kind: str, model: Any = None) -> Truth:
+    """What one process makes of each document, and of each row without its padding, by itself.
+
+    model: another one of that kind.
+    """
+    model, batch = model or make_hybrid(name), make_batch(name, kind)
     with pytest.MonkeyPatch.context() as patch:
         # By chunks in float32 transformers' gradients of decays are off by 1e-5; token by token, as
         # it decodes, by 2e-6.
-        module = sys.modules[type(model).__module__]
+        module = sys.modules[getattr(transformers, f"{name}ForCausalLM").__module__]
         if hasattr(module, _BY_CHUNKS):
             patch.setattr(module, _BY_CHUNKS, module.torch_recurrent_gated_delta_rule)
         return _truth(model, batch, kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch.nn import functional
@@ -11,12 +11,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from burst_rt.attention.api import burst_attention
 from burst_rt.batches import ShardedBatch
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.hf.cache import StepInfo
 from burst_rt.hf.loss import wrong_router_loss
 from burst_rt.hf.masks import MaskHandover, mask_of
 from burst_rt.hf.prepare import is_prepared
 from burst_rt.hf.rotary import PositionHook, hook_of
 from burst_rt.hf.shard import KEYWORD, ShardInfo
+from burst_rt.hf.step_info import StepInfo
 from burst_rt.hf.temperature import rescale_queries
 from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
 from burst_rt.runtime.refusing import refuse
@@ -124,10 +124,16 @@ def attend(
             structure = _structure(module, attention_mask, None, is_causal, sliding_window)
         except InputError as error:
             refuse(_NAME, error, info.ctx.runtime)
-        count, tokens = info.step.num_tokens, query.shape[2]
+        layer, count, tokens = info.attending(), info.step.num_tokens, query.shape[2]
+        if layer is None:
+            _refuse(
+                "expected layers that keep keys and values of their own, got one that does not "
+                f"({type(module).__name__}): it may have those of another layer; generate on one "
+                "process", info,
+            )  # fmt: skip
         q, k, v = (x.transpose(1, 2)[:, :count] for x in (query, key, value))
         out = info.step.attend(
-            info.layers[cast(int, module.layer_idx)], q, k, v,
+            layer, q, k, v,
             mask=structure, scale=scaling, softcap=softcap, sinks=s_aux,
         )  # fmt: skip
         # A rank without tokens runs one that nobody sees.

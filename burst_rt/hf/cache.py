@@ -13,8 +13,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,71 +23,21 @@ from burst_rt.attention.sharding import ContextLayout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.hf.cached_call import CachedCall
-from burst_rt.hf.hooks import HookedCache, attach, check_model, detach, what_layers_keep
+from burst_rt.hf.hooks import HookedCache, attach, check_model, detach
 from burst_rt.hf.prepare import prepare
+from burst_rt.hf.release import cache_name
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.hf.spread import spread
 from burst_rt.hf.states import States, dealt_layout
-from burst_rt.opaque import opaque
+from burst_rt.hf.step_info import ASKING_ERRORS, AskingStep, StepInfo
 from burst_rt.planning.masks.positions import is_count
 from burst_rt.runtime.refusing import refuse
 from burst_rt.serving.cache import KVCache
 from burst_rt.serving.step import Step
 
-__all__ = ["Cache", "StepInfo"]
+__all__ = ["Cache"]
 
 _NAME = "hf.Cache"
-
-
-@opaque
-@dataclass(eq=False)
-class StepInfo:
-    """One call of a model with a cache, for the attention function. See `shard.ShardInfo`."""
-
-    ctx: Context
-    step: Step
-    position_ids: torch.Tensor  # position ids of this rank's tokens
-    past: int  # tokens of each sequence that are cached, left padding included
-    places: (
-        torch.Tensor
-    )  # `[batch, tokens]`: places of this rank's tokens in their sequence, padding included
-    largest_position: int  # largest position of all ranks' tokens
-    layers: dict[int, int]  # numbers of layers that attend, as `step` counts them
-    # The states of recurrent layers; which of the new tokens each rank has, in a spread step; and
-    # the left padding of the rows. Models without such layers need none.
-    states: States | None = None
-    layout: ContextLayout | None = None
-    padding: tuple[int, ...] = ()
-    # The hooks of the models that were called with it (`rotary.PositionHook`).
-    told: set[object] = field(default_factory=set)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StepInfo:
-        return self  # wrappers copy a model's arguments
-
-    def largest(self, position_ids: torch.Tensor) -> int:
-        """The largest position of all ranks' tokens."""
-        return self.largest_position
-
-    @cached_property
-    def begins(self) -> torch.Tensor | None:
-        """Where rows begin after padding, bool `[batch, tokens]`; None where they have none."""
-        return self.places == self._padding if any(self.padding) else None
-
-    @cached_property
-    def shown(self) -> torch.Tensor | None:
-        """Which tokens are no padding, `[batch, tokens]`; None where all are."""
-        shown = self.places >= self._padding
-        return None if bool(shown.all()) else shown.long()
-
-    @property
-    def _padding(self) -> torch.Tensor:
-        return torch.tensor(self.padding, device=self.places.device)[:, None]
-
-    def wrong_positions(self, given: torch.Tensor | None) -> str | None:
-        """Why these are not the positions of this rank's tokens, in words."""
-        if given is None or given is self.position_ids or torch.equal(given, self.position_ids):
-            return None
-        return "position_ids: expected those of the cache's step, got others in a layer"
 
 
 class Cache(HookedCache):
@@ -145,21 +94,45 @@ class Cache(HookedCache):
         }
         ctx.runtime.agree(words, _why_not(model, capacity, batch, block))
         prepare(model, ctx, loss=False)
-        try:
-            shapes = what_layers_keep(model, ctx)
-        except InputError as error:
-            refuse(_NAME, error, ctx.runtime)
-        layers: list[int] = shapes.pop("layers")
-        self._num_layers: int = shapes.pop("num_layers")
-        self._layers = {layer: number for number, layer in enumerate(layers)}
-        self._states = States() if shapes.pop("states") else None
-        self._make = partial(KVCache, ctx, block=block, num_layers=len(layers), **shapes)
+        asked, states = self._ask()
+        self._layers = asked.layers
+        self._states = States() if states else None
+        self._make = partial(KVCache, ctx, block=block, **asked.shape())
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         if batch is not None:
             self._kv = self._make(batch=batch, capacity=capacity)
         attach(model)
         self._detach = weakref.finalize(self, detach, model)
         self._detach.atexit = False
+
+    @torch.no_grad()
+    def _ask(self) -> tuple[AskingStep, bool]:
+        """Has the model run a token of which nothing is cached: what its layers would keep of it.
+
+        Returns a step that has seen their keys and values, and whether there are states.
+        """
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.ctx.device)
+        asking, states = AskingStep(), States()
+        info = StepInfo(self.ctx, asking, token, 0, token, 0, asking.layers, states=states)
+        given = {"input_ids": token, "use_cache": True, cache_name(self.model): self, KEYWORD: info}
+        self._info, self.begun = info, True
+        try:
+            self.model(**given)
+        except BurstError:
+            raise
+        except ASKING_ERRORS as error:
+            wrong = InputError(
+                f"{_NAME}: expected a model whose layers ask a cache for keys and values alone, "
+                f"got {type(self.model).__name__}: {type(error).__name__}: {error}; generate on "
+                "one process"
+            )
+            wrong.__cause__ = error
+            refuse(_NAME, wrong, self.ctx.runtime)
+        finally:
+            self._info, self.begun = None, False
+        if reason := asking.refuses(type(self.model).__name__, bool(states)):
+            self.refuse(reason)
+        return asking, bool(states)
 
     @property
     def kv(self) -> KVCache | None:
@@ -177,7 +150,7 @@ class Cache(HookedCache):
         return f"<burst_rt.hf.Cache of {self.get_seq_length()} of {self.capacity} tokens>"
 
     def __len__(self) -> int:
-        return self._num_layers
+        return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of each sequence that are cached, left padding included."""
@@ -208,8 +181,8 @@ class Cache(HookedCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether each layer keeps a state instead of keys; `generate` then runs all tokens."""
-        return [number not in self._layers for number in range(self._num_layers)]
+        """False for each layer, whatever it keeps: `generate` would run the whole text again."""
+        return [False] * len(self)
 
     @property
     def is_initialized(self) -> bool:
@@ -225,13 +198,14 @@ class Cache(HookedCache):
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Nothing: the attention function appends. Raises InputError outside of a model's call."""
-        self._check_open()
         if self._info is None:
+            self._check_open()
             self.refuse(
                 f"expected a call of the {type(self.model).__name__} that this cache was made for, "
                 "got one of another model, or of a part of it; call that model, or make a cache "
                 "for this one"
             )
+        self._info.current = layer_idx
         return key_states, value_states
 
     def reserve(self, capacity: int) -> None:
@@ -306,6 +280,11 @@ class Cache(HookedCache):
         Collective; blocks and raises as `KVCache.step`.
         """
         self._check_open()
+        if torch.is_grad_enabled() and any(x.requires_grad for x in self.model.parameters()):
+            self.refuse(
+                "expected a call without gradients, because a cache has no backward, got one with "
+                "them; call the model under torch.inference_mode()"
+            )
         try:
             call = CachedCall.of(options, self._kv, self.capacity)
         except InputError as error:
@@ -354,6 +333,7 @@ class Cache(HookedCache):
         """Ends the step: the logits that all ranks go on with. Collective; blocks as `agree`."""
         assert self._info is not None
         step, self._info = self._info.step, None
+        assert isinstance(step, Step)
         source = step.last_owner[0] if step.sharded else 0
         spread_logits = spread(self.ctx, logits[:, -1:] if step.sharded else logits, source)
         before = self.get_seq_length()

@@ -22,28 +22,20 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
 
 from burst_rt.context import Context
 from burst_rt.errors import BurstError, InputError
-from burst_rt.hf.mixing import keeps_states
+from burst_rt.hf.prepare import attends
 from burst_rt.hf.release import cache_name, check_release, wrong_cache_name
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.hf.spread import of_rank_0
 from burst_rt.planning.masks.positions import is_count
 from burst_rt.runtime.refusing import refuse
 
-__all__ = ["HookedCache", "attach", "check_model", "detach", "what_layers_keep"]
+__all__ = ["HookedCache", "attach", "check_model", "detach"]
 
 _NAME = "hf.Cache"
 _HOOKS = "_burst_rt_hooks"  # name of a model's attribute
-# Types of layers of a cache that keep keys and values.
-_KEEP_KEYS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
 # Criteria whose answers follow from the tokens, which all ranks share.
 _BY_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
@@ -57,6 +49,7 @@ class HookedCache(transformers.Cache):  # type: ignore[misc]  # transformers has
         # The part of a prompt that the model's calls get, while `generate` runs one.
         self.prompt: Literal["none", "whole", "chunk"] = "none"
         self.asked = ""  # the stopping criteria that rank 0 is asked
+        self.begun = False  # whether calls get a step that was begun before
 
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
         """Begins a step, and returns the arguments with which the model is called instead of
@@ -98,91 +91,12 @@ def check_model(model: Any) -> None:
             f"{_NAME}: encoder-decoders are not done: expected a decoder, got {name}, whose "
             "cross-attention would need a cache of its own"
         )
-    if (got := model.config._attn_implementation) != KEYWORD:
+    if (got := model.config._attn_implementation) != KEYWORD and attends(model):
         raise InputError(
             f"{_NAME}: expected a model with attn_implementation={KEYWORD!r}, got {got!r}; load it "
             f"with that, or call model.set_attn_implementation({KEYWORD!r})"
         )
     check_release(model)
-
-
-def _kept_of_one_token(model: Any, ctx: Context) -> transformers.DynamicCache:
-    """What the model's layers keep of one token. Raises InputError as `what_layers_keep` does."""
-    if not keeps_states(model):
-        raise InputError(
-            f"{_NAME}: expected layers that keep keys and values, or states of known kinds, got "
-            f"{type(model).__name__}, whose layers keep other states; generate on one process"
-        )
-    kept = transformers.DynamicCache(config=model.config.get_text_config(decoder=True))
-    none = kept.layers and all(type(layer) is LinearAttentionLayer for layer in kept.layers)
-    if none or -1 in [getattr(module, "layer_idx", None) for module in model.modules()]:
-        got = "none of whose layers does" if none else "which shares its attention among layers"
-        raise InputError(
-            f"{_NAME}: expected layers that keep keys and values of their own, got "
-            f"{type(model).__name__}, {got}; generate on one process"
-        )
-    model.set_attn_implementation("eager")
-    try:
-        token = torch.zeros(1, 1, dtype=torch.int64, device=ctx.device)
-        model(input_ids=token, use_cache=True, **{cache_name(model): kept})
-    finally:
-        model.set_attn_implementation(KEYWORD)
-    return kept
-
-
-def _what_attention_keeps(
-    model: Any, kept: transformers.DynamicCache
-) -> tuple[list[int], tuple[Any, ...]]:
-    """The numbers of the layers that keep keys and values, and what all of these keep: kv heads,
-    head_dim, v's head_dim and the type. Raises InputError as `what_layers_keep` does.
-    """
-    shapes: set[tuple[Any, ...]] = set()
-    layers: list[int] = []
-    types = getattr(model.config, "layer_types", None) or []
-    for number, layer in enumerate(kept.layers):
-        if type(layer) is LinearAttentionLayer or types[number : number + 1] in (["moe"], ["mlp"]):
-            continue
-        layers.append(number)
-        if type(layer) not in _KEEP_KEYS or not layer.is_initialized:
-            raise InputError(
-                f"{_NAME}: expected layers that keep keys and values of their own, got layer "
-                f"{number} of {type(model).__name__}, which does not ({type(layer).__name__})"
-            )
-        assert layer.keys is not None
-        assert layer.values is not None
-        _, heads, _, head_dim = layer.keys.shape
-        shapes.add((heads, head_dim, layer.values.shape[-1], layer.keys.dtype))
-    if len(shapes) != 1:
-        raise InputError(
-            f"{_NAME}: expected layers of {type(model).__name__} that keep tensors of one shape, "
-            f"got (kv heads, head_dim, v_head_dim, dtype) of {sorted(map(str, shapes))}"
-        )
-    return layers, shapes.pop()
-
-
-@torch.no_grad()
-def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
-    """The arguments of a `KVCache` that fits the model, found by one token of one process.
-
-    Beside these: num_layers of the model, `layers`, the numbers of those that keep keys and values,
-    and `states`, whether some keep states.
-
-    Raises InputError for layers that keep something else, or that differ.
-    """
-    kept = _kept_of_one_token(model, ctx)
-    layers, (heads, head_dim, v_head_dim, dtype) = _what_attention_keeps(model, kept)
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "kv_lora_rank", None) and heads != config.num_key_value_heads:
-        raise InputError(
-            f"{_NAME}: expected layers that keep keys and values as attention takes them, got "
-            f"{type(model).__name__}, which keeps them compressed (multi-head latent attention, "
-            f"kv_lora_rank {config.kv_lora_rank}); generate on one process"
-        )
-    return {
-        "layers": layers, "num_layers": len(kept.layers),
-        "states": any(isinstance(layer, LinearAttentionLayer) for layer in kept.layers),
-        "num_kv_heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype,
-    }  # fmt: skip
 
 
 class _Hooks:
@@ -239,7 +153,7 @@ def _before(
     cache, hooks = cache_among(options), getattr(model, _HOOKS, None)
     if hooks is not None:
         hooks.ctx = None if cache is None else cache.ctx
-    if cache is None:
+    if cache is None or cache.begun:
         return None
     if cache.model is not model:
         cache.refuse(
@@ -254,8 +168,9 @@ def _before(
 
 def _after(model: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
     cache = cache_among(options)
-    if cache is not None:
+    if cache is not None and not cache.begun:
         output.logits = cache.end(output.logits)
+        output[cache_name(model)] = cache  # some models leave it out, and `generate` takes it there
 
 
 def _prepared(kind: Any) -> Callable[..., dict[str, Any]]:

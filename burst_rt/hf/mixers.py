@@ -1,7 +1,7 @@
 """What layers of transformers call to mix tokens, over ranks, with the arguments that layers give.
 
-Two layers mix inline, and have a forward here. Each goes on for the call under way (`running`), by
-a function of `burst_rt.recurrence`. Caches of transformers are not looked at.
+Two layers mix inline, and have a forward here. Each goes on for the call under way
+(`within_call`), by a function of `burst_rt.recurrence`. Caches of transformers are not looked at.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Tensor: TypeAlias = torch.Tensor
 class MixingCall(NamedTuple):
     """What runs over ranks: one layer in one call.
 
-    documents: see `burst_rt.recurrence`. states: None where no call goes on from this one.
+    layout, documents: see `burst_rt.recurrence`. states: None where no call goes on from this one.
     """
 
-    layout: ContextLayout
+    layout: ContextLayout | None
     documents: Tensor | None
     states: LayerStates | None = None
 
@@ -58,7 +58,8 @@ def _mixed(
     step has one that nobody sees.
     """
     layout, documents, states = _layer_call.get()
-    given, count = next(iter(tokens.values())).shape[1], layout.shard_len
+    given = next(iter(tokens.values())).shape[1]
+    count = given if layout is None else layout.shard_len
     tokens = {name: x[:, :count] for name, x in tokens.items()}
     options |= {
         "layout": layout,

@@ -2,7 +2,8 @@
 
 In transformers most of these layers call functions of their module: `causal_conv1d_fn`,
 `mamba2_chunk_scan` and so on. `prepare` gives each such layer a forward of the same code whose
-functions are those of `mixers.py`. A call that is not sharded runs the layer's own forward.
+functions are those of `mixers.py`. Calls that `shard` has cut run it, and steps of a cache over
+ranks; others run the layer's own forward.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from burst_rt.hf.mixers import FUNCTIONS, INLINE, SHORTCUTS, MixingCall, within_
 from burst_rt.hf.release import unknown_release
 from burst_rt.hf.rotary import hook_of
 from burst_rt.hf.shard import KEYWORD, ShardInfo
+from burst_rt.hf.step_info import StepInfo
 from burst_rt.planning.masks import PrefixTree
 from burst_rt.runtime.refusing import refuse
 
@@ -51,6 +53,10 @@ _MIXES = re.compile(r"conv1d|_scan|delta_rule|delta_attention|state_update|inner
 # has to say how the batch is cut. transformers recomputes the forward of a layer with the arguments
 # of the first time, and without its hooks.
 _TELL_BY_MASK = ("MambaModel", "FalconMambaModel", "JambaMambaDecoderLayer")
+# Parts of layers whose weights are read where others are called.
+_READ = ("conv", "conv1d", "conv_1d", "dt_proj")
+# Models that would not run with another class of cache than their own, where they are to use one.
+_OWN_CACHES = ("MiniMaxModel",)
 
 
 def spread_mixing(model: torch.nn.Module, ctx: Context) -> bool:
@@ -78,22 +84,9 @@ def spread_mixing(model: torch.nn.Module, ctx: Context) -> bool:
     model.register_forward_pre_hook(call.before_model, with_kwargs=True, prepend=True)
     model.register_forward_hook(call.after_model, always_call=True)
     for part in model.modules():
-        if isinstance(part, transformers.PreTrainedModel) or _tells_by_mask(part):
+        if isinstance(part, transformers.PreTrainedModel) or _is_one_of(part, _TELL_BY_MASK):
             part.register_forward_pre_hook(call.before_part, with_kwargs=True, prepend=True)
     return True
-
-
-# Functions of layers whose states transformers and `burst_rt.recurrence` keep alike, and that go on
-# from a state by several tokens.
-_KEPT_ALIKE = frozenset({"causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"})
-
-
-def keeps_states(model: torch.nn.Module) -> bool:
-    """Whether all states of a model's layers can be kept in a cache over ranks."""
-    return all(
-        _KEPT_ALIKE.issuperset(set(_functions_of(layer)) & FUNCTIONS.keys()) and not _inline(layer)
-        for layer in model.modules()
-    )
 
 
 def _functions_of(layer: torch.nn.Module) -> list[str]:
@@ -142,7 +135,7 @@ def _check(layer: torch.nn.Module, ctx: Context) -> None:
 
 
 class _Mixing:
-    """The forward of a layer that mixes tokens: over ranks in a sharded call, else its own."""
+    """The forward of a layer that mixes tokens: over ranks where a call says so, else its own."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
@@ -154,43 +147,56 @@ class _Mixing:
         return _apart(self._layer, info, args, options)
 
 
-def _run(layer: torch.nn.Module, info: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _run(
+    layer: torch.nn.Module,
+    info: ShardInfo | StepInfo,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
     if info.ctx.world_size > 1 and hook_of(layer) not in info.told:
         _refuse(
             "expected a call of the model that was prepared, or of its base model, got one of a "
             f"part of it ({type(layer).__name__}); call model(**burst_rt.hf.shard(batch, ctx))",
             info.ctx,
         )
-    if not isinstance(info, ShardInfo):
-        return _step(layer, info, args, options)
-    if isinstance(info.batch.mask, PrefixTree):
-        _refuse(
-            "prefix_tree: expected a model whose layers mix tokens by attention alone, got "
-            f"{type(layer).__name__}, whose states go from token to token along the row; give the "
-            "sequences one by one, packed",
-            info.ctx,
-        )
-    hook = hook_of(layer)
-    # Where the model has softmax attention, too, that must have asked for it over the ranks.
-    info.attended = info.attended or hook is None or not hook.attends
-    # A cache that the model has made in this call, for nobody.
+    _check_adapters(layer, info.ctx)
+    # A cache that the model has made in this call, for nobody, or that of a step.
     options = {name: None if name in _CACHES else x for name, x in options.items()}
+    if isinstance(info, ShardInfo):
+        if isinstance(info.batch.mask, PrefixTree):
+            _refuse(
+                "prefix_tree: expected a model whose layers mix tokens by attention alone, got "
+                f"{type(layer).__name__}, whose states go from token to token along the row; give "
+                "the sequences one by one, packed",
+                info.ctx,
+            )
+        hook = hook_of(layer)
+        # Where the model has softmax attention, too, that must have asked for it over the ranks.
+        info.attended = info.attended or hook is None or not hook.attends
+        call = MixingCall(info.batch.layout, info.begins)
+    else:
+        assert info.states is not None
+        # It may be that of other tokens; rows begin after their padding.
+        options["attention_mask"] = None
+        call = MixingCall(info.layout, info.begins, info.states.of(layer))
     kind: Any = type(layer)  # mypy does not take classes for hashable
-    with within_call(MixingCall(info.batch.layout, info.begins)):
+    with within_call(call):
         return _forward_of(kind)(layer, *args, **options)
 
 
-def _step(layer: Any, info: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """A layer in a step of a cache (`cache.StepInfo`)."""
-    kind: Any = type(layer)
-    states = info.states.of(layer.layer_idx)
-    cache = None if info.layout else states
-    options = {name: cache if name in _CACHES else x for name, x in options.items()}
-    options["attention_mask"] = info.shown
-    if cache is not None:
-        return kind.forward(layer, *args, **options)
-    with within_call(MixingCall(info.layout, info.begins, states)):
-        return _forward_of(kind)(layer, *args, **options)
+def _check_adapters(layer: torch.nn.Module, ctx: Context) -> None:
+    """Raises InputError for an adapter (PEFT) of a part whose weights the layer reads by itself."""
+    if hasattr(getattr(layer, "config", None), "_is_quantized"):  # then it calls the part
+        return
+    for name in _READ:
+        if hasattr(getattr(layer, name, None), "base_layer"):
+            _refuse(
+                f"{type(layer).__name__}.{name}: expected no adapter, got a "
+                f"{type(getattr(layer, name)).__name__}, which would count for nothing: "
+                f"transformers reads the weights below it; leave {name} out, by exclude_modules "
+                "of PEFT",
+                ctx,
+            )
 
 
 # Compiled models are cut there.
@@ -217,7 +223,7 @@ class _Call:
     """What a model's call was told, for those of its parts to which it does not hand that on."""
 
     def __init__(self) -> None:
-        self._info: ShardInfo | None = None
+        self._info: ShardInfo | StepInfo | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_info": None}
@@ -226,20 +232,23 @@ class _Call:
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         info = options.get(KEYWORD)
-        self._info = info if isinstance(info, ShardInfo) else None
+        self._info = info if isinstance(info, (ShardInfo, StepInfo)) else None
+        if not isinstance(info, ShardInfo):
+            return
         names = (*_CACHES, "use_cache")
         given = [name for name in names if options.get(name) not in (None, False)]
-        if self._info is not None and given:
+        if given:
             _refuse(
-                f"{given[0]}: expected none: generating over ranks is not done with layers that "
-                f"keep states, as {type(module).__name__} has; generate on one process",
-                self._info.ctx,
+                f"{given[0]}: expected none: {type(module).__name__} has layers that keep states, "
+                "and a call that burst_rt.hf.shard has cut keeps none; generate with "
+                "burst_rt.hf.Cache(model, ctx, capacity=...)",
+                info.ctx,
             )
         hook = hook_of(module)
-        if self._info is None or self._info.ctx.world_size == 1 or (hook and hook.balances):
+        if info.ctx.world_size == 1 or (hook and hook.balances):
             return
         if reason := wrong_router_loss(options, getattr(module, "config", None)):
-            _refuse(reason, self._info.ctx)
+            _refuse(reason, info.ctx)
 
     def after_model(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._info = None
@@ -248,24 +257,28 @@ class _Call:
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         info = options.get(KEYWORD, self._info)
-        if not isinstance(info, ShardInfo):
+        if not isinstance(info, (ShardInfo, StepInfo)):
             return None
         options = {**options, KEYWORD: info}
-        if _tells_by_mask(module):
+        if _is_one_of(module, _TELL_BY_MASK):
             options["attention_mask"] = _mask_with(info, options.get("attention_mask"))
+        if isinstance(info, StepInfo) and _is_one_of(module, _OWN_CACHES):
+            options["use_cache"] = False
         return args, options
 
 
-def _tells_by_mask(module: torch.nn.Module) -> bool:
-    return any(kind.__name__ in _TELL_BY_MASK for kind in type(module).__mro__)
+def _is_one_of(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
+    return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
-def _mask_with(info: ShardInfo, mask: Tensor | None) -> Tensor:
+def _mask_with(info: ShardInfo | StepInfo, mask: Tensor | None) -> Tensor:
     """A padding mask that says how the batch is cut."""
-    layout, batch = info.batch.layout, info.batch
     if mask is None:
-        rows = next(iter(batch.tensors.values())).shape[0]
-        mask = torch.ones(rows, layout.shard_len, dtype=torch.int64, device=info.ctx.device)
+        shape = (1, 1)  # layers look at no mask in a step
+        if isinstance(info, ShardInfo):
+            rows = next(iter(info.batch.tensors.values())).shape[0]
+            shape = (rows, info.batch.layout.shard_len)
+        mask = torch.ones(shape, dtype=torch.int64, device=info.ctx.device)
     mask = mask.view_as(mask)
     setattr(mask, KEYWORD, info)
     return mask

@@ -31,7 +31,7 @@ from burst_rt.hf.rotary import hook_of, hook_positions
 from burst_rt.hf.shard import KEYWORD, ShardInfo, require_attended, set_prepared, shard
 from burst_rt.runtime.refusing import refuse
 
-__all__ = ["TESTED", "is_prepared", "prepare"]
+__all__ = ["TESTED", "attends", "is_prepared", "prepare"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
@@ -97,13 +97,13 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     mixes = spread_mixing(model, ctx)
     if ctx.world_size == 1:
         return model
-    attends = _attends(model)
-    set_prepared(ctx, attends or not mixes)
+    has_attention = attends(model)
+    set_prepared(ctx, has_attention or not mixes)
     hook = hook_of(model)
     if hook is None:
         hook = hook_positions(model)
         give_token_types(model)
-    hook.balances, hook.mixes, hook.attends = balances, mixes, attends
+    hook.balances, hook.mixes, hook.attends = balances, mixes, has_attention
     tested = _is_tested(model)
     known = tested or hook.compared == "with loss"
     if not (known or (hook.compared and not loss)):
@@ -119,7 +119,7 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     return model
 
 
-def _attends(model: torch.nn.Module) -> bool:
+def attends(model: torch.nn.Module) -> bool:
     """Whether any layer asks transformers for softmax attention, of whatever implementation."""
     forwards = {inspect.unwrap(type(module).forward) for module in model.modules()}
     return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)

@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 
-from burst_rt.errors import ConfigError
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.version import __version__
 
 __all__ = ["KNOWN_RELEASES", "cache_name", "check_release", "unknown_release", "wrong_cache_name"]
@@ -20,7 +20,8 @@ __all__ = ["KNOWN_RELEASES", "cache_name", "check_release", "unknown_release", "
 # Versions of transformers with which the tests of `burst_rt.hf` pass.
 KNOWN_RELEASES = ("5.23", "5.24")
 # Names of a forward's argument for its cache: until 5.23, and since 5.24, which also takes the
-# older name.
+# older name. (5.23 calls it cache_params in models without attention, and its `generate` then runs
+# the whole text again in a second turn.)
 _OLDER = "past_key_values"
 _CACHE_NAMES = (_OLDER, "cache")
 # Steps of `generate` that are wrapped while a model has a cache over ranks, and their arguments
@@ -43,15 +44,18 @@ def unknown_release(what: str, expected: str, got: str) -> ConfigError:
 
 
 def cache_name(model: Any) -> str:
-    """The argument by which a model's forward takes its cache. Raises ConfigError for no known."""
+    """The argument by which a model's forward takes its cache.
+
+    Raises InputError for none, and ConfigError where the release is not known.
+    """
     parameters = inspect.signature(model.forward).parameters
     known = next((name for name in _CACHE_NAMES if name in parameters), None)
     if known is None:
-        raise unknown_release(
-            "hf.Cache",
-            f"a forward with an argument {' or '.join(_CACHE_NAMES)}",
-            f"{type(model).__name__}.forward with {', '.join(parameters)}",
-        )
+        expected = f"a forward with an argument {' or '.join(_CACHE_NAMES)}"
+        got = f"{type(model).__name__}.forward with {', '.join(parameters)}"
+        if transformers.__version__.startswith(KNOWN_RELEASES[-1]):
+            raise InputError(f"hf.Cache: expected {expected}, got {got}; generate on one process")
+        raise unknown_release("hf.Cache", expected, got)
     return known
 
 
@@ -64,13 +68,16 @@ def wrong_cache_name(model: Any, name: str) -> str | None:
     if name in (taken, _OLDER):
         return None
     return (
-        f"expected the cache as {taken}=, got {name}=, which transformers "
-        f"{transformers.__version__} does not take"
+        f"expected the cache as {taken}=, as transformers {transformers.__version__} calls it, got "
+        f"{name}="
     )
 
 
 def check_release(model: Any) -> None:
-    """Raises ConfigError if `generate` does not consist of the known steps."""
+    """Raises ConfigError if `generate` does not consist of the known steps.
+
+    Raises InputError for a model without a cache.
+    """
     cache_name(model)
     for step, wanted in _STEPS.items():
         method = getattr(type(model), step, None)

@@ -1,19 +1,23 @@
 """The states of a model's recurrent and convolutional layers, while it generates over ranks.
 
 They are small, and every rank has all of them. A step that is spread over the ranks ends with the
-state after its last token on every rank (`mixers.py`). In other steps every rank runs all new
-tokens through transformers' own layer, to which a `LayerStates` is a cache.
+state after its last token on every rank; in other steps every rank runs all new tokens
+(`mixers.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import count
+from typing import TypeAlias
 
 import torch
 
 from burst_rt.planning.layouts import Layout
 
 __all__ = ["LayerStates", "States", "dealt_layout"]
+
+# A layer, and how many times it was called in the step before.
+_CallOfLayer: TypeAlias = tuple[torch.nn.Module, int]
 
 
 def dealt_layout(before: int, tokens: int, block: int, world_size: int) -> Layout:
@@ -30,15 +34,23 @@ def dealt_layout(before: int, tokens: int, block: int, world_size: int) -> Layou
 
 
 class States:
-    """The states of all layers, by their number; those of a step count from its end."""
+    """The states of all layers, by their modules; those of a step count from its end.
+
+    A layer that is called several times in a step has states for each of these calls.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[int, dict[str, torch.Tensor]] = {}
-        self._new: dict[int, dict[str, torch.Tensor]] = {}
+        self._kept: dict[_CallOfLayer, dict[str, torch.Tensor]] = {}
+        self._new: dict[_CallOfLayer, dict[str, torch.Tensor]] = {}
 
-    def of(self, layer: int) -> LayerStates:
-        """The states of one layer in a step."""
-        return LayerStates(self._kept.get(layer, {}), self._new.setdefault(layer, {}))
+    def __bool__(self) -> bool:
+        """Whether a layer has states in this step."""
+        return bool(self._new)
+
+    def of(self, layer: torch.nn.Module) -> LayerStates:
+        """The states of one layer in its next call of a step."""
+        call = next((layer, n) for n in count() if (layer, n) not in self._new)
+        return LayerStates(self._kept.get(call, {}), self._new.setdefault(call, {}))
 
     def begin(self) -> None:
         """Begins a step, and forgets what one that was interrupted has found."""
@@ -60,11 +72,7 @@ class States:
 
 
 class LayerStates:
-    """The states of one layer: by name, and as what transformers' layers ask of a cache.
-
-    "conv": `[batch, channels, taps - 1]`, the tokens before. "recurrent": as the layer's recurrence
-    has it.
-    """
+    """The states of one layer by name, as `burst_rt.recurrence` has them: "conv", "recurrent"."""
 
     def __init__(self, before: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
         self._before, self._new = before, new
@@ -76,36 +84,3 @@ class LayerStates:
     def put(self, name: str, state: torch.Tensor) -> None:
         """The state after the step."""
         self._new[name] = state
-
-    def _updated_in_place(self, name: str) -> torch.Tensor | None:
-        state = self.get(name)
-        if state is not None:
-            self.put(name, state.clone())
-        return self._new.get(name)
-
-    def get_conv_state(self, *_: Any, **__: Any) -> torch.Tensor | None:
-        """The tokens before, which layers may replace in place."""
-        return self._updated_in_place("conv")
-
-    def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor | None:
-        """The state before, which layers may replace in place."""
-        return self._updated_in_place("recurrent")
-
-    def update_conv_state(
-        self, new: torch.Tensor, *_: Any, conv_kernel_size: int, **__: Any
-    ) -> torch.Tensor:
-        """The tokens before, if any, and the new ones `[batch, channels, tokens]`."""
-        before, least = self.get("conv"), conv_kernel_size - 1
-        tokens = new if before is None else torch.cat([before.to(new.dtype), new], -1)
-        missing = max(0, least - tokens.shape[-1])
-        self.put("conv", torch.nn.functional.pad(tokens, (missing, 0))[..., -least:].clone())
-        return tokens
-
-    def update_recurrent_state(self, new: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Keeps the state after the new tokens."""
-        self.put("recurrent", new)
-        return new
-
-    def is_recording_past(self, *_: Any) -> bool:
-        """False: states are not taken back."""
-        return False

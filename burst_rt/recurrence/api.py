@@ -10,17 +10,18 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeAlias
 import torch
 
 from burst_rt.attention.sharding import ContextLayout
+from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, InputError
 from burst_rt.planning.masks import Documents
 from burst_rt.planning.scan import segments_of
 from burst_rt.recurrence.base import Recurrence
-from burst_rt.recurrence.call import RecurrenceCall, RecurrencePlan
+from burst_rt.recurrence.call import Bound, RecurrenceCall, RecurrencePlan
 from burst_rt.recurrence.checks import begins_of, check_heads, check_sizes, scale_of
 from burst_rt.recurrence.convolution import Convolution
 from burst_rt.recurrence.elements import LinearRecurrence, SelectiveScan
 from burst_rt.recurrence.matrix import DeltaRule, LinearAttention
 from burst_rt.recurrence.memory import peak_bytes
-from burst_rt.recurrence.run import RecurrenceFunction
+from burst_rt.recurrence.run import RecurrenceFunction, run_alone
 from burst_rt.runtime.refusing import refuse
 
 __all__ = [
@@ -43,7 +44,7 @@ _Result: TypeAlias = Any
 class _Given(NamedTuple):
     """What every function takes besides its tensors."""
 
-    layout: ContextLayout
+    layout: ContextLayout | None
     documents: Documents | Tensor | None
     initial_state: Tensor | None  # as `Recurrence.state_shape` has it
     return_state: bool
@@ -52,9 +53,10 @@ class _Given(NamedTuple):
 class _Bound(NamedTuple):
     """A checked call with its tensors. after: makes the user's results of out and the state."""
 
-    call: RecurrenceCall
+    recurrence: Recurrence
+    call: RecurrenceCall | None  # None: without a layout, and local
     begins: Tensor | None
-    initial_state: Tensor | None
+    given: _Given
     tokens: tuple[Tensor, ...]
     shared: tuple[Tensor, ...]
     after: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] = lambda *both: both
@@ -68,11 +70,17 @@ def _collective(bind: Callable[_P, _Bound]) -> Callable[_P, _Result]:
             bound = bind(*args, **kwargs)
         except InputError as error:
             _refuse(bind.__name__, error, kwargs.get("layout"))
-        out, state = RecurrenceFunction.apply(  # type: ignore[no-untyped-call]
-            bound.call, bound.begins, bound.initial_state, len(bound.tokens), *bound.tokens,
-            *bound.shared,
-        )  # fmt: skip
-        out, state = bound.after(out, state)
+        given, tokens, shared = bound.given, bound.tokens, bound.shared
+        results: tuple[Tensor, Tensor | None]
+        if bound.call is None:
+            alone = Bound(tokens, shared, bound.begins, Progress())
+            out, last = run_alone(bound.recurrence, alone, given.initial_state)
+            results = out, last if given.return_state else None
+        else:
+            results = RecurrenceFunction.apply(  # type: ignore[no-untyped-call]
+                bound.call, bound.begins, given.initial_state, len(tokens), *tokens, *shared
+            )
+        out, state = bound.after(*results)
         return out if state is None else (out, state)
 
     # Compiled programs are cut there; else the compiler would trace the runtime.
@@ -115,6 +123,11 @@ def explain_recurrence(
             f"explain_recurrence: function must be one of burst_rt.recurrence, got {function!r}"
         )
     call = bind(*args, **kwargs).call
+    if call is None:
+        raise InputError(
+            f"explain_recurrence: layout: expected one, got None: {function.__name__} is then "
+            "local, and has no plan"
+        )
     directions = (True, False) if any(call.needs) else (True,)
     return RecurrenceExplanation(
         call.forward_plan,
@@ -130,7 +143,7 @@ def causal_conv1d(
     bias: Tensor | None = None,
     activation: str | None = None,
     *,
-    layout: ContextLayout,
+    layout: ContextLayout | None,
     documents: Documents | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
@@ -172,7 +185,7 @@ def gated_delta_rule(
     g: Tensor,
     beta: Tensor,
     *,
-    layout: ContextLayout,
+    layout: ContextLayout | None,
     scale: float | None = None,
     use_qk_l2norm: bool = False,
     documents: Documents | Tensor | None = None,
@@ -193,7 +206,9 @@ def gated_delta_rule(
         heads in a row. float64, float32, bfloat16 or float16.
     g: logarithms of decays, at most 0: `[batch, tokens, heads]` or `[batch, tokens, heads, K]`.
     beta: `[batch, tokens, heads]`.
-    layout: "zigzag", "contiguous" or "balanced": runs of consecutive tokens.
+    layout: "zigzag", "contiguous" or "balanced": runs of consecutive tokens. None: this rank has
+        all tokens, as where every rank decodes the same ones; such a call is local, never blocks,
+        and has no gradients.
     scale: of the result; the default is 1 / sqrt(K).
     use_qk_l2norm: whether q and k are divided by their lengths first.
     documents: the sequence's `Documents`, or a bool tensor `[batch or 1, tokens]` that is true
@@ -233,7 +248,7 @@ def linear_attention(
     v: Tensor,
     g: Tensor,
     *,
-    layout: ContextLayout,
+    layout: ContextLayout | None,
     scale: float | None = None,
     documents: Documents | Tensor | None = None,
     initial_state: Tensor | None = None,
@@ -271,7 +286,7 @@ def state_space(
     C: Tensor,
     D: Tensor | None = None,
     *,
-    layout: ContextLayout,
+    layout: ContextLayout | None,
     documents: Documents | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
@@ -322,7 +337,7 @@ def selective_scan(
     C: Tensor,
     D: Tensor | None = None,
     *,
-    layout: ContextLayout,
+    layout: ContextLayout | None,
     documents: Documents | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
@@ -359,7 +374,7 @@ def linear_recurrence(
     x: Tensor,
     log_a: Tensor,
     *,
-    layout: ContextLayout,
+    layout: ContextLayout | None,
     documents: Documents | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
@@ -387,28 +402,34 @@ def _bound(
 ) -> _Bound:
     """The checked call with its tensors. Local. Raises InputError."""
     layout, documents, initial, returns_state = given
+    begins = begins_of(recurrence.name, layout, documents, tokens[0])
+    wants = torch.is_grad_enabled()
+    needs = tuple(wants and x is not None and x.requires_grad for x in (*tokens, *shared, initial))
+    if layout is None:
+        if any(needs):
+            raise InputError(
+                f"{recurrence.name}: layout: expected one where tensors need gradients, got None; "
+                "call it under torch.no_grad(), or with Context.layout(tokens)"
+            )
+        return _Bound(recurrence, None, begins, given, tokens, shared)
     layout.runtime.check_open()
     segments_of(layout.map)
-    batch, wants = tokens[0].shape[0], torch.is_grad_enabled()
     said = repr(documents) if isinstance(documents, Documents) else "a tensor"
     call = RecurrenceCall(
         recurrence=recurrence,
         layout=layout,
-        batch=batch,
+        batch=tokens[0].shape[0],
         dtype=recurrence.out_like(tokens).dtype,
         state_shape=recurrence.state_shape(tokens, shared),
         flops=recurrence.flops(tokens, shared),
         tokens=tuple((tuple(x.shape[2:]), x.dtype) for x in tokens),
         shared=tuple((tuple(x.shape), x.dtype) for x in shared),
         documents="none" if documents is None else said,
-        needs=tuple(
-            wants and x is not None and x.requires_grad for x in (*tokens, *shared, initial)
-        ),
+        needs=needs,
         has_initial_state=initial is not None,
         returns_state=bool(returns_state),
     )
-    begins = begins_of(recurrence.name, layout, documents, batch)
-    return _Bound(call, begins, initial, tokens, shared)
+    return _Bound(recurrence, call, begins, given, tokens, shared)
 
 
 def _refuse(name: str, error: BurstError, layout: object) -> NoReturn:

@@ -16,28 +16,34 @@ _FLOATS = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
 
 def begins_of(
-    name: str, layout: ContextLayout, documents: Documents | Tensor | None, batch: int
+    name: str, layout: ContextLayout | None, documents: Documents | Tensor | None, tokens: Tensor
 ) -> Tensor | None:
-    """Where documents begin among this rank's tokens, bool `[batch or 1, tokens]`."""
+    """Where documents begin among this rank's tokens, bool `[batch or 1, tokens]`.
+
+    tokens: a tensor of this rank's, `[batch, tokens, ...]`, on the call's device.
+    """
     if documents is None:
         return None
+    batch, count = tokens.shape[:2]
     if isinstance(documents, Documents):
-        misfit = documents.refuses(layout.seq_len, layout.seq_len, batch)
+        length = count if layout is None else layout.seq_len
+        misfit = documents.refuses(length, length, batch)
         if misfit is not None or documents.mover is not None:
             raise InputError(
                 f"{name}: documents must be those of the whole sequence, "
                 f"{misfit or 'without q_lengths'}"
             )
-        positions = layout.positions().cpu().numpy()
+        places = torch.arange(count) if layout is None else layout.positions().cpu()
+        positions = places.numpy()
         begins = torch.from_numpy(documents.begins(positions) == positions)
-        return begins.to(layout.runtime.device)
-    shapes = [(1, layout.shard_len), (batch, layout.shard_len)]
+        return begins.to(tokens.device)
+    shapes = [(1, count), (batch, count)]
     if (
         isinstance(documents, Tensor)
         and documents.dtype == torch.bool
         and tuple(documents.shape) in shapes
     ):
-        return documents.to(layout.runtime.device)
+        return documents.to(tokens.device)
     got = (
         f"{tuple(documents.shape)} of {documents.dtype}"
         if isinstance(documents, Tensor)
@@ -45,28 +51,32 @@ def begins_of(
     )
     raise InputError(
         f"{name}: documents must be burst_rt.Documents, or a bool tensor [batch or 1, this rank's "
-        f"{layout.shard_len} tokens] that is true where a document begins, got {got}"
+        f"{count} tokens] that is true where a document begins, got {got}"
     )
 
 
 def check_sizes(
     name: str,
-    layout: ContextLayout,
+    layout: ContextLayout | None,
     tensors: dict[str, tuple[Tensor, str]],
     known: dict[str, int] | None = None,
 ) -> dict[str, int]:
     """Checks tensors against shapes in letters, such as "b t h k"; returns what letters are.
 
-    known: letters from before. "t" is this rank's tokens. Raises InputError.
+    known: letters from before. "t" is this rank's tokens. layout: None where the call is local; the
+    tensors are then on the device of the first one. Raises InputError.
     """
-    if not isinstance(layout, ContextLayout):
+    if not (layout is None or isinstance(layout, ContextLayout)):
         raise InputError(
-            f"{name}: layout must come from Context.layout, got {type(layout).__name__}"
+            f"{name}: layout must come from Context.layout, or be None where this rank has all "
+            f"tokens, got {type(layout).__name__}"
         )
-    sizes = {"t": layout.shard_len} | (known or {})
+    first = next(iter(tensors.values()))[0]
+    device = getattr(first, "device", None) if layout is None else layout.runtime.device
+    sizes = ({} if layout is None else {"t": layout.shard_len}) | (known or {})
     for argument, (x, letters) in tensors.items():
         where, axes = f"{name}: {argument}", letters.split()
-        _check_kind(where, x, layout.runtime.device)
+        _check_kind(where, x, device)
         expected, got = [sizes.get(letter) for letter in axes], tuple(x.shape)
         fits = len(got) == len(axes) and all(
             n == want or (want is None and n > 0) for want, n in zip(expected, got, strict=True)
@@ -81,13 +91,13 @@ def check_sizes(
     return sizes
 
 
-def _check_kind(where: str, x: object, device: torch.device) -> None:
+def _check_kind(where: str, x: object, device: torch.device | None) -> None:
     if not isinstance(x, Tensor):
         raise InputError(f"{where} must be a torch.Tensor, got {type(x).__name__}")
     if x.device != device or x.layout != torch.strided or x.dtype not in DTYPES:
         raise InputError(
-            f"{where} must be a dense tensor of {_FLOATS} on {device}, the context's device, got "
-            f"{x.layout}, {x.dtype} on {x.device}"
+            f"{where} must be a dense tensor of {_FLOATS} on {device}, as the others and the "
+            f"context, got {x.layout}, {x.dtype} on {x.device}"
         )
 
 

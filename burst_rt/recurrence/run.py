@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from burst_rt.attention.execute.ring import SlotRun
 from burst_rt.attention.run import autocast_off, check_not_captured
 from burst_rt.drivers import Progress, is_out_of_memory
 from burst_rt.errors import ConfigError, DeviceError, InputError
+from burst_rt.kernels import sum_dtype
 from burst_rt.planning.numbers import Numbers
 from burst_rt.planning.scan import (
     Advance,
@@ -25,12 +27,19 @@ from burst_rt.planning.scan import (
     Prepare,
     Way,
 )
-from burst_rt.recurrence.base import SegmentGrads, SegmentTensors, Stages
+from burst_rt.recurrence.base import Recurrence, SegmentGrads, SegmentTensors, Stages
 from burst_rt.recurrence.call import Bound, RecurrenceCall, RecurrencePlan
+from burst_rt.recurrence.chunked import ChunkedRecurrence
 from burst_rt.runtime.agreement import Contract
 from burst_rt.runtime.bound_schedule import BoundSchedule
 
-__all__ = ["RecurrenceFunction", "backward_stages", "forward_stages", "grad_sums"]
+__all__ = [
+    "RecurrenceFunction",
+    "backward_stages",
+    "forward_stages",
+    "grad_sums",
+    "run_alone",
+]
 
 Tensor = torch.Tensor
 
@@ -124,15 +133,15 @@ class _Run(SlotRun):
             total.add_(part)
 
 
-def _segment(call: RecurrenceCall, bound: Bound, shard: slice) -> SegmentTensors:
-    """The tensors of one of this rank's segments."""
-    whole = SegmentTensors(bound.tokens, bound.shared, bound.begins, call.wide, bound.progress)
+def _segment(wide: torch.dtype, bound: Bound, shard: slice) -> SegmentTensors:
+    """The tensors of one of this rank's segments. wide: type of the sums."""
+    whole = SegmentTensors(bound.tokens, bound.shared, bound.begins, wide, bound.progress)
     return whole.part(shard)
 
 
 def forward_stages(call: RecurrenceCall, bound: Bound, shard: slice, out: Tensor) -> Stages:
     """The stages of one of this rank's segments. shard: its tokens. out: of all tokens."""
-    return call.recurrence.forward(_segment(call, bound, shard), out[:, shard])
+    return call.recurrence.forward(_segment(call.wide, bound, shard), out[:, shard])
 
 
 def backward_stages(
@@ -144,7 +153,7 @@ def backward_stages(
     sums: SegmentGrads,
 ) -> Stages:
     """The stages of one of this rank's segments; dout and sums are those of all tokens."""
-    segment = _segment(call, bound, shard)
+    segment = _segment(call.wide, bound, shard)
     tokens = tuple(None if dx is None else dx[:, shard] for dx in sums.tokens)
     return call.recurrence.backward(segment, before, dout[:, shard], sums._replace(tokens=tokens))
 
@@ -176,7 +185,7 @@ def _forward(call: RecurrenceCall, bound: Bound, initial: Tensor | None) -> list
     device = bound.tokens[0].device
 
     def bind(plan: RecurrencePlan) -> tuple[_Run, Tensor]:
-        first = _state(call, initial, device)
+        first = _state(call.state_shape, call.wide, initial, device)
         run = _Run(plan, call, first)
         out = run.fresh(*shape, dtype=call.dtype)
         for number, shard in run.own().items():
@@ -203,7 +212,7 @@ def _backward(
 ) -> _Gradients:
 
     def bind(plan: RecurrencePlan) -> tuple[_Run, SegmentGrads]:
-        run = _Run(plan, call, _state(call, dlast, dout.device))
+        run = _Run(plan, call, _state(call.state_shape, call.wide, dlast, dout.device))
         whole = grad_sums(call, bound)
         for (number, shard), before in zip(run.own().items(), befores, strict=True):
             run.stages[number] = backward_stages(call, bound, shard, before, dout, whole)
@@ -213,7 +222,7 @@ def _backward(
     initial = None
     if call.needs[-1]:
         # The owner of the first segment has the whole gradient, and other ranks have a share of 0.
-        initial = _state(call, run.last, dout.device)
+        initial = _state(call.state_shape, call.wide, run.last, dout.device)
     return _Gradients(
         _typed(whole.tokens, bound.tokens), _typed(whole.shared, bound.shared), initial
     )
@@ -226,11 +235,33 @@ def _typed(sums: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> tuple[Te
     )
 
 
-def _state(call: RecurrenceCall, state: Tensor | None, device: torch.device) -> Tensor:
+def _state(
+    shape: torch.Size, wide: torch.dtype, state: Tensor | None, device: torch.device
+) -> Tensor:
     """A state as runs take it: of the type of the sums; zeros for None."""
     if state is None:
-        return torch.zeros(call.state_shape, dtype=call.wide, device=device)
-    return state.to(call.wide).expand(call.state_shape).contiguous()
+        return torch.zeros(shape, dtype=wide, device=device)
+    return state.to(wide).expand(shape).contiguous()
+
+
+@torch.no_grad()
+def run_alone(
+    recurrence: Recurrence, bound: Bound, initial: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out and the last state of tokens that are all on this rank, at least one. Local."""
+    like = recurrence.out_like(bound.tokens)
+    wide, device, count = sum_dtype(like.dtype), like.device, like.shape[1]
+    if isinstance(recurrence, ChunkedRecurrence):  # few tokens would be filled up to a chunk
+        recurrence = replace(recurrence, size=min(recurrence.size, count))
+    shape = recurrence.state_shape(bound.tokens, bound.shared)
+    first, out = _state(shape, wide, initial, device), torch.empty_like(like)
+    last = torch.empty_like(first)
+    with autocast_off(device.type):
+        stages = recurrence.forward(_segment(wide, bound, slice(None)), out)
+        stages.prepare()
+        stages.advance(first, last)
+        stages.emit()
+    return out, last
 
 
 def _performed(

@@ -53,7 +53,8 @@ class KVCache:
     `timeout_s`: before they take memory, and after.
 
     ctx: the `burst_rt.Context`. num_layers, batch, num_kv_heads, head_dim, v_head_dim: of the
-        model's attention and of the sequences; v_head_dim: None takes head_dim.
+        model's attention and of the sequences; v_head_dim: None takes head_dim. num_layers 0 counts
+        the tokens of a model that keeps states alone.
     capacity: the most tokens of a sequence, left padding included. The memory is taken at once:
         on each rank capacity // (block * world_size) * block tokens, and at most block for what is
         left of the capacity, rounded up to 256, x batch x num_layers x num_kv_heads x (head_dim +
@@ -123,9 +124,10 @@ class KVCache:
             "capacity": capacity,
         }
         for name, number in numbers.items():
-            if not is_count(number, 1):
+            least = 0 if name == "num_layers" else 1
+            if not is_count(number, least):
                 return InputError(
-                    f"KVCache: {name} must be an integer of at least 1, got {number!r}"
+                    f"KVCache: {name} must be an integer of at least {least}, got {number!r}"
                 )
         if not is_count(self.block, 1) or self.block > _LARGEST_BLOCK:
             return InputError(

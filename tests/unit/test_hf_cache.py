@@ -285,39 +285,27 @@ def _config(kind: str, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def _jamba() -> Any:
-    config = _config("JambaConfig", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4)
-    return transformers.JambaForCausalLM(config)
+def _gemma4() -> Any:
+    return make_model("Gemma4")
 
 
-def _lfm2() -> Any:
-    config = _config("Lfm2Config", layer_types=["conv", "conv"], block_dim=32)
-    return transformers.Lfm2ForCausalLM(config)
+def _gemma4_of_two_widths() -> Any:
+    types = ["sliding_attention", "full_attention"]
+    options = {"layer_types": types, "global_head_dim": 16, "head_dim": 8}
+    config = _config("Gemma4TextConfig", **options)
+    return transformers.Gemma4ForCausalLM(config)
 
 
-def _zamba2() -> Any:
-    types = ["linear_attention", "hybrid"]
-    options = {"layers_block_type": types, "n_mamba_heads": 8, "num_mem_blocks": 1}
-    return transformers.Zamba2ForCausalLM(_config("Zamba2Config", **options))
-
-
-def _deepseek() -> Any:
-    config = _config(
-        "DeepseekV3Config", n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
-        moe_intermediate_size=16, first_k_dense_replace=1,
-    )  # fmt: skip
-    config.num_key_value_heads = 4
-    return transformers.DeepseekV3ForCausalLM(config)
+def _rwkv() -> Any:
+    return transformers.RwkvForCausalLM(_config("RwkvConfig", context_length=32))
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (_jamba, "got JambaForCausalLM, whose layers keep other states"),
-        (_lfm2, "got Lfm2ForCausalLM, none of whose layers does"),
-        (_zamba2, "got Zamba2ForCausalLM, which shares its attention among layers"),
-        (_deepseek, "DeepseekV3ForCausalLM, which keeps them compressed"),
+        (_rwkv, "expected a forward with an argument past_key_values .*, got RwkvForCausalLM"),
+        (_gemma4, "keys and values of their own, got one that does not .Gemma4TextAttention"),
+        (_gemma4_of_two_widths, r"keep tensors of one shape, got .*\(2, 16, 16, torch.float32\)"),
     ],
 )
 def test_layers_that_keep_something_else_are_refused(make: Callable[[], Any], said: str) -> None:
@@ -325,10 +313,71 @@ def test_layers_that_keep_something_else_are_refused(make: Callable[[], Any], sa
     model.set_attn_implementation("burst_rt")
 
     def run(ctx: burst_rt.Context) -> None:
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(BurstError, match=said):
+            _cache(model, ctx)
+        assert ctx.all_reduce(torch.ones(1)).item() == 2  # the context is usable
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_attention_that_is_no_function_of_transformers_is_refused() -> None:
+    """By the cache on one rank; on more, `prepare` compares such models."""
+    model = transformers.BloomForCausalLM(_config("BloomConfig"))
+
+    def run(ctx: burst_rt.Context) -> None:
+        with pytest.raises(InputError, match="got BloomForCausalLM, none of whose layers does"):
             _cache(model, ctx)
 
     burst_rt.run_local(1, run, timeout_s=60)
+
+
+def test_layers_that_ask_a_cache_for_more_are_refused() -> None:
+    model = _llama()
+    attention = model.model.layers[1].self_attn
+
+    def asking(module: Any, args: Any, options: Any) -> None:
+        options[CACHE].get_recurrent_state(1)
+
+    attention.register_forward_pre_hook(asking, with_kwargs=True)
+
+    def run(ctx: burst_rt.Context) -> None:
+        with pytest.raises(InputError, match=r"for keys and values alone, .*IndexError"):
+            _cache(model, ctx)
+
+    burst_rt.run_local(1, run, timeout_s=60)
+
+
+def test_keys_that_are_kept_compressed() -> None:
+    """Of latent attention the keys are kept as attention takes them."""
+    config = _config(
+        "DeepseekV3Config", n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+        moe_intermediate_size=16, first_k_dense_replace=1,
+    )  # fmt: skip
+    config.num_key_value_heads = 4
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    expected = _generate(model, None, max_new_tokens=6)
+
+    def run(ctx: burst_rt.Context) -> None:
+        mine = deepcopy(model)
+        mine.set_attn_implementation("burst_rt")
+        cache = _cache(mine, ctx, batch=2)
+        assert torch.equal(_generate(mine, cache, max_new_tokens=6), expected)
+        assert cache.kv is not None
+        assert (cache.kv.num_kv_heads, cache.kv.head_dim, cache.kv.v_head_dim) == (4, 8, 8)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_gradients_are_refused() -> None:
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama()
+        with pytest.raises(InputError, match="expected a call without gradients"):
+            model(_IDS, **{CACHE: _cache(model, ctx)})
+
+    burst_rt.run_local(2, run, timeout_s=60)
 
 
 def test_a_model_that_is_compared_first() -> None:
@@ -435,7 +484,7 @@ def test_the_other_releases_name_of_the_cache() -> None:
                 found = model(_IDS, **{other: cache}).logits
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         else:
-            with pytest.raises(InputError, match="expected the cache as past_key_values=, got"):
+            with pytest.raises(InputError, match="expected the cache as past_key_values=, as"):
                 model(_IDS, **{other: cache})
 
     burst_rt.run_local(1, run, timeout_s=60)  # one thread catches warnings

@@ -14,7 +14,7 @@ import torch
 from recurrences import KINDS, Drawn, attend, drawn, errors, truth
 
 import burst_rt
-from burst_rt import Context, recurrence
+from burst_rt import Context, Documents, recurrence
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.scan import Way
 
@@ -59,6 +59,41 @@ def test_types_of_inputs(kind: str, dtype: torch.dtype) -> None:
         case = _rounded(drawn(seed, kind, 3), dtype)
         worst = max(errors(_run(case, dtype)[0], truth(case)).values())
         assert worst < _ALLOWED[dtype], (case.about, worst)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_goes_on_by_itself(kind: str) -> None:
+    """Without a layout: a text in several calls, each of which begins from the last one's state."""
+    for seed in range(8):
+        case = replace(drawn(seed, kind, 1), returns_state=True)
+        count, state, outs = case.seq_len, case.state, []
+        for at in (slice(1), slice(1, 4), slice(4, count)):
+            tokens = {name: x[:, at].float() for name, x in case.tokens.items()}
+            if next(iter(tokens.values())).shape[1]:
+                begins = None if case.documents is None else case.begins()[:, at]
+                out, state = getattr(recurrence, case.function)(
+                    **tokens, **{name: x.float() for name, x in case.shared.items()},
+                    **case.options, layout=None, documents=begins, return_state=True,
+                    initial_state=None if state is None else state.float(),
+                )  # fmt: skip
+                outs.append(out)
+        assert state is not None
+        expected = {name: x for name, x in truth(case).items() if name in ("out", "state")}
+        found = {"out": torch.cat(outs, 1), "state": state}
+        assert all(e < 1e-5 for e in errors(found, expected).values()), case.about
+
+
+def test_what_needs_a_layout() -> None:
+    x = torch.randn(1, 20, 4)
+    whole = recurrence.linear_recurrence(x, -x.abs(), layout=None, documents=Documents([8, 12]))
+    last = recurrence.linear_recurrence(x[:, 8:], -x[:, 8:].abs(), layout=None)
+    torch.testing.assert_close(whole[:, 8:], last)
+    with pytest.raises(InputError, match="layout: expected one where tensors need gradients"):
+        recurrence.linear_recurrence(x.requires_grad_(), -x.detach().abs(), layout=None)
+    with pytest.raises(InputError, match="got None: linear_recurrence is then local"):
+        recurrence.explain_recurrence(
+            recurrence.linear_recurrence, x.detach(), -x.detach().abs(), layout=None
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,7 +232,7 @@ def _arguments(own: Any, /, **changes: Any) -> dict[str, Any]:
         ({"documents": [5, 5]}, "documents must be burst_rt.Documents, or a bool tensor"),
         ({"documents": torch.zeros(1, 9, dtype=torch.bool)}, r"got \(1, 9\) of torch.bool"),
         ({"documents": burst_rt.Documents([3, 3])}, "documents must be those of the whole"),
-        ({"layout": "zigzag"}, "layout must come from Context.layout, got str"),
+        ({"layout": "zigzag"}, "layout must come from Context.layout, or be None .*, got str"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused_on_every_rank(changes: dict[str, Any], why: str) -> None:
