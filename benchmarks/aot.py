@@ -104,7 +104,7 @@ def _takes_producer(request: Request) -> bool:
         head_dims,
         4 if request.dtype == "fp32" else 2,
         width=request.width,
-        shaped="softcap" in request.scores or "alibi_slopes" in request.scores,
+        plain="softcap" not in request.scores and "alibi_slopes" not in request.scores,
     )
 
 

@@ -99,17 +99,15 @@ def tree_row(
 
     Worked example: 1 2 3 4 and 1 2 3 5 become 1 2 | 3 4 | 3 5.
     """
-    tokens = [_numbers(f"sequences[{i}]", each) for i, each in enumerate(sequences)]
+    tokens = [_numbers(f"sequences[{i}]", given) for i, given in enumerate(sequences)]
     count = len(tokens)
     if not count:
         _wrong("sequences", "at least one", "none")
     for name, given in (("labels", labels), ("weights", weights), ("shared", shared)):
         if given is not None and len(given) != count:
             _wrong(name, f"one for each of {count} sequences", f"{len(given)}")
-    targets = [
-        each if labels is None else _labels(i, each, labels[i]) for i, each in enumerate(tokens)
-    ]
-    most = [len(each) if shared is None else int(shared[i]) for i, each in enumerate(tokens)]
+    targets = tokens if labels is None else list(map(_labels, range(count), tokens, labels))
+    most = list(map(len, tokens)) if shared is None else list(map(int, shared))
     row = _Row(tokens, most)
     size = len(row.input_ids)
     position_ids, shift_labels = np.zeros(size, np.int64), np.full(size, IGNORED_LABEL)
@@ -137,9 +135,8 @@ class _Row:
 
     def __init__(self, tokens: list[Positions], most: list[int]) -> None:
         self.places: list[Positions] = [np.zeros(0, np.int64)] * len(tokens)
-        self._begins: list[
-            int
-        ] = []  # where each run of new tokens begins, and what it goes on from
+        # Where each run of new tokens begins, and what it goes on from.
+        self._begins: list[int] = []
         self._above: list[int] = []
         runs, size, before = [], 0, -1
         # Neighbours in this order share the most.

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from burst_rt.errors import InputError
 from burst_rt.hf.shard import KEYWORD, ShardInfo
 from burst_rt.runtime.refusing import refuse
-from burst_rt.runtime.sums import summed
+from burst_rt.runtime.sums import add_over_ranks
 
 __all__ = ["balance_over_ranks", "require_balanced"]
 
@@ -117,7 +117,9 @@ def _over_ranks(
         sums = sums + torch.stack([counts, probability])
     total = weights.double().sum() * len(gate_logits)
     group = info.group if info.balanced_in is None else info.balanced_in
-    added = summed(torch.cat([sums.flatten(), total[None]]), group=group, name="balancing loss")
+    added = add_over_ranks(
+        torch.cat([sums.flatten(), total[None]]), group=group, name="balancing loss"
+    )
     chosen, probability = added[:-1].view(2, num_experts)
     info.balanced = True
     loss: torch.Tensor = num_experts * (chosen * probability).sum() / added[-1] ** 2

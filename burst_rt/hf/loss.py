@@ -20,7 +20,7 @@ from burst_rt.errors import InputError
 from burst_rt.hf.shard import KEYWORD, ShardInfo, info_of, require_attended, was_cut
 from burst_rt.runtime.mean import mean_over_ranks
 from burst_rt.runtime.refusing import refuse
-from burst_rt.runtime.sums import summed
+from burst_rt.runtime.sums import add_over_ranks
 
 __all__ = ["register_losses", "wrong_router_loss"]
 
@@ -98,7 +98,7 @@ def _mean(
     on_device = isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch.is_cuda
     # One on a GPU is not compared, because the host would have to wait for it.
     count = None if on_device else float(num_items_in_batch)
-    total = summed((losses.double() * counted).sum(), group=info.group, count=count)
+    total = add_over_ranks((losses.double() * counted).sum(), group=info.group, count=count)
     return (total / num_items_in_batch).float()
 
 

@@ -21,7 +21,7 @@ from burst_rt.planning.evenness import evenness
 from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.recurrences import RecurrenceSizes
-from burst_rt.planning.recurrent_layers import scans_of, seconds_of
+from burst_rt.planning.recurrent_layers import scan_seconds, scans_of
 from burst_rt.planning.scan import Scan
 from burst_rt.planning.strategies import Choice, check_name
 from burst_rt.planning.strategies.ring import backward_ring
@@ -291,7 +291,7 @@ def fastest_layout(
         # Layers of the same sizes have equal scans.
         counts = Counter(scans[kind])
         seconds[kind] = sum(times) + sum(
-            count * seconds_of(scan, hardware) for scan, count in counts.items()
+            count * scan_seconds(scan, hardware) for scan, count in counts.items()
         )
     return spread[min(seconds, key=seconds.__getitem__)], seconds
 

@@ -13,7 +13,7 @@ from burst_rt.scheduler import Schedule
 if TYPE_CHECKING:
     from burst_rt.scheduler.simulator import Hardware
 
-__all__ = ["scans_of", "seconds_of"]
+__all__ = ["scan_seconds", "scans_of"]
 
 
 def scans_of(sizes: RecurrenceSizes, layout: Layout, batch: int) -> Iterator[Scan]:
@@ -50,7 +50,7 @@ def _both(
         )
 
 
-def seconds_of(scan: Scan, hardware: Hardware) -> float:
+def scan_seconds(scan: Scan, hardware: Hardware) -> float:
     """Seconds until the last rank has ended, in a simulated run."""
     # Most jobs have no machine file, and do without the simulator.
     from burst_rt.scheduler.simulator import simulate

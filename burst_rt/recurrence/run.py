@@ -163,18 +163,17 @@ def grad_sums(call: RecurrenceCall, bound: Bound) -> SegmentGrads:
 
     Each token is added to once, in its own type, but for those that several segments remember.
     """
-    own = call.recurrence.memory is None
 
-    def sums(tensors: Sequence[Tensor], needs: Sequence[bool], own: bool) -> Any:
+    def sums(tensors: Sequence[Tensor], needs: Sequence[bool], in_type: bool) -> Any:
         pairs = zip(tensors, needs, strict=True)
         return tuple(
-            torch.zeros_like(x, dtype=x.dtype if own else call.wide) if needed else None
+            torch.zeros_like(x, dtype=x.dtype if in_type else call.wide) if needed else None
             for x, needed in pairs
         )
 
     count = len(bound.tokens)
     return SegmentGrads(
-        sums(bound.tokens, call.needs[:count], own),
+        sums(bound.tokens, call.needs[:count], call.recurrence.memory is None),
         sums(bound.shared, call.needs[count:-1], False),
     )
 

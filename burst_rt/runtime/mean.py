@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from burst_rt.errors import InputError
-from burst_rt.runtime.sums import RanksOrGroup, describe_value, refuse_in, summed
+from burst_rt.runtime.sums import RanksOrGroup, add_over_ranks, describe_value, refuse_in
 
 __all__ = ["mean_over_ranks", "weighted_mean"]
 
@@ -79,7 +79,7 @@ def weighted_mean(
     weights = weights.double()
     number = None if count is None else _as_count(count, group, name)
     sums = torch.stack([(weights * values).sum(), weights.sum()])
-    total, weight = summed(sums, group=group, name=name, count=number)
+    total, weight = add_over_ranks(sums, group=group, name=name, count=number)
     mean: torch.Tensor = total / (weight if number is None else number)
     return mean.to(torch.promote_types(values.dtype, torch.float32))
 

@@ -26,12 +26,13 @@ from burst_rt.runtime.runtime import Runtime
 __all__ = [
     "RanksOrGroup",
     "SummingRanks",
+    "add_over_ranks",
     "describe_value",
     "differs",
     "ranks_of",
     "refuse_in",
     "sum_in_place",
-    "sum_over_ranks", "summed",
+    "sum_over_ranks",
 ]  # fmt: skip
 
 # Number of sums that each process group has made: the same on all of its ranks.
@@ -71,10 +72,10 @@ def sum_over_ranks(x: torch.Tensor, *, group: RanksOrGroup | None = None) -> tor
     if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, torch.float64):
         error = f"sum_over_ranks: expected float32 or float64, got {describe_value(x)}"
         refuse_in(group, "sum_over_ranks", InputError(error))
-    return summed(x, group=group)
+    return add_over_ranks(x, group=group)
 
 
-def summed(
+def add_over_ranks(
     x: torch.Tensor,
     *,
     group: RanksOrGroup | None = None,

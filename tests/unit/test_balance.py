@@ -14,7 +14,7 @@ from mixes import Mix, mix
 
 from burst_rt import BlockSparse, Causal, Documents, First, Full, Mask, Prefix, SlidingWindow
 from burst_rt.planning import balance
-from burst_rt.planning.balance import Load, deal, load_of, step_of
+from burst_rt.planning.balance import Load, deal, even_bounds, load_of, step_of
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks.spans import Positions
 
@@ -69,8 +69,8 @@ def test_the_load_of_tables_of_blocks(
 def test_drawn_mixes_are_dealt_evenly(seed: int) -> None:
     mask, seq_len, world_size = mix(seed)
     load = load_of(mask, seq_len, seq_len)
-    dealt = deal(load, world_size)
-    assert deal(Load(*(x.copy() for x in load)), world_size) == dealt
+    dealt = deal(load, even_bounds(len(load.rows), world_size))
+    assert deal(Load(*(x.copy() for x in load)), even_bounds(len(load.rows), world_size)) == dealt
     _has_one_owner(dealt, Mix(mask, seq_len, world_size))
     cells = _cells(load.rows, dealt)
     step = step_of(seq_len, world_size)
@@ -113,7 +113,7 @@ def test_cells_by_key_are_even_too_where_they_can_be() -> None:
     for seed in range(60):
         mask, seq_len, world_size = mix(seed)
         load = load_of(mask, seq_len, seq_len)
-        runs = deal(load, world_size)
+        runs = deal(load, even_bounds(len(load.rows), world_size))
         zigzag = make_layout("zigzag", seq_len, world_size).runs
         dealt.append(_busiest(load.columns, runs))
         plain.append(_busiest(load.columns, zigzag))
@@ -123,7 +123,7 @@ def test_cells_by_key_are_even_too_where_they_can_be() -> None:
 
 def test_what_a_long_document_and_short_ones_come_to() -> None:
     def runs(mask: Mask, seq_len: int, world_size: int) -> list[list[tuple[int, int]]]:
-        dealt = deal(load_of(mask, seq_len, seq_len), world_size)
+        dealt = deal(load_of(mask, seq_len, seq_len), even_bounds(seq_len, world_size))
         return [[(run.start, run.stop) for run in own] for own in dealt]
 
     # Zigzag for one causal document.
@@ -145,17 +145,17 @@ def test_what_a_long_document_and_short_ones_come_to() -> None:
 def test_more_ranks_than_tokens_and_one_rank() -> None:
     for seq_len, world_size in ((3, 5), (1, 2), (1, 1), (7, 1), (64, 64)):
         _has_one_owner(
-            deal(load_of(Causal(), seq_len, seq_len), world_size),
+            deal(load_of(Causal(), seq_len, seq_len), even_bounds(seq_len, world_size)),
             Mix(Causal(), seq_len, world_size),
         )
 
 
 def test_queries_that_see_nothing_and_other_keys_than_queries() -> None:
     nothing = Documents(ids=[-1] * 12)
-    dealt = deal(load_of(nothing, 12, 12), 3)
+    dealt = deal(load_of(nothing, 12, 12), even_bounds(12, 3))
     assert dealt == ((range(4),), (range(4, 8),), (range(8, 12),))
     load = load_of(Causal(), 4096, 6000)
-    assert _busiest(load.rows, deal(load, 3)) < 1.02
+    assert _busiest(load.rows, deal(load, even_bounds(len(load.rows), 3))) < 1.02
 
 
 def test_a_mask_without_spans_costs_its_outline() -> None:
@@ -171,4 +171,4 @@ def test_packed_rows_of_a_batch_are_dealt_by_their_sum() -> None:
     load = load_of(mask, 1000, 1000)
     each = [load_of(Causal() & Documents(lengths), 1000, 1000) for lengths in rows]
     assert (load.rows == each[0].rows + each[1].rows).all()
-    assert _busiest(load.rows, deal(load, 4)) < 1.03
+    assert _busiest(load.rows, deal(load, even_bounds(len(load.rows), 4))) < 1.03

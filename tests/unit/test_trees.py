@@ -222,7 +222,8 @@ def test_a_model_of_ones_own() -> None:
     def logits_of(x: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
         x = x + positions[..., None].sin()
         q = k = v = x.unflatten(2, (2, 16))
-        return (x + attend(q, k, v).flatten(2)) @ table.T
+        mixed: torch.Tensor = x + attend(q, k, v).flatten(2)
+        return mixed @ table.T
 
     def run(ctx: Context) -> float:
         part = burst_rt.shard_batch(row.batch(), ctx)
@@ -242,9 +243,8 @@ def test_a_model_of_ones_own() -> None:
         assert half.item() == pytest.approx(loss.item() / 2)
         return loss.item()
 
-    def alone(*qkv: torch.Tensor) -> torch.Tensor:
-        out = reference(*qkv, torch.zeros_like(qkv[0]), mask=Causal()).out
-        return out.float()
+    def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return reference(q, k, v, torch.zeros_like(q), mask=Causal()).out.float()
 
     class Model:
         def __call__(self, input_ids: torch.Tensor) -> Any:
