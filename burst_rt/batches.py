@@ -19,6 +19,7 @@ from torch.nn import functional
 from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
+from burst_rt.planning.layouts import FOLLOWING
 from burst_rt.planning.masks import (
     Causal,
     Chunked,
@@ -136,6 +137,7 @@ def shard_batch(
     ctx: Context,
     layout: str | ContextLayout = "auto",
     *,
+    token_cells: float | None = None,
     check: bool = True,
 ) -> ShardedBatch:
     """Cuts a batch of whole sequences: this rank's tokens, their positions, labels and mask.
@@ -165,7 +167,9 @@ def shard_batch(
         token_type_ids, mm_token_type_ids;
         per_layer_inputs: `[batch, tokens, ...]`, beside inputs_embeds, as Gemma 4 takes them.
     layout: "auto" takes "zigzag", or "balanced" (under a causal mask) where documents or padding
-        hide something. Or a kind of `Context.layout`, or a layout of this length.
+        hide something. Or a kind of `Context.layout`, or a layout of this length. "whole" keeps
+        documents together where that pays, and gives ranks different numbers of tokens.
+    token_cells: for "whole", as in `Context.layout`.
     check: whether ranks compare checksums (CRC-32) of their batches. Tensors on a device are
         copied to the host for that.
 
@@ -177,7 +181,7 @@ def shard_batch(
     try:
         if not isinstance(batch, Mapping):
             _wrong("batch", "tensors by name", f"got {type(batch).__name__}")
-        sharded = _cut(dict(batch), ctx, layout)
+        sharded = _cut(dict(batch), ctx, layout, token_cells)
     except InputError as error:
         refuse(_NAME, error, ctx.runtime)
     if check:
@@ -202,7 +206,9 @@ def _check_same(batch: Mapping[str, Any], ctx: Context) -> None:
         )
 
 
-def _cut(batch: dict[str, Any], ctx: Context, layout: str | ContextLayout) -> ShardedBatch:
+def _cut(
+    batch: dict[str, Any], ctx: Context, layout: str | ContextLayout, token_cells: float | None
+) -> ShardedBatch:
     tree = batch.pop(_TREE, None)
     rows, tokens = _shape(batch)
     if tree is not None:
@@ -212,7 +218,7 @@ def _cut(batch: dict[str, Any], ctx: Context, layout: str | ContextLayout) -> Sh
         given = torch.from_numpy(tree.path_positions(np.arange(tokens)))
     positions = _positions(given, rows, tokens)
     mask = tree or _hidden(batch, positions.cpu().numpy(), tokens)
-    layout = _layout(ctx, tokens, mask, layout)
+    layout = _layout(ctx, tokens, mask, layout, token_cells)
     shift_labels = batch.pop("shift_labels", None)
     if shift_labels is None and "labels" in batch:
         shift_labels = functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
@@ -380,15 +386,22 @@ def _documents(shown: Any, positions: Any) -> Any:
     return numbers
 
 
-def _layout(ctx: Context, tokens: int, mask: Mask, layout: str | ContextLayout) -> ContextLayout:
+def _layout(
+    ctx: Context,
+    tokens: int,
+    mask: Mask,
+    layout: str | ContextLayout,
+    token_cells: float | None,
+) -> ContextLayout:
     if layout == "auto":
         layout = "zigzag" if mask == Full() else "balanced"
     if not isinstance(layout, ContextLayout):
-        followed = Causal() & mask if layout == "balanced" else None
-        layout = ContextLayout(
-            ctx.attention,
-            choose_layout(ctx.attention, tokens, layout, followed, (None, None, None)),
+        followed = Causal() & mask if layout in FOLLOWING else None
+        shape = (None, None, None)
+        chosen = choose_layout(
+            ctx.attention, tokens, layout, followed, shape, token_cells=token_cells
         )
+        layout = ContextLayout(ctx.attention, chosen)
     elif layout.runtime is not ctx.runtime or layout.seq_len != tokens:
         got = f"got {layout.seq_len} tokens over {layout.runtime.world_size} ranks"
         _wrong("layout", f"one of this context, for {tokens} tokens", got)

@@ -79,6 +79,7 @@ class Context:
         head_dim: int | None = None,
         dtype: torch.dtype | None = None,
         recurrences: Sequence[RecurrenceSizes] = (),
+        token_cells: float | None = None,
     ) -> ContextLayout:
         """The layout of `seq_len` tokens over the ranks.
 
@@ -88,19 +89,26 @@ class Context:
             runs (see `planning.balance`). Every such layout of one length has the same shard
             lengths, so packed batches may bring a new mask every step. Masks without spans count by
             what is known of them: a function by `within`, others as if all keys were seen.
+            "whole" gives a document to one rank, and cuts only long ones and those that would leave
+            ranks uneven. Ranks have different numbers of tokens. Where the machine was measured, up
+            to 32 ranks, it cuts as many as are forecast to pay; elsewhere the busiest rank has at
+            most 5 percent above its share, where that is possible.
             "auto" takes "zigzag", "contiguous", "striped" or "balanced". Up to 64 ranks, and where
             `burst-rt calibrate` has measured the machine, it takes the one whose forward and
             backward are forecast to take the least time, with the strategies that calls will take.
             Elsewhere, of those whose cells are even, the one that sends the fewest bytes. Takes
             seconds, a quarter of a minute at most, and is kept by mask: for masks that stay.
-        mask: for "balanced" and "auto": the mask that calls will have, for as many queries as keys.
-            Another mask gives right results too. Every rank must give the same mask; ranks compare
-            layouts when they make a call.
-        heads, head_dim, dtype: for "auto": (query heads, kv heads), their width and the type of the
-            calls' tensors. The default is (32, 8), 128 and bfloat16.
+        mask: for "balanced", "whole" and "auto": the mask that calls will have, for as many queries
+            as keys. Another mask gives right results too. Every rank must give the same mask; ranks
+            compare layouts when they make a call.
+        heads, head_dim, dtype: for "auto" and "whole": (query heads, kv heads), their width and the
+            type of the calls' tensors. The default is (32, 8), 128 and bfloat16.
         recurrences: for "auto": the recurrent layers (`burst_rt.recurrence`) that a model has for
             each layer of attention. They have no striped layout, and their states go from run to
             run.
+        token_cells: for "whole": what all but attention costs for a token, in cells of attention
+            (a query that sees a key, in all heads). None: 6 times heads times head_dim, as in a
+            usual transformer layer. 0: attention alone.
 
         Does not block, unless an argument is wrong. A wrong argument raises InputError on every
         rank: this rank blocks at most `timeout_s` for the others, which raise the error in the call
@@ -108,7 +116,9 @@ class Context:
         """
         try:
             shape = heads, head_dim, dtype
-            chosen = choose_layout(self.attention, seq_len, kind, mask, shape, recurrences)
+            chosen = choose_layout(
+                self.attention, seq_len, kind, mask, shape, recurrences, token_cells
+            )
         except InputError as error:
             refuse("layout", error, self.runtime)
         return ContextLayout(self.attention, chosen)

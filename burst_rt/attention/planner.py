@@ -266,6 +266,10 @@ class Planner:
         """
         return self._chooser.layout(problem, recurrences)
 
+    def whole(self, problem: Problem, token_cells: float) -> Layout:
+        """The layout of whole documents that suits a problem; see `whole_layout`. Local."""
+        return self._chooser.whole(problem, token_cells)
+
     def forget(self) -> None:
         """Lets go of all plans, layouts and forecasts."""
         self._detailed.clear()

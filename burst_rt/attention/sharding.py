@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,16 +17,19 @@ from burst_rt.drivers import raw_bytes
 from burst_rt.errors import InputError
 from burst_rt.kernels import DTYPES, sum_dtype
 from burst_rt.opaque import opaque
-from burst_rt.planning.layouts import BALANCED, Layout, make_layout, mask_for_layout
+from burst_rt.planning.layouts import BALANCED, WHOLE, Layout, make_layout, mask_for_layout
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.numbers import Numbers
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.runtime.runtime import Runtime
 
-__all__ = ["AUTO", "LAYOUTS", "ContextLayout", "choose_layout"]
+__all__ = ["AUTO", "CELLS_OF_WIDTH", "LAYOUTS", "ContextLayout", "choose_layout"]
 
 AUTO = "auto"
+# What the rest of a model's layer costs for a token, in cells of attention, by the model's width:
+# 12 * width**2 weights, the usual layer, of 2 operations, over 4 * width operations of a cell.
+CELLS_OF_WIDTH = 6
 
 
 @opaque
@@ -153,11 +157,19 @@ def choose_layout(
     mask: Mask | None,
     shape: tuple[tuple[int, int] | None, int | None, torch.dtype | None],
     recurrences: Sequence[RecurrenceSizes] = (),
+    token_cells: float | None = None,
 ) -> Layout:
     """The layout that `Context.layout` makes from its arguments. Local. Raises InputError.
 
     shape: heads, head_dim and dtype.
     """
+    if token_cells is not None and (
+        kind != WHOLE or isinstance(token_cells, bool) or not 0 <= token_cells < math.inf
+    ):
+        raise InputError(
+            f"layout: token_cells is a number of at least 0, for kind 'whole' only, got "
+            f"{token_cells!r} and kind {kind!r}"
+        )
     wrong = [sizes for sizes in recurrences if not isinstance(sizes, RecurrenceSizes)]
     if wrong or (recurrences and kind != AUTO):
         raise InputError(
@@ -165,11 +177,12 @@ def choose_layout(
             f"got {type(wrong[0]).__name__ if wrong else 'sizes'} and kind {kind!r}"
         )
     world_size, (heads, head_dim, dtype) = attention.runtime.world_size, shape
-    if kind != AUTO and (heads, head_dim, dtype) != (None, None, None):
+    if kind not in (AUTO, WHOLE) and (heads, head_dim, dtype) != (None, None, None):
         raise InputError(
-            f"layout: heads, head_dim and dtype are for kind 'auto' only, got kind {kind!r}"
+            "layout: heads, head_dim and dtype are for the kinds 'auto' and 'whole' only, got kind "
+            f"{kind!r}"
         )
-    if kind not in (AUTO, BALANCED):
+    if kind not in (AUTO, BALANCED, WHOLE):
         return make_layout(kind, seq_len, world_size, mask)
     plain = make_layout("zigzag", seq_len, world_size)
     mask = mask_for_layout(kind, mask, seq_len)
@@ -196,7 +209,12 @@ def choose_layout(
         sum_bytes=sum_dtype(dtype).itemsize,
         needs_grad=(True, True, True),
     )
-    return attention.planner.layout(problem, tuple(recurrences))
+    if kind == AUTO:
+        return attention.planner.layout(problem, tuple(recurrences))
+    width = num_heads * head_dim
+    return attention.planner.whole(
+        problem, CELLS_OF_WIDTH * width if token_cells is None else token_cells
+    )
 
 
 def _shape(heads: tuple[int, int], head_dim: int) -> tuple[int, int, int]:

@@ -98,7 +98,9 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     if ctx.world_size == 1:
         return model
     has_attention = attends(model)
-    set_prepared(ctx, has_attention or not mixes)
+    config: Any = model.config
+    width = getattr(config.get_text_config(), "hidden_size", 0)
+    set_prepared(ctx, has_attention or not mixes, width)
     hook = hook_of(model)
     if hook is None:
         hook = hook_positions(model)

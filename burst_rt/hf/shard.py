@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from burst_rt.attention.options import FULL
-from burst_rt.attention.sharding import ContextLayout
+from burst_rt.attention.sharding import CELLS_OF_WIDTH, ContextLayout
 from burst_rt.batches import BATCH_NAMES, LOSS_WEIGHTS, TOKEN_TYPES, ShardedBatch, shard_batch
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
@@ -114,14 +114,21 @@ class ShardInfo:
         return max(batch.largest_positions)
 
 
-# The runtimes of the contexts with which `prepare` was called, and whether any of the models has
-# softmax attention.
-_prepared: weakref.WeakKeyDictionary[Runtime, bool] = weakref.WeakKeyDictionary()
+class _Models(NamedTuple):
+    """The models that were prepared for a context."""
+
+    attend: bool  # whether any has softmax attention
+    width: int  # the largest
 
 
-def set_prepared(ctx: Context, attends: bool) -> None:
-    """Says that a model was prepared for a context: from now on it has parts."""
-    _prepared[ctx.runtime] = attends or _prepared.get(ctx.runtime, False)
+# By the runtimes of the contexts with which `prepare` was called.
+_prepared: weakref.WeakKeyDictionary[Runtime, _Models] = weakref.WeakKeyDictionary()
+
+
+def set_prepared(ctx: Context, attends: bool, width: int) -> None:
+    """Says that a model of this width was prepared for a context: from now on it has parts."""
+    before = _prepared.get(ctx.runtime, _Models(False, 0))
+    _prepared[ctx.runtime] = _Models(attends or before.attend, max(width, before.width))
 
 
 def shard(
@@ -172,9 +179,11 @@ def shard(
     ranks = ctx if group is None else group
     if any(name.startswith(_DECODER) for name in tensors):
         return {**others, **_shard_both(tensors, ctx, layout, ranks, check)}
-    if layout == "auto" and not _prepared.get(ctx.runtime, True):
+    known = _prepared.get(ctx.runtime)
+    if layout == "auto" and known and not known.attend:
         layout = "contiguous"
-    cut = shard_batch(tensors, ctx, layout, check=check)
+    token_cells = CELLS_OF_WIDTH * known.width if layout == "whole" and known else None
+    cut = shard_batch(tensors, ctx, layout, token_cells=token_cells, check=check)
     types = {name: tensors[name].to(ctx.device) for name in TOKEN_TYPES if name in tensors}
     info = ShardInfo(ctx, cut, ranks, token_types=types)
     return {**others, **_tagged(_named(cut), info), KEYWORD: info}

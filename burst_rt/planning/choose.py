@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from burst_rt.errors import InputError
 from burst_rt.planning.evenness import evenness
-from burst_rt.planning.layouts import BALANCED, Layout, make_layout
+from burst_rt.planning.layouts import BALANCED, FOLLOWING, TOLERANCE, WHOLE, Layout, make_layout
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.planning.recurrent_layers import scan_seconds, scans_of
@@ -26,6 +26,7 @@ from burst_rt.planning.scan import Scan
 from burst_rt.planning.strategies import Choice, check_name
 from burst_rt.planning.strategies.ring import backward_ring
 from burst_rt.planning.strategies.table import TABLE, Direction, few_queries
+from burst_rt.scheduler import Cost
 
 if TYPE_CHECKING:
     from burst_rt.planning.forecast import Forecast
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CANDIDATES", "FORECAST_UP_TO", "LAYOUTS", "Chooser", "Ranking", "choose", "fastest_layout",
-    "fastest_strategy", "forecast", "rank_strategies", "typical",
+    "fastest_strategy", "forecast", "rank_strategies", "typical", "whole_layout",
 ]  # fmt: skip
 
 # The strategies that a planner chooses from; in a forward also `ring-q`, where queries are few. The
@@ -55,6 +56,8 @@ _LAYOUTS_UP_TO = 64
 _EVEN = 0.05
 # Number of matrix products for a cell: in the forward, and in the backward.
 _WORK = (2, 5)
+# What the busiest rank may have above its share, if documents are dealt whole; the best is taken.
+_TOLERANCES = (TOLERANCE, 0.15, 0.4, 0.9)
 
 
 class Chooser:
@@ -85,6 +88,12 @@ class Chooser:
     def layout(self, problem: Problem, recurrences: tuple[RecurrenceSizes, ...]) -> Layout:
         """The layout that suits a problem best; see `fastest_layout`. Takes seconds; kept."""
         return self._layout(problem, recurrences)
+
+    def whole(self, problem: Problem, token_cells: float) -> Layout:
+        """See `whole_layout`."""
+        return whole_layout(
+            problem, self.hardware, ranks_per_node=self._ranks_per_node, token_cells=token_cells
+        )
 
     def forget(self) -> None:
         """Lets go of all rankings and layouts."""
@@ -202,7 +211,7 @@ def typical(problem: Problem) -> Problem:
     def alike(layout: Layout) -> Layout:
         try:
             size = (layout.seq_len, layout.world_size)
-            return make_layout(BALANCED, *size, mask) if layout.kind == BALANCED else layout
+            return make_layout(layout.kind, *size, mask) if layout.kind in FOLLOWING else layout
         except InputError:
             return layout  # which follows a mask of another kind
 
@@ -294,6 +303,41 @@ def fastest_layout(
             count * scan_seconds(scan, hardware) for scan, count in counts.items()
         )
     return spread[min(seconds, key=seconds.__getitem__)], seconds
+
+
+def whole_layout(
+    problem: Problem, hardware: Hardware | None, *, ranks_per_node: int, token_cells: float
+) -> Layout:
+    """The layout of whole documents that cuts as many of them as pay.
+
+    Layouts that tolerate more or less unevenness are forecast, forward and backward, with the
+    programs that send the fewest bytes, and with the tokens of the rank that has the most. Where no
+    machine is known, and above 32 ranks, a rank may have 5 percent above its share. problem: with
+    as many keys as queries, in any layout. token_cells: see `make_layout`. Local; the same on every
+    rank.
+    """
+    size = (problem.q_layout.seq_len, problem.world_size)
+    if hardware is None or not 1 < problem.world_size <= FORECAST_UP_TO:
+        return make_layout(WHOLE, *size, problem.mask, token_cells)
+    layouts = dict.fromkeys(
+        make_layout(WHOLE, *size, problem.mask, token_cells, tolerance) for tolerance in _TOLERANCES
+    )
+    if len(layouts) == 1:  # documents are even without cuts, as many short ones are
+        return next(iter(layouts))
+    known: Hardware = hardware
+    rate = known.device.rates.get("linear") or known.device.rates["default"]
+    products = 3  # of other layers' weights: one in the forward, two in the backward
+    flops = products * 2 * token_cells * problem.num_heads * (problem.head_dim + problem.v_head_dim)
+
+    def seconds(layout: Layout) -> float:
+        given = replace(problem, q_layout=layout, kv_layout=layout)
+        tokens = max(map(layout.shard_len, range(problem.world_size))) * problem.batch
+        return rate.seconds(Cost(flops=int(flops * tokens))) + sum(
+            forecast(given, "auto", known, forward=forward, ranks_per_node=ranks_per_node).time_s
+            for forward in (True, False)
+        )
+
+    return min(layouts, key=seconds)
 
 
 def _seconds(problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int) -> float:

@@ -29,6 +29,8 @@ __all__ = ["deal_whole"]
 
 # Units of at least this part of a rank's share are placed one by one.
 _HEAVY = 1 / 32
+# Parts of a unit of less than this part of a rank's share are not worth a cut.
+_CRUMB = 1 / 32
 
 
 def deal_whole(
@@ -49,7 +51,7 @@ def deal_whole(
         for i in np.argsort(-weights, kind="stable")[: np.count_nonzero(is_heavy)]
     ]
     most = ranks.share * (1 + tolerance)
-    ranks.wrap([unit for unit in heavy if ranks.weight(unit) > most], tolerance)
+    ranks.wrap([unit for unit in heavy if ranks.weight(unit) > most])
     for unit in heavy:
         if ranks.weight(unit) <= most:
             ranks.place(unit, int(np.argmin(ranks.weights)))
@@ -70,7 +72,7 @@ class _Ranks:
         self._whole: list[list[range]] = [[] for _ in range(world_size)]  # which may be cut
 
     def weight(self, run: range) -> float:
-        """Of consecutive positions."""
+        """The weight of consecutive positions."""
         return float(self.sums[run.stop] - self.sums[run.start])
 
     def place(self, unit: range, rank: int) -> None:
@@ -78,15 +80,14 @@ class _Ranks:
         self._give(rank, [unit])
         self._whole[rank].append(unit)
 
-    def wrap(self, units: Sequence[range], tolerance: float) -> None:
-        """Lays units end to end over the ranks, from rank 0 on. Parts of less than what is
-        tolerated go to the rank of the part beside them.
+    def wrap(self, units: Sequence[range]) -> None:
+        """Lays units end to end over the ranks, from rank 0 on. Crumbs go to the rank of the part
+        beside them.
         """
-        begin = 0.0
+        begin, margin = 0.0, _CRUMB * self.share
         for unit in units:
             weight = self.weight(unit)
             fulls = self.share * np.arange(1, len(self.weights))
-            margin = tolerance * self.share
             cuts = fulls[(fulls > begin + margin) & (fulls < begin + weight - margin)]
             ends = [*(cuts - begin), weight]
             middles = begin + (np.array([0.0, *ends[:-1]]) + ends) / 2

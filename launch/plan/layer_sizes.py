@@ -13,7 +13,7 @@ from functools import cached_property
 from burst_rt.errors import InputError, InternalError
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes, Product, Sublayer
 from burst_rt.planning.choose import choose
-from burst_rt.planning.layouts import BALANCED, Layout, make_layout
+from burst_rt.planning.layouts import FOLLOWING, Layout, make_layout
 from burst_rt.planning.masks import Causal, Mask
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program, check_name
@@ -176,7 +176,7 @@ class Spread:
         if self.strategy == TENSOR_PARALLEL[0]:
             return make_layout("contiguous", self.seq_len, 1)
         kind = "contiguous" if self.gathers else self.kind
-        mask = (self.placed_by or self.mask) if kind == BALANCED else None
+        mask = (self.placed_by or self.mask) if kind in FOLLOWING else None
         return make_layout(kind, self.seq_len, self.world_size, mask)
 
     def own_rows(self, rank: int) -> int:

@@ -470,7 +470,7 @@ def _call_encoder(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> ob
 )
 def test_a_batch_that_cannot_be_cut_is_refused(changed: dict[str, Any], message: str) -> None:
     def run(ctx: burst_rt.Context) -> None:
-        set_prepared(ctx, attends=True)
+        set_prepared(ctx, attends=True, width=32)
         batch = {"input_ids": torch.ones(2, TOKENS, dtype=torch.int64)}
         with pytest.raises(InputError, match=message):
             burst_rt.hf.shard({**batch, **changed}, ctx)
@@ -480,7 +480,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(changed: dict[str, Any], message:
 
 def test_a_batch_is_tensors_by_name_and_its_number_the_same() -> None:
     def run(ctx: burst_rt.Context) -> None:
-        set_prepared(ctx, attends=True)
+        set_prepared(ctx, attends=True, width=32)
         batch = {"input_ids": torch.ones(2, TOKENS, dtype=torch.int64)}
         with pytest.raises(InputError, match="batch: expected tensors by name, got list"):
             burst_rt.hf.shard([batch], ctx)  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def test_hybrids_are_those_of_one_process(name: str, kind: str, num_ranks: int) 
     assert not wrong
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced", "whole"])
 @pytest.mark.parametrize("name", ["Qwen3Next", "Bamba"])
 def test_layouts_of_runs(name: str, layout: str) -> None:
     model = make_hybrid(name)

@@ -512,7 +512,7 @@ def test_planning_imports_no_torch(name: str) -> None:
     counting = (
         "burst_rt.planning.balance", "burst_rt.planning.intervals", "burst_rt.planning.masks",
         "burst_rt.planning.needs", "burst_rt.planning.sides",
-        "burst_rt.planning.worklist", "burst_rt.serving.chunks",
+        "burst_rt.planning.whole", "burst_rt.planning.worklist", "burst_rt.serving.chunks",
     )  # fmt: skip
     more |= {"numpy"} if _within(name, *counting) else set()
     assert all(map(_is_standard_library, _imports(name) - own - more))

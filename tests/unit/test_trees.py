@@ -107,7 +107,7 @@ def test_attention_is_that_of_each_sequence(seeds: range) -> None:
 
 def _check_attention(row: TreeRow, world: int, rng: np.random.Generator) -> None:
     tokens = row.input_ids.shape[1]
-    kind = rng.choice(["zigzag", "balanced", "contiguous", "striped"])
+    kind = rng.choice(["zigzag", "balanced", "contiguous", "striped", "whole"])
     strategy = rng.choice(["auto", "ring-kv", "burst", "direct", "bidirectional"])
     window = int(rng.integers(0, 20)) if rng.integers(3) == 0 else None
     tree = row.tree if window is None else row.tree.window(window)
@@ -120,7 +120,7 @@ def _check_attention(row: TreeRow, world: int, rng: np.random.Generator) -> None
     sinks = torch.from_numpy(rng.standard_normal(4)).float() if rng.integers(3) == 0 else None
 
     def run(ctx: Context) -> list[torch.Tensor]:
-        layout = ctx.layout(tokens, kind, mask=mask if kind == "balanced" else None)
+        layout = ctx.layout(tokens, kind, mask=mask if kind in ("balanced", "whole") else None)
         parts = [layout.shard(x).requires_grad_() for x in (q, k, v)]
         out = burst_attention(
             *parts, layout=layout, mask=mask, strategy=strategy, softcap=softcap, sinks=sinks
