@@ -21,6 +21,7 @@ from burst_rt.job.ending import error_line, exit_code_of
 from burst_rt.kernels import KERNELS, PARTIALS
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.recurrences import RecurrenceSizes
+from burst_rt.recurrence.kernels import RECURRENCE_KERNELS
 from burst_rt.runtime.connections import Comm, Group
 from burst_rt.runtime.joining import check_seconds, join
 from burst_rt.runtime.objects import all_gather, first, together
@@ -239,6 +240,7 @@ def init(
     join_s: float | None = None,
     transport: str = "auto",
     kernel: str = "auto",
+    recurrence_kernel: str = "auto",
     partials: str = "exact",
     check_finite: bool = False,
     telemetry: bool | None = None,
@@ -263,6 +265,8 @@ def init(
     transport: "auto", "nccl", "mpi", "torch", "staged" or "local". `ctx.why_transport` says which
         transport was taken and why.
     kernel: "auto" (the kernel measured to be fastest on this machine) or a tile kernel's name.
+    recurrence_kernel: "auto", "torch" or "fla" (flash-linear-attention): the kernel of
+        `burst_rt.recurrence`. Recurrences that fla does not serve take torch's operators.
     partials: "exact" or "16bit". "16bit" lets kernels round the result of each tile to the inputs'
         16 bits before results are added up, as cuDNN's attention and FlashAttention do, and on CPUs
         torch's bfloat16 attention. Errors then grow with the number of ranks.
@@ -283,6 +287,11 @@ def init(
             raise InputError(
                 f"init: kernel must be 'auto' or one of {sorted(KERNELS)}, got {kernel!r}"
             )
+        if recurrence_kernel != "auto" and recurrence_kernel not in RECURRENCE_KERNELS:
+            raise InputError(
+                "init: recurrence_kernel must be 'auto' or one of "
+                f"{sorted(RECURRENCE_KERNELS)}, got {recurrence_kernel!r}"
+            )
         if partials not in PARTIALS:
             raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
     except InputError as error:
@@ -291,12 +300,16 @@ def init(
     machine, within_s = joined.machine, joined.within_s
     machine.enter()
     runtime = Runtime(machine, joined.control, timeout_s=timeout_s, stall_s=stall_s)
-    attention = AttentionState(runtime, kernel=kernel, partials=partials, check_finite=check_finite)
+    attention = AttentionState(
+        runtime, kernel=kernel, partials=partials, check_finite=check_finite,
+        recurrence_kernel=recurrence_kernel,
+    )  # fmt: skip
     terms = {
         "call": "init",
         "timeout_s": str(timeout_s),
         "stall_s": str(stall_s),
         "kernel": kernel,
+        "recurrence_kernel": recurrence_kernel,
         "partials": partials,
         "check_finite": str(check_finite),
         "device": machine.device.type,

@@ -19,13 +19,17 @@ _HELD = 4096
 class AttentionState:
     """The state that the attention calls of one context share. Each context has one of these.
 
-    kernel, partials, check_finite: as `burst_rt.init` takes them.
+    kernel, recurrence_kernel, partials, check_finite: as `burst_rt.init` takes them.
     """
 
-    def __init__(self, runtime: Runtime, *, kernel: str, partials: str, check_finite: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, *, kernel: str, partials: str, check_finite: bool,
+        recurrence_kernel: str = "auto",
+    ) -> None:  # fmt: skip
         machine = runtime.machine
         self.runtime = runtime
         self.kernel = kernel
+        self.recurrence_kernel = recurrence_kernel
         self.partials = partials
         self.check_finite = check_finite
         self.planner = Planner(

@@ -15,7 +15,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple, TypeAlias
@@ -31,12 +31,17 @@ from burst_rt.remembered import alone, recall, remember
 
 __all__ = [
     "KIND",
+    "Figures",
     "KernelTimes",
     "TileProblem",
+    "chip_and_versions",
     "error_in_words",
     "failures",
     "fastest_kernel",
+    "fastest_of",
     "issue_timed",
+    "known_figures",
+    "seconds_in_turn",
     "seconds_of",
     "speed_key",
 ]
@@ -52,11 +57,11 @@ _ROUNDS = {"cuda": 5, "cpu": 3}
 _DEADLINE_S = 120.0
 
 # Seconds by kernel, or the reason why there are none; and what measures them.
-_Figures: TypeAlias = dict[str, float | str]
-_Measure: TypeAlias = Callable[[Work, Sequence[Kernel]], _Figures]
+Figures: TypeAlias = dict[str, float | str]
+_Measure: TypeAlias = Callable[[Work, Sequence[Kernel]], Figures]
 
 _lock = threading.Lock()
-_known: dict[tuple[str, ...], _Figures] = {}
+_known: dict[tuple[str, ...], Figures] = {}
 
 
 class KernelTimes(NamedTuple):
@@ -160,44 +165,54 @@ def fastest_kernel(
     the device.
     """
     work = work._replace(mask=_standard(work))
-    figures, whence = _figures(work, candidates, measure or seconds_of)
-    times = {
-        kernel.name: x for kernel in candidates if isinstance(x := figures.get(kernel.name), float)
-    }
+    names = [kernel.name for kernel in candidates]
+    figures, whence = known_figures(
+        KIND, speed_key(work), names, lambda: (measure or seconds_of)(work, candidates)
+    )
+    tokens = _TOKENS[work.device.type]
+    best, reason = fastest_of(figures, names, f"a tile of {tokens:,} x {tokens:,}", whence)
+    return KernelTimes(candidates[names.index(best)], reason)
+
+
+def fastest_of(figures: Figures, names: Sequence[str], what: str, whence: str) -> tuple[str, str]:
+    """The name of the fastest kernel, the first one where none could be measured; and the reason.
+
+    what: was measured. whence: the figures come from.
+    """
+    times = {name: x for name in names if isinstance(x := figures.get(name), float)}
     failed = ", ".join(f"{name} failed: {x}" for name, x in figures.items() if isinstance(x, str))
     if not times:
-        return KernelTimes(candidates[0], f"no kernel could be measured ({failed})")
-    best = min(times, key=times.__getitem__)
+        return names[0], f"no kernel could be measured ({failed})"
     in_order = ", ".join(
         f"{name} {1e3 * x:.3f} ms" for name, x in sorted(times.items(), key=lambda item: item[1])
     )
-    tokens = _TOKENS[work.device.type]
-    reason = (
-        f"the fastest of {in_order} for a tile of {tokens:,} x {tokens:,} "
-        f"({whence}{'; ' + failed if failed else ''})"
-    )
-    return KernelTimes(next(kernel for kernel in candidates if kernel.name == best), reason)
+    reason = f"the fastest of {in_order} for {what} ({whence}{'; ' + failed if failed else ''})"
+    return min(times, key=times.__getitem__), reason
 
 
-def _figures(work: Work, candidates: Sequence[Kernel], measure: _Measure) -> tuple[_Figures, str]:
-    """The kernels' seconds, or why there are none; and where the figures come from."""
-    key = speed_key(work)
-    names = tuple(sorted(kernel.name for kernel in candidates))
+def known_figures(
+    kind: str, key: Mapping[str, str], names: Iterable[str], measure: Callable[[], Figures]
+) -> tuple[Figures, str]:
+    """The figures of kernels by name, measured once for a key; and where they come from.
+
+    Blocks while this rank measures, and at most 120 s while another rank of the host does.
+    """
+    names = tuple(sorted(names))
+    asked = dict(key) | {"kernels": " ".join(names)}
     with _lock:
-        known = _known.get((*key.values(), *names))
+        known = _known.get((kind, *asked.values()))
         if known is not None:
             return known, "measured before in this process"
-        asked = key | {"kernels": " ".join(names)}
-        with alone(KIND, asked, _DEADLINE_S):
-            figures = recall(KIND, asked, partial(_are_times, names))
+        with alone(kind, asked, _DEADLINE_S):
+            figures = recall(kind, asked, partial(_are_times, names))
             whence = "remembered for this chip"
             if figures is None:
-                figures, whence = measure(work, candidates), "measured now"
+                figures, whence = measure(), "measured now"
                 # The answer is not kept where a kernel found no memory: another time there may be
                 # some.
                 if not any(_out_of_memory(x) for x in figures.values()):
-                    remember(KIND, asked, figures)
-        _known[*key.values(), *names] = figures
+                    remember(kind, asked, figures)
+        _known[kind, *asked.values()] = figures
     return figures, whence
 
 
@@ -217,7 +232,7 @@ def _are_times(names: Sequence[str], remembered: object) -> bool:
     )
 
 
-def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | str]:
+def seconds_of(work: Work, candidates: Sequence[Kernel]) -> Figures:
     """Median seconds of each kernel on a standard tile, or the kernel's error in words.
 
     The kernels run in turn. Blocks until all are done.
@@ -226,26 +241,33 @@ def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | st
         problem = TileProblem(work, alone=work.ring_size == 1)
     except torch.OutOfMemoryError as error:
         return {kernel.name: error_in_words(error) for kernel in candidates}
-    results: dict[str, float | str] = {}
-    times: dict[str, list[float]] = {kernel.name: [] for kernel in candidates}
-    for i in range(_ROUNDS[work.device.type] + 1):
-        for kernel in candidates:
-            if kernel.name in results:
+    return seconds_in_turn(
+        work.device, {kernel.name: partial(problem.run, kernel) for kernel in candidates}
+    )
+
+
+def seconds_in_turn(device: torch.device, runs: Mapping[str, Callable[[], object]]) -> Figures:
+    """Median seconds of functions by name, or an error in words. Blocks until all are done."""
+    results: Figures = {}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(_ROUNDS[device.type] + 1):
+        for name, run in runs.items():
+            if name in results:
                 continue
             try:
-                took_s = _took_s(work.device, partial(problem.run, kernel))
+                took_s = _took_s(device, run)
             except failures() as error:
                 # A kernel that fails is not taken, and `explain` says so.
-                results[kernel.name] = error_in_words(error)
+                results[name] = error_in_words(error)
                 continue
             if i:  # the first round compiles
-                times[kernel.name].append(took_s)
+                times[name].append(took_s)
     return results | {
         name: statistics.median(seen) for name, seen in times.items() if name not in results
     }
 
 
-def _took_s(device: torch.device, run: Callable[[], None]) -> float:
+def _took_s(device: torch.device, run: Callable[[], object]) -> float:
     """Seconds that a function takes; on a GPU by events of the device."""
     if device.type == "cpu":
         started_s = time.perf_counter()
@@ -297,12 +319,7 @@ def _standard(work: Work) -> Mask:
 
 def speed_key(work: Work) -> dict[str, str]:
     """Everything that a speed depends on."""
-    from burst_rt.version import __version__
-
-    return _chip(work.device) | {
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "burst_rt": __version__,
+    return chip_and_versions(work.device) | {
         "cudnn": str(
             torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
         ),
@@ -317,14 +334,20 @@ def speed_key(work: Work) -> dict[str, str]:
     }
 
 
-def _chip(device: torch.device) -> dict[str, str]:
+def chip_and_versions(device: torch.device, *packages: str) -> dict[str, str]:
+    """What every speed depends on. packages: whose versions count too."""
+    from burst_rt.version import __version__
+
     if device.type == "cuda":
-        return {"chip": torch.cuda.get_device_name(device)}
-    return {
-        "chip": str(cpu_capabilities().get("cpu_name")),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": str(torch.get_num_threads()),
-    }
+        chip = {"chip": torch.cuda.get_device_name(device)}
+    else:
+        chip = {
+            "chip": str(cpu_capabilities().get("cpu_name")),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+        }
+    versions = {name: _version(name) for name in ("triton", *packages)}
+    return chip | {"torch": torch.__version__, "burst_rt": __version__} | versions
 
 
 def failures() -> tuple[type[Exception], ...]:

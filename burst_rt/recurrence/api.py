@@ -325,7 +325,8 @@ def state_space(
         return out.to(x.dtype), None if state is None else state.transpose(2, 3)
 
     given = _Given(layout, documents, initial_state, return_state)
-    return _bound(LinearAttention(name="state_space"), tokens, (), given)._replace(after=after)
+    bound = _bound(LinearAttention(name="state_space"), tokens, (), given, x.dtype)
+    return bound._replace(after=after)
 
 
 @_collective
@@ -398,9 +399,13 @@ def linear_recurrence(
 
 
 def _bound(
-    recurrence: Recurrence, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...], given: _Given
-) -> _Bound:
-    """The checked call with its tensors. Local. Raises InputError."""
+    recurrence: Recurrence, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...], given: _Given,
+    dtype: torch.dtype | None = None,
+) -> _Bound:  # fmt: skip
+    """The checked call with its tensors. Local. Raises InputError.
+
+    dtype: of what the user gets, where `after` changes the type.
+    """
     layout, documents, initial, returns_state = given
     begins = begins_of(recurrence.name, layout, documents, tokens[0])
     wants = torch.is_grad_enabled()
@@ -420,6 +425,7 @@ def _bound(
         layout=layout,
         batch=tokens[0].shape[0],
         dtype=recurrence.out_like(tokens).dtype,
+        given_dtype=dtype or recurrence.out_like(tokens).dtype,
         state_shape=recurrence.state_shape(tokens, shared),
         flops=recurrence.flops(tokens, shared),
         tokens=tuple((tuple(x.shape[2:]), x.dtype) for x in tokens),

@@ -13,7 +13,7 @@ import torch
 
 from burst_rt.planning.scan import StageFlops
 
-__all__ = ["Recurrence", "SegmentGrads", "SegmentTensors", "Stages"]
+__all__ = ["Recurrence", "RecurrenceWork", "SegmentGrads", "SegmentTensors", "StageMaker", "Stages"]
 
 Tensor = torch.Tensor
 
@@ -71,7 +71,19 @@ class Stages(Protocol):
         """Writes the results of the segment's tokens."""
 
 
-class Recurrence(Protocol):
+class StageMaker(Protocol):
+    """What makes the stages of segments: a recurrence itself, or a kernel for it."""
+
+    def forward(self, segment: SegmentTensors, out: Tensor) -> Stages:
+        """The stages of a forward, which writes `out`, `[batch, tokens, ...]` of any type."""
+
+    def backward(
+        self, segment: SegmentTensors, before: Tensor, dout: Tensor, grads: SegmentGrads
+    ) -> Stages:
+        """The stages of a backward. before: the state that the forward began from."""
+
+
+class Recurrence(StageMaker, Protocol):
     """One recurrence with its options: frozen and hashable, because plans are kept by it."""
 
     @property
@@ -91,10 +103,15 @@ class Recurrence(Protocol):
     def flops(self, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...]) -> StageFlops:
         """The operations of the forward's stages, for one batch row."""
 
-    def forward(self, segment: SegmentTensors, out: Tensor) -> Stages:
-        """The stages of a forward, which writes `out`, `[batch, tokens, ...]` of any type."""
 
-    def backward(
-        self, segment: SegmentTensors, before: Tensor, dout: Tensor, grads: SegmentGrads
-    ) -> Stages:
-        """The stages of a backward. before: the state that the forward began from."""
+class RecurrenceWork(NamedTuple):
+    """The requirements of a call on its kernel.
+
+    tokens: shapes without batch and tokens, and types, of the tensors of tokens. dtype: of the
+    user's results.
+    """
+
+    recurrence: Recurrence
+    tokens: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    dtype: torch.dtype
+    device: torch.device

@@ -14,7 +14,8 @@ from burst_rt.attention.state import AttentionState
 from burst_rt.drivers import Progress
 from burst_rt.kernels import sum_dtype
 from burst_rt.planning.scan import Scan, StageFlops, segments_of, ways_of
-from burst_rt.recurrence.base import Recurrence
+from burst_rt.recurrence.base import Recurrence, RecurrenceWork
+from burst_rt.recurrence.kernels import RecurrenceKernel, kernel_for
 from burst_rt.runtime.agreement import Contract
 from burst_rt.runtime.observer import Description
 from burst_rt.scheduler import Schedule
@@ -38,6 +39,7 @@ class RecurrencePlan(RankPlan):
 
     name: str
     program: Scan
+    kernel: RecurrenceKernel
 
     def explain(self) -> str:
         """The plan in words."""
@@ -48,6 +50,7 @@ class RecurrencePlan(RankPlan):
         return (
             f"{direction} of {self.name}: {program}\n"
             f"  floating-point operations of this rank: {work:,}\n"
+            f"  kernel {self.kernel.name}: {self.kernel.reason}\n"
             f"  bytes all ranks send: {program.wire_bytes():,}; this rank sends "
             f"{self.bytes_sent():,}, whatever the number of tokens\n"
             f"  slots {memory:,} bytes\n"
@@ -74,6 +77,7 @@ class RecurrenceCall:
     layout: ContextLayout
     batch: int
     dtype: torch.dtype  # type of the results
+    given_dtype: torch.dtype  # type of the results that the user gets
     state_shape: torch.Size
     flops: StageFlops
     # Shapes without batch and tokens, and types, of the tensors of tokens and of the shared ones.
@@ -94,6 +98,20 @@ class RecurrenceCall:
         """The type of states and sums."""
         return sum_dtype(self.dtype)
 
+    @property
+    def work(self) -> RecurrenceWork:
+        """What the kernel is chosen by."""
+        device = self.attention.runtime.device
+        return RecurrenceWork(self.recurrence, self.tokens, self.given_dtype, device)
+
+    @cached_property
+    def kernel(self) -> RecurrenceKernel:
+        """The kernel. Blocks and raises as `kernel_for` does."""
+        kept, work = self.attention.kept[RecurrenceKernel], self.work
+        kernel = kept.get(work) or kernel_for(work, self.attention.recurrence_kernel)
+        kept.put(work, kernel)
+        return kernel
+
     def without_data(self) -> Bound:
         """Tensors as of this call on this rank, on the device "meta"."""
         batch, length = self.batch, self.layout.shard_len
@@ -109,12 +127,12 @@ class RecurrenceCall:
 
     @cached_property
     def forward_plan(self) -> RecurrencePlan:
-        """The plan of the forward. Local."""
+        """The plan of the forward. Local; blocks and raises as `kernel_for` does."""
         return self._plan(forward=True)
 
     @cached_property
     def backward_plan(self) -> RecurrencePlan:
-        """The plan of the backward. Local."""
+        """The plan of the backward. Local; blocks and raises as `kernel_for` does."""
         return self._plan(forward=False)
 
     @cached_property
@@ -147,7 +165,7 @@ class RecurrenceCall:
     def _plan(self, *, forward: bool) -> RecurrencePlan:
         key = (
             forward, self.recurrence, self.layout.map, self.batch, self.state_shape, self.flops,
-            self.wide, self.returns_state,
+            self.wide, self.returns_state, self.kernel,
         )  # fmt: skip
         plans = self.attention.kept[RecurrencePlan]
         plan = plans.get(key)
@@ -174,5 +192,5 @@ class RecurrenceCall:
         schedule = Schedule.of(self.attention.planner.lowered(program, graph))
         return RecurrencePlan(
             rank=runtime.rank, program_graph=graph, schedule=schedule, name=self.recurrence.name,
-            program=program,
+            program=program, kernel=self.kernel,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burst_rt.planning.scan import Scan, Way
+from burst_rt.recurrence import fla
 from burst_rt.recurrence.base import Stages
 from burst_rt.recurrence.call import RecurrenceCall
 from burst_rt.recurrence.run import backward_stages, forward_stages, grad_sums
@@ -60,7 +61,12 @@ def peak_bytes(call: RecurrenceCall, *, forward: bool) -> int:
     at first.
     """
     plan = call.forward_plan if forward else call.backward_plan
+    slots = sum(part.size_bytes for part in (*plan.slots, *plan.chunks))
     bound = call.without_data()
+    if call.kernel.name == "fla":
+        # The library's kernels run on no tensors without data.
+        num_tokens = call.batch * call.layout.shard_len
+        return slots + fla.stage_bytes(call.work, num_tokens, forward=forward)
     # Results, or in a backward their gradient, which has to be there.
     out = torch.empty_like(call.recurrence.out_like(bound.tokens), dtype=call.dtype)
     sums = None if forward else grad_sums(call, bound)
@@ -86,7 +92,7 @@ def peak_bytes(call: RecurrenceCall, *, forward: bool) -> int:
                 else backward_stages(call, bound, shard, state, out, sums)
             )
         _go_through(stages, plan.program, state)
-    return living.peak + sum(part.size_bytes for part in (*plan.slots, *plan.chunks))
+    return living.peak + slots
 
 
 def _go_through(stages: dict[int, Stages], program: Scan, state: Tensor) -> None:

@@ -141,7 +141,7 @@ def _segment(wide: torch.dtype, bound: Bound, shard: slice) -> SegmentTensors:
 
 def forward_stages(call: RecurrenceCall, bound: Bound, shard: slice, out: Tensor) -> Stages:
     """The stages of one of this rank's segments. shard: its tokens. out: of all tokens."""
-    return call.recurrence.forward(_segment(call.wide, bound, shard), out[:, shard])
+    return call.kernel.maker.forward(_segment(call.wide, bound, shard), out[:, shard])
 
 
 def backward_stages(
@@ -155,7 +155,8 @@ def backward_stages(
     """The stages of one of this rank's segments; dout and sums are those of all tokens."""
     segment = _segment(call.wide, bound, shard)
     tokens = tuple(None if dx is None else dx[:, shard] for dx in sums.tokens)
-    return call.recurrence.backward(segment, before, dout[:, shard], sums._replace(tokens=tokens))
+    maker = call.kernel.maker
+    return maker.backward(segment, before, dout[:, shard], sums._replace(tokens=tokens))
 
 
 def grad_sums(call: RecurrenceCall, bound: Bound) -> SegmentGrads:

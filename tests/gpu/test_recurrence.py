@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from importlib.util import find_spec
 
+import fla_calls
 import pytest
 import torch
 from recurrences import KINDS, attend, drawn, errors, truth
 
 import burst_rt
+from burst_rt import Context, recurrence
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,3 +30,35 @@ def test_drawn_calls_against_the_spec(kind: str) -> None:
         assert not wrong, (case.about, wrong)
         for name, x in runs[0][0].items():
             assert all(torch.equal(x, rank[name]) for run in runs for rank in run), name
+
+
+needs_fla = pytest.mark.skipif(find_spec("fla") is None, reason="needs fla-core")
+
+
+@needs_fla
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kind", fla_calls.KINDS[:3])
+def test_roundings_of_fla_are_those_of_its_own_calls(kind: str, dtype: torch.dtype) -> None:
+    for world_size in (1, 2, 4):
+        cases = (fla_calls.fitting(seed, kind, world_size, dtype) for seed in range(100))
+        case = next(x for x in cases if x.batch == 1 and x.documents and x.seq_len > 100)
+        wrong = fla_calls.worse_than_its_own(case, dtype, "cuda")
+        assert not wrong, (case.about, wrong)
+
+
+@needs_fla
+@pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
+def test_auto_compares_and_times_fla(by_channel: bool) -> None:
+    def said(ctx: Context) -> str:
+        q, k, v = torch.zeros(3, 1, 4096, 8, 128, dtype=torch.bfloat16, device=ctx.device)
+        beta = torch.zeros(1, 4096, 8, device=ctx.device)
+        g = torch.zeros_like(q, dtype=torch.float32) if by_channel else beta
+        layout = ctx.layout(4096)
+        return str(
+            recurrence.explain_recurrence(
+                recurrence.gated_delta_rule, q, k, v, g, beta, layout=layout
+            )
+        )
+
+    (words,) = burst_rt.run_local(1, said, device="cuda")
+    assert re.search(r"kernel (torch|fla): the fastest of .*fla \d+\.\d+ ms", words), words

@@ -199,6 +199,21 @@ def test_only_what_is_needed_gets_gradients() -> None:
     burst_rt.run_local(2, rank)
 
 
+def test_kernels_by_name() -> None:
+    """On a CPU flash-linear-attention's is refused, but for recurrences that it never serves."""
+
+    def rank(ctx: Context) -> None:
+        layout = ctx.layout(20)
+        x = torch.zeros(1, layout.shard_len, 1, 16, dtype=torch.bfloat16)
+        with pytest.raises(InputError, match="'fla' was asked for, but the fla kernel takes CUDA"):
+            recurrence.linear_attention(x, x, x, x[..., 0], layout=layout)
+        recurrence.linear_recurrence(x[:, :, 0], x[:, :, 0], layout=layout)
+
+    burst_rt.run_local(2, rank, recurrence_kernel="fla")
+    with pytest.raises(InputError, match=r"recurrence_kernel must be 'auto' or one of .*'mamba'"):
+        burst_rt.run_local(1, rank, recurrence_kernel="mamba")
+
+
 def test_second_derivatives_are_refused() -> None:
     def rank(ctx: Context) -> None:
         layout = ctx.layout(20)
