@@ -206,9 +206,9 @@ def gated_delta_rule(
         heads in a row. float64, float32, bfloat16 or float16.
     g: logarithms of decays, at most 0: `[batch, tokens, heads]` or `[batch, tokens, heads, K]`.
     beta: `[batch, tokens, heads]`.
-    layout: "zigzag", "contiguous", "balanced" or "whole": runs of consecutive tokens. None: this rank has
-        all tokens, as where every rank decodes the same ones; such a call is local, never blocks,
-        and has no gradients.
+    layout: "zigzag", "contiguous", "balanced" or "whole": runs of consecutive tokens. None: this
+        rank has all tokens, as where every rank decodes the same ones; such a call is local, never
+        blocks, and has no gradients.
     scale: of the result; the default is 1 / sqrt(K).
     use_qk_l2norm: whether q and k are divided by their lengths first.
     documents: the sequence's `Documents`, or a bool tensor `[batch or 1, tokens]` that is true
