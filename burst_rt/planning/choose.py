@@ -327,9 +327,9 @@ def whole_layout(
         return next(iter(layouts))
     known: Hardware = hardware
     rate = known.device.rates.get("linear") or known.device.rates["default"]
-    products = 3  # of other layers' weights: one in the forward, two in the backward
     layouts[make_layout(BALANCED, *size, problem.mask)] = None
-    flops = products * 2 * token_cells * problem.num_heads * (problem.head_dim + problem.v_head_dim)
+    # Other layers' weights have a product in the forward, and two in the backward.
+    flops = 3 * 2 * token_cells * problem.num_heads * (problem.head_dim + problem.v_head_dim)
 
     def seconds(layout: Layout) -> float:
         given = replace(problem, q_layout=layout, kv_layout=layout)

@@ -171,39 +171,44 @@ def _sequences() -> Drawn:
     return Drawn(sequences, labels, [1.0, 0.5, 2.0, 1.0, 1.5, 1.0], None)
 
 
-def _one_by_one(model: Any, drawn: Drawn) -> torch.Tensor:
-    """The loss of one process, sequence after sequence."""
-    total, count = torch.zeros(()), 0.0
+def _one_by_one(model: Any, drawn: Drawn) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss of one process, sequence after sequence, and each one's logits."""
+    total, count, found = torch.zeros(()), 0.0, []
     assert drawn.labels is not None
     assert drawn.weights is not None
     for sequence, labels, weight in zip(drawn.sequences, drawn.labels, drawn.weights, strict=True):
-        logits = model(input_ids=torch.tensor([sequence])).logits[0, :-1]
+        logits = model(input_ids=torch.tensor([sequence])).logits[0]
         targets = torch.tensor(labels[1:])
-        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        losses = torch.nn.functional.cross_entropy(logits[:-1], targets, reduction="sum")
+        found.append(logits.detach())
         total, count = total + weight * losses, count + weight * int((targets != -100).sum())
-    return total / count
+    return total / count, found
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), _models())
 def test_models_are_those_of_sequences_one_by_one(name: str, num_ranks: int) -> None:
-    """Windows and chunks go along the paths, and so do positions; loss and every gradient."""
+    """Windows and chunks go along the paths, and so do positions; logits, loss, gradients."""
     drawn, model = _sequences(), make_model(name)
     model.config.output_router_logits = False  # the shares of experts are of other tokens
     row, truth = drawn.row(), deepcopy(model)
-    expected = _one_by_one(truth, drawn)
+    expected, logits = _one_by_one(truth, drawn)
     expected.backward()
 
-    def run(ctx: Context) -> tuple[float, dict[str, torch.Tensor]]:
+    def run(ctx: Context) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
         mine = deepcopy(model)
         mine.set_attn_implementation("burst_rt")
         burst_rt.hf.prepare(mine, ctx)
-        output = mine(**burst_rt.hf.shard(row.batch(), ctx))
+        part = burst_rt.hf.shard(row.batch(), ctx)
+        output = mine(**part)
         output.loss.backward()
         burst_rt.average_gradients(mine.parameters(), group=ctx)
-        return output.loss.item(), gradients(mine)
+        whole = part["burst_rt"].batch.layout.unshard(output.logits.detach())
+        return output.loss.item(), gradients(mine), whole[0]
 
-    for loss, grads in burst_rt.run_local(num_ranks, run):
+    for loss, grads, whole in burst_rt.run_local(num_ranks, run):
         assert loss == pytest.approx(expected.item(), rel=_SMALL)
+        for at, true in zip(row.places, logits, strict=True):
+            assert relative_error(whole[at], true) < _SMALL
         assert grads.keys() == gradients(truth).keys()
         least = 1e-2 * max(float(x.abs().max()) for x in gradients(truth).values())
         for label, true in gradients(truth).items():
@@ -252,7 +257,7 @@ def test_a_model_of_ones_own() -> None:
             logits = logits_of(table[input_ids], positions, alone)
             return type("Output", (), {"logits": logits})
 
-    expected = _one_by_one(Model(), drawn).item()
+    expected = _one_by_one(Model(), drawn)[0].item()
     assert burst_rt.run_local(3, run) == [pytest.approx(expected, rel=_SMALL)] * 3
 
 
