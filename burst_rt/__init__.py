@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from burst_rt.attention.call import Call, make_call
     from burst_rt.attention.checkpointing import checkpoint, keep_attention
     from burst_rt.attention.sharding import ContextLayout
-    from burst_rt.batches import ShardedBatch, cross_entropy, shard_batch
+    from burst_rt.batches import ShardedBatch, shard_batch
     from burst_rt.context import Context, init
+    from burst_rt.linear_loss import linear_cross_entropy
     from burst_rt.local import run_local
+    from burst_rt.losses import cross_entropy
     from burst_rt.planning.masks import (
         BlockSparse,
         Causal,
@@ -80,11 +82,12 @@ _HOME = {
     "average_gradients": "runtime.gradients",
     "burst_attention": "attention.api",
     "checkpoint": "attention.checkpointing",
-    "cross_entropy": "batches",
+    "cross_entropy": "losses",
     "differentiable": "runtime.differentiable",
     "explain": "attention.api",
     "init": "context",
     "keep_attention": "attention.checkpointing",
+    "linear_cross_entropy": "linear_loss",
     "make_call": "attention.call",
     "mean_over_ranks": "runtime.mean",
     "run_local": "local",
@@ -103,8 +106,8 @@ __all__ = [
     "LocalRank", "Mask", "Pipeline", "Prefix", "PrefixTree", "Relation", "ShardedBatch",
     "SlidingWindow", "Spans", "Stats", "Step", "TreeRow",
     "average_gradients", "burst_attention", "checkpoint", "cross_entropy", "differentiable",
-    "errors", "explain", "init", "keep_attention", "make_call", "mean_over_ranks", "run_local",
-    "shard_batch", "sum_over_ranks", "telemetry", "tree_row",
+    "errors", "explain", "init", "keep_attention", "linear_cross_entropy", "make_call",
+    "mean_over_ranks", "run_local", "shard_batch", "sum_over_ranks", "telemetry", "tree_row",
 ]  # fmt: skip
 
 

@@ -29,10 +29,9 @@ from burst_rt.planning.masks import (
     PrefixTree,
     SlidingWindow,
 )
-from burst_rt.runtime.mean import weighted_mean
 from burst_rt.runtime.objects import bytes_of
 from burst_rt.runtime.refusing import refuse
-from burst_rt.runtime.sums import RanksOrGroup, describe_value, refuse_in
+from burst_rt.runtime.sums import describe_value
 
 __all__ = [
     "BATCH_NAMES",
@@ -40,7 +39,7 @@ __all__ = [
     "LOSS_WEIGHTS",
     "TOKEN_TYPES",
     "ShardedBatch",
-    "cross_entropy",
+    "holds_values",
     "shard_batch",
 ]
 
@@ -285,7 +284,7 @@ def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
             _wrong(f"{name!r} is not known", f"some of {', '.join(BATCH_NAMES)}", "leave it out")
         if not isinstance(x, torch.Tensor):
             _wrong(name, "a tensor", f"got {type(x).__name__}")
-        if not _holds_values(x):
+        if not holds_values(x):
             _wrong(name, "a dense tensor that holds values", f"got {describe_value(x)}")
     first = batch.get("input_ids", batch.get("inputs_embeds"))
     if first is None or first.ndim < 2:
@@ -318,7 +317,8 @@ def _positions(given: torch.Tensor | None, rows: int, tokens: int) -> torch.Tens
     return positions.cpu()
 
 
-def _holds_values(x: torch.Tensor) -> bool:
+def holds_values(x: torch.Tensor) -> bool:
+    """Whether all numbers are here: no sparse tensor, and none without memory."""
     return x.layout == torch.strided and not x.is_meta
 
 
@@ -412,100 +412,3 @@ def _layout(
 
 def _wrong(what: str, expected: str, got: str) -> NoReturn:
     raise InputError(f"{_NAME}: {what}: expected {expected}; {got}")
-
-
-def cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    weights: torch.Tensor | None = None,
-    group: RanksOrGroup | None = None,
-    count: float | torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The mean cross-entropy, in nats, of all ranks' labelled tokens, on every rank.
-
-    logits: `[..., classes]`, computed on in float32. labels: `[...]`, int64, shifted already where
-    the model predicts the next token; A label of -100 has no loss. weights: `[...]`, by how much
-    each label counts; None: all alike. group: as in `mean_over_ranks`, which says how gradients
-    come together.
-    count: the labelled tokens of the whole step, over all of its micro-batches and all ranks of the
-    group, where gradients of several micro-batches add up; see `mean_over_ranks` and
-    `ShardedBatch.num_labels`. None: the labelled tokens of this call.
-
-    Collective; blocks as `mean_over_ranks` does. Returns a float32 scalar, NaN where no rank has a
-    label. Raises InputError for logits and labels of other shapes or types, and for labels on a CPU
-    that are not a class: on every rank that waits for this one if group is a Context, else on this
-    rank.
-    """
-    if not isinstance(logits, torch.Tensor) or not (
-        logits.is_floating_point() and logits.ndim and _holds_values(logits)
-    ):
-        error = InputError(
-            "cross_entropy: logits: expected dense floating-point numbers [..., classes], got "
-            f"{describe_value(logits)}"
-        )
-        refuse_in(group, "cross_entropy", error)
-    if not isinstance(labels, torch.Tensor) or not _holds_values(labels):
-        _refuse_labels(
-            f"expected a dense tensor of torch.int64, got {describe_value(labels)}", group
-        )
-    if labels.shape != logits.shape[:-1]:
-        _refuse_labels(
-            f"expected {tuple(logits.shape[:-1])}, one for each of the logits' tokens; got "
-            f"{tuple(labels.shape)}; cut both alike",
-            group,
-        )
-    losses = token_losses(logits, labels, group)
-    counted = weights_of(labels, weights, group)
-    return weighted_mean(losses, counted.to(losses.device), group, "cross_entropy", count)
-
-
-def weights_of(
-    labels: torch.Tensor,
-    weights: torch.Tensor | None,
-    group: RanksOrGroup | None,
-    ignore_index: int = IGNORED_LABEL,
-) -> torch.Tensor:
-    """By how much each label counts, flattened. Raises InputError as `cross_entropy` does."""
-    counted = labels.flatten() != ignore_index
-    if weights is None:
-        return counted
-    if not isinstance(weights, torch.Tensor) or weights.shape != labels.shape:
-        error = InputError(
-            f"cross_entropy: weights: expected a tensor {tuple(labels.shape)}, one for each label, "
-            f"got {describe_value(weights)}"
-        )
-        refuse_in(group, "cross_entropy", error)
-    return counted * weights.flatten().to(counted.device)
-
-
-def token_losses(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    group: RanksOrGroup | None,
-    ignore_index: int = IGNORED_LABEL,
-) -> torch.Tensor:
-    """Each token's cross-entropy, flattened, float32; 0 where the label counts for nothing.
-
-    group: in which the losses' mean is to be. Raises as `cross_entropy` does.
-    """
-    if hasattr(labels, "plain"):  # labels of `burst_rt.hf.shard` refuse torch's losses
-        labels = labels.plain()
-    flat, classes = logits.float().flatten(0, -2), logits.shape[-1]
-    if labels.dtype != torch.int64:
-        _refuse_labels(f"expected torch.int64, got {labels.dtype}; give labels.long()", group)
-    if labels.device.type == "cpu":  # a GPU would have to be waited for
-        wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignore_index)]
-        if wrong.numel():
-            _refuse_labels(
-                f"expected 0 to {classes - 1}, or {ignore_index} for what counts for nothing, got "
-                f"{int(wrong[0])}; make labels with the model's own tokenizer",
-                group,
-            )
-    return functional.cross_entropy(
-        flat, labels.flatten().to(flat.device), ignore_index=ignore_index, reduction="none"
-    )
-
-
-def _refuse_labels(reason: str, group: RanksOrGroup | None) -> NoReturn:
-    refuse_in(group, "cross_entropy", InputError(f"cross_entropy: labels: {reason}"))

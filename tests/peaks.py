@@ -5,30 +5,13 @@ Results count for what they take: poisoned, their memory is there from the begin
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-
 import torch
+from resident import peak
 
 import burst_rt
 from burst_rt import recurrence
 
 TOKENS, HEADS, WIDTH = 8192, 4, 64
-
-
-def kib(name: str) -> int:
-    with open("/proc/self/status") as status:
-        return int(next(line for line in status if line.startswith(name)).split()[1])
-
-
-def peak(run: Callable[[], object]) -> int:
-    """The most bytes of memory, beyond those at the beginning."""
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")  # the peak begins anew
-    before = kib("VmRSS")
-    run()
-    return (kib("VmHWM") - before) * 1024
 
 
 def measure(ctx: burst_rt.Context, name: str, *inputs: torch.Tensor) -> None:

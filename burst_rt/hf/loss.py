@@ -15,10 +15,12 @@ import torch
 from transformers.loss import loss_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from burst_rt.batches import IGNORED_LABEL, LOSS_WEIGHTS, token_losses, weights_of
+from burst_rt.batches import IGNORED_LABEL, LOSS_WEIGHTS
 from burst_rt.errors import InputError
+from burst_rt.hf.logits import Unmade
 from burst_rt.hf.shard import KEYWORD, ShardInfo, info_of, require_attended, was_cut
-from burst_rt.runtime.mean import mean_over_ranks
+from burst_rt.losses import token_losses, weights_of
+from burst_rt.runtime.mean import mean_of_sums
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.sums import add_over_ranks
 
@@ -90,16 +92,22 @@ def _mean(
     ignore_index: int,
 ) -> torch.Tensor:
     """The mean over all ranks' labelled tokens; or their sum, over a number that is given."""
-    losses = token_losses(logits, labels, info.group, ignore_index)
     given = info.batch.tensors.get(LOSS_WEIGHTS)
-    counted = weights_of(labels, given, info.group, ignore_index).to(losses.device)
+    counted = weights_of(labels, given, info.group, "loss", ignore_index)
+    total = None
+    if isinstance(logits, Unmade):
+        total = logits.sum_of_losses(labels, counted, info.group, ignore_index)
+    if total is None:
+        losses = token_losses(logits, labels, info.group, ignore_index)
+        total = (losses.double() * counted.to(losses.device)).sum()
     if num_items_in_batch is None:
-        return mean_over_ranks(losses, counted, group=info.group)
+        weight = counted.to(total.device).double().sum()
+        return mean_of_sums(total, weight, info.group, "mean_over_ranks").float()
     on_device = isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch.is_cuda
     # One on a GPU is not compared, because the host would have to wait for it.
     count = None if on_device else float(num_items_in_batch)
-    total = add_over_ranks((losses.double() * counted).sum(), group=info.group, count=count)
-    return (total / num_items_in_batch).float()
+    added = add_over_ranks(total, group=info.group, count=count)
+    return (added / num_items_in_batch).float()
 
 
 def _causal(

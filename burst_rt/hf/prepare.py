@@ -24,6 +24,7 @@ from burst_rt.errors import InputError
 from burst_rt.hf.balancing import balance_over_ranks, require_balanced
 from burst_rt.hf.blocks import give_token_types
 from burst_rt.hf.lengths import Length, lengths_beyond, shorten_lengths
+from burst_rt.hf.logits import leave_logits_unmade
 from burst_rt.hf.masks import MaskIsRead
 from burst_rt.hf.mixing import spread_mixing
 from burst_rt.hf.release import KNOWN_RELEASES
@@ -95,6 +96,7 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
         refuse("hf.prepare", error, ctx.runtime)
     balances = balance_over_ranks(model)  # the loss may be of more ranks than the context's
     mixes = spread_mixing(model, ctx)
+    leave_logits_unmade(model)
     if ctx.world_size == 1:
         return model
     has_attention = attends(model)

@@ -15,7 +15,7 @@ import torch
 from burst_rt.errors import InputError
 from burst_rt.runtime.sums import RanksOrGroup, add_over_ranks, describe_value, refuse_in
 
-__all__ = ["mean_over_ranks", "weighted_mean"]
+__all__ = ["mean_of_sums", "mean_over_ranks", "weighted_mean"]
 
 
 def mean_over_ranks(
@@ -77,11 +77,26 @@ def weighted_mean(
             f"{tuple(values.shape)}, that does not require grad; got {describe_value(weights)}",
         )  # fmt: skip
     weights = weights.double()
-    number = None if count is None else _as_count(count, group, name)
-    sums = torch.stack([(weights * values).sum(), weights.sum()])
-    total, weight = add_over_ranks(sums, group=group, name=name, count=number)
-    mean: torch.Tensor = total / (weight if number is None else number)
+    mean = mean_of_sums((weights * values).sum(), weights.sum(), group, name, count)
     return mean.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def mean_of_sums(
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    group: RanksOrGroup | None,
+    name: str,
+    count: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """All ranks' total over all ranks' weight, or over count; float64 scalars, as is the result.
+
+    Collective; blocks, differentiates and raises as `mean_over_ranks` does.
+    """
+    number = None if count is None else _as_count(count, group, name)
+    sums = torch.stack([total, weight])
+    added, whole = add_over_ranks(sums, group=group, name=name, count=number)
+    mean: torch.Tensor = added / (whole if number is None else number)
+    return mean
 
 
 def _as_count(count: object, group: RanksOrGroup | None, name: str) -> float:

@@ -73,10 +73,11 @@ def _differences(
     model = wrap(burst_rt.hf.prepare(model, ctx))
     part = burst_rt.hf.shard(batch, ctx, layout)
     output = model(**part)
+    # Before the backward, after which FSDP2 has sharded the head's weight, and the logits are gone.
+    whole = part["burst_rt"].batch.layout.unshard(output.logits.detach())
     output.loss.backward()
     # What embeds the batch, a vision tower say, learns as the model does.
     after([*model.parameters(), *(x for x in batch.values() if x.requires_grad)])
-    whole = part["burst_rt"].batch.layout.unshard(output.logits.detach())
     meant = seen(batch)
     grads = gradients(model, batch)
     assert grads.keys() == truth["gradients"].keys()

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import torch
@@ -30,6 +31,7 @@ import burst_rt
 import burst_rt.hf
 from burst_rt import Context
 from burst_rt.errors import ContractMismatch, InputError
+from burst_rt.hf import logits
 
 STEPS = 20
 _VOCABULARY = 64
@@ -151,7 +153,12 @@ def plain(folder: Path, context: Context | None, num_contexts: int, **others: An
     trainer = make(folder / "checkpoints", context, num_contexts, **others)
     # burst_rt.hf puts losses of its own before transformers', which Trainer must still know.
     assert trainer._loss_shifts_labels
-    return trained(trainer) | {"eval": evaluated(trainer, num_contexts=num_contexts)}
+    with mock.patch.object(logits, "sum_of_losses", wraps=logits.sum_of_losses) as without:
+        found = trained(trainer)
+    # No step of a context has logits: it has one or two micro-batches.
+    steps = trainer.state.max_steps
+    assert without.call_count in (range(steps, 2 * steps + 1) if context else {0})
+    return found | {"eval": evaluated(trainer, num_contexts=num_contexts)}
 
 
 # After its first step DDP puts gradients into other buckets, and sums of four processes get other
