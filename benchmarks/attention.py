@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -20,6 +17,7 @@ import torch
 
 import burst_rt
 from benchmarks.options import parts_option
+from benchmarks.resident import peak_bytes
 from burst_rt.launch.bench.attention import Bench, CallShape, Rows, inputs, run_parts
 from burst_rt.launch.measure.options import MAX_TOKENS, OUT, RANKS, REPEATS
 from burst_rt.launch.measure.ranks import run_on_ranks
@@ -28,8 +26,6 @@ from burst_rt.launch.measure.timing import slowest_s, versus
 from burst_rt.launch.where import machine_options
 
 __all__ = ["command", "measure"]
-
-_M_MMAP_THRESHOLD = -3  # an option of mallopt, in glibc's malloc.h
 
 
 class CostBench(Bench):
@@ -196,7 +192,7 @@ def _memory(ctx: burst_rt.Context, tokens: int, dtype: torch.dtype) -> Rows:
         ("forward", plans.forward, forward, q.nbytes),
         ("backward", plans.backward, backward, gradients),
     ):
-        measured = _peak_bytes(fn) - outputs
+        measured = peak_bytes(fn) - outputs
         planned = plan.memory()
         rows.append(
             {
@@ -208,32 +204,6 @@ def _memory(ctx: burst_rt.Context, tokens: int, dtype: torch.dtype) -> Rows:
             }
         )  # fmt: skip
     return rows
-
-
-def _peak_bytes(fn: Callable[[], None]) -> int:
-    """Number of bytes by which the resident set exceeds its size at the start, while `fn` runs.
-
-    Needs Linux, whose high-water mark is reset and read.
-    """
-    libc = ctypes.CDLL(None)
-    # Large blocks come from the system and go back to it at once, so that the resident set is what
-    # is live, not what malloc keeps.
-    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 17)
-    gc.collect()
-    libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_kib("VmRSS")
-    fn()
-    return (_status_kib("VmHWM") - before) * 1024
-
-
-def _status_kib(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1])
-    raise burst_rt.errors.ConfigError(
-        f"/proc/self/status has no {field}: the memory benchmark needs Linux"
-    )
 
 
 TITLES = {
