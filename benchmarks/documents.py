@@ -106,9 +106,21 @@ def run_rank(
 
 @click.command()
 @RANKS
-@click.option("--tokens", default=8192, show_default=True, type=click.IntRange(64))
-@click.option("--batches", default=40, show_default=True, type=click.IntRange(1))
-@click.option("--typical", default=300, show_default=True, help="Median length of a document.")
+@click.option(
+    "--tokens",
+    default=4096,
+    show_default=True,
+    type=click.IntRange(64),
+    help="Tokens of a batch.",
+)
+@click.option(
+    "--batches",
+    default=40,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Batches that are drawn.",
+)
+@click.option("--typical", default=200, show_default=True, help="Median length of a document.")
 @click.option("--sigma", default=1.2, show_default=True, help="Of the logarithm of lengths.")
 @REPEATS
 @OUT

@@ -20,8 +20,7 @@ from burst_rt.errors import BurstError, InputError
 from burst_rt.job.ending import error_line, exit_code_of
 from burst_rt.kernels import KERNELS, PARTIALS
 from burst_rt.planning.masks import Mask
-from burst_rt.planning.recurrences import RecurrenceSizes
-from burst_rt.recurrence.kernels import RECURRENCE_KERNELS
+from burst_rt.planning.recurrences import RECURRENCE_KERNELS, RecurrenceSizes
 from burst_rt.runtime.connections import Comm, Group
 from burst_rt.runtime.joining import check_seconds, join
 from burst_rt.runtime.objects import all_gather, first, together

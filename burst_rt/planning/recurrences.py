@@ -26,9 +26,11 @@ from typing import Literal, TypeAlias, get_args
 from burst_rt.errors import InputError
 from burst_rt.planning.scan import StageFlops
 
-__all__ = ["STATE_BYTES", "RecurrenceSizes", "Rule"]
+__all__ = ["RECURRENCE_KERNELS", "STATE_BYTES", "RecurrenceSizes", "Rule"]
 
 Rule: TypeAlias = Literal["linear", "delta", "scan", "convolution"]
+# The kernels that a job may insist on: torch's operators, and flash-linear-attention's.
+RECURRENCE_KERNELS = ("torch", "fla")
 # Bytes of one number of a state, which is float32 in all kernels that we know.
 STATE_BYTES = 4
 

@@ -25,13 +25,13 @@ from burst_rt.kernels.speed import (
     known_figures,
     seconds_in_turn,
 )
+from burst_rt.planning.recurrences import RECURRENCE_KERNELS
 from burst_rt.recurrence import fla
 from burst_rt.recurrence.base import RecurrenceWork, SegmentGrads, SegmentTensors, StageMaker
 
-__all__ = ["RECURRENCE_KERNELS", "RecurrenceKernel", "kernel_for"]
+__all__ = ["RecurrenceKernel", "kernel_for"]
 
 Tensor = torch.Tensor
-RECURRENCE_KERNELS = ("torch", "fla")
 _KIND = "recurrence-speed"  # the answers' name in `remembered`
 _TIMED = 4096  # tokens that kernels are timed on
 _COMPARED = 130  # tokens whose results are compared: two chunks of 64, and a part of one

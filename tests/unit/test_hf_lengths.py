@@ -281,7 +281,7 @@ def test_a_forward_of_a_later_transformers_is_told_as_such() -> None:
     def run(ctx: burst_rt.Context) -> None:
         model = Renamed(make_model("Llama").config)
         model.set_attn_implementation("burst_rt")
-        with pytest.raises(ConfigError, match=r"argument past_key_values or cache, .* kept_keys"):
+        with pytest.raises(InputError, match=r"argument past_key_values or cache, .* kept_keys"):
             burst_rt.hf.Cache(model, ctx, capacity=9)
         assert ctx.all_reduce(torch.ones(1)).item() == ctx.world_size  # the context is usable
 
