@@ -95,3 +95,23 @@ def test_no_riddle_lives_longer_than_three_lines() -> None:
                 if max(used) - min(used) > _LINES
             ]
     assert lasting == []
+
+
+def test_cached_properties_wait_for_nobody() -> None:
+    """In Python 3.11 a cached property holds a lock of its class while it is computed, so ranks
+    that are threads of one process would wait for each other forever.
+    """
+    waiting = {"refuse", "_refuse", "agree", "all_gather", "all_reduce", "collective", "wait_for"}
+    found, looked = [], 0
+    for module, tree in _modules():
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if "cached_property" not in map(ast.unparse, function.decorator_list):
+                continue
+            looked += 1
+            calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+            names = {getattr(call, "attr", getattr(call, "id", "")) for call in calls}
+            found += [f"{module}:{function.name}: {name}" for name in names & waiting]
+    assert looked > 50
+    assert found == []
