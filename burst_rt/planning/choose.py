@@ -56,6 +56,9 @@ _LAYOUTS_UP_TO = 64
 _EVEN = 0.05
 # Number of matrix products for a cell: in the forward, and in the backward.
 _WORK = (2, 5)
+# The largest world for which layouts of whole documents are forecast. Each batch has its own; five
+# of them take a tenth of a second on 8 ranks, 0.4 s on 16, a second on 32.
+_WHOLE_UP_TO = 16
 # What the busiest rank may have above its share, if documents are dealt whole; the best is taken.
 _TOLERANCES = (TOLERANCE, 0.15, 0.4, 0.9)
 
@@ -313,12 +316,12 @@ def whole_layout(
 
     Layouts that tolerate more or less unevenness are forecast, forward and backward, with the
     programs that send the fewest bytes, and with the tokens of the rank that has the most. Where no
-    machine is known, and above 32 ranks, a rank may have 5 percent above its share. problem: with
+    machine is known, and above 16 ranks, a rank may have 5 percent above its share. problem: with
     as many keys as queries, in any layout. token_cells: see `make_layout`. Local; the same on every
     rank.
     """
     size = (problem.q_layout.seq_len, problem.world_size)
-    if hardware is None or not 1 < problem.world_size <= FORECAST_UP_TO:
+    if hardware is None or not 1 < problem.world_size <= _WHOLE_UP_TO:
         return make_layout(WHOLE, *size, problem.mask, token_cells)
     layouts = dict.fromkeys(
         make_layout(WHOLE, *size, problem.mask, token_cells, tolerance) for tolerance in _TOLERANCES
