@@ -91,8 +91,8 @@ class Context:
             what is known of them: a function by `within`, others as if all keys were seen.
             "whole" gives a document to one rank, and cuts only long ones and those that would leave
             ranks uneven. Ranks have different numbers of tokens. Where the machine was measured, up
-            to 16 ranks, it cuts as many as are forecast to pay (0.4 s at 16 ranks); elsewhere the busiest rank has at
-            most 5 percent above its share, where that is possible.
+            to 16 ranks, it cuts as many as are forecast to pay (0.4 s at 16 ranks); elsewhere the
+            busiest rank has at most 5 percent above its share, where that is possible.
             "auto" takes "zigzag", "contiguous", "striped" or "balanced". Up to 64 ranks, and where
             `burst-rt calibrate` has measured the machine, it takes the one whose forward and
             backward are forecast to take the least time, with the strategies that calls will take.
