@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from burst_rt.attention.sharding import ContextLayout, choose_layout
+from burst_rt.attention.sharding import ContextLayout, LayerCosts, choose_layout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.layouts import FOLLOWING
@@ -397,10 +397,8 @@ def _layout(
         layout = "zigzag" if mask == Full() else "balanced"
     if not isinstance(layout, ContextLayout):
         followed = Causal() & mask if layout in FOLLOWING else None
-        shape = (None, None, None)
-        chosen = choose_layout(
-            ctx.attention, tokens, layout, followed, shape, token_cells=token_cells
-        )
+        costs = LayerCosts(token_cells=token_cells)
+        chosen = choose_layout(ctx.attention, tokens, layout, followed, costs)
         layout = ContextLayout(ctx.attention, chosen)
     elif layout.runtime is not ctx.runtime or layout.seq_len != tokens:
         got = f"got {layout.seq_len} tokens over {layout.runtime.world_size} ranks"

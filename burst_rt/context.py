@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from burst_rt.attention.sharding import ContextLayout, choose_layout
+from burst_rt.attention.sharding import ContextLayout, LayerCosts, choose_layout
 from burst_rt.attention.state import AttentionState
 from burst_rt.errors import BurstError, InputError
 from burst_rt.job.ending import error_line, exit_code_of
@@ -115,10 +115,8 @@ class Context:
         they make next.
         """
         try:
-            shape = heads, head_dim, dtype
-            chosen = choose_layout(
-                self.attention, seq_len, kind, mask, shape, recurrences, token_cells
-            )
+            costs = LayerCosts(heads, head_dim, dtype, token_cells)
+            chosen = choose_layout(self.attention, seq_len, kind, mask, costs, recurrences)
         except InputError as error:
             refuse("layout", error, self.runtime)
         return ContextLayout(self.attention, chosen)

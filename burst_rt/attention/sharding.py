@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +25,7 @@ from burst_rt.planning.problem import Problem
 from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.runtime.runtime import Runtime
 
-__all__ = ["AUTO", "CELLS_OF_WIDTH", "LAYOUTS", "ContextLayout", "choose_layout"]
+__all__ = ["AUTO", "CELLS_OF_WIDTH", "LAYOUTS", "ContextLayout", "LayerCosts", "choose_layout"]
 
 AUTO = "auto"
 # What the rest of a model's layer costs for a token, in cells of attention, by the model's width:
@@ -150,19 +151,25 @@ class ContextLayout:
         return None
 
 
+class LayerCosts(NamedTuple):
+    """What `Context.layout` is told of a layer."""
+
+    heads: tuple[int, int] | None = None
+    head_dim: int | None = None
+    dtype: torch.dtype | None = None
+    token_cells: float | None = None
+
+
 def choose_layout(
     attention: AttentionState,
     seq_len: int,
     kind: str,
     mask: Mask | None,
-    shape: tuple[tuple[int, int] | None, int | None, torch.dtype | None],
+    costs: LayerCosts,
     recurrences: Sequence[RecurrenceSizes] = (),
-    token_cells: float | None = None,
 ) -> Layout:
-    """The layout that `Context.layout` makes from its arguments. Local. Raises InputError.
-
-    shape: heads, head_dim and dtype.
-    """
+    """The layout that `Context.layout` makes from its arguments. Local. Raises InputError."""
+    heads, head_dim, dtype, token_cells = costs
     if token_cells is not None and (
         kind != WHOLE or isinstance(token_cells, bool) or not 0 <= token_cells < math.inf
     ):
@@ -176,7 +183,7 @@ def choose_layout(
             "layout: recurrences are burst_rt.recurrence.RecurrenceSizes, for kind 'auto' only, "
             f"got {type(wrong[0]).__name__ if wrong else 'sizes'} and kind {kind!r}"
         )
-    world_size, (heads, head_dim, dtype) = attention.runtime.world_size, shape
+    world_size = attention.runtime.world_size
     if kind not in (AUTO, WHOLE) and (heads, head_dim, dtype) != (None, None, None):
         raise InputError(
             "layout: heads, head_dim and dtype are for the kinds 'auto' and 'whole' only, got kind "

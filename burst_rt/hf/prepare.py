@@ -96,7 +96,8 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
         refuse("hf.prepare", error, ctx.runtime)
     balances = balance_over_ranks(model)  # the loss may be of more ranks than the context's
     mixes = spread_mixing(model, ctx)
-    leave_logits_unmade(model)
+    if loss:
+        leave_logits_unmade(model)
     if ctx.world_size == 1:
         return model
     has_attention = attends(model)
