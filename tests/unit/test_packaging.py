@@ -260,6 +260,7 @@ def test_the_command_is_installed() -> None:
         "import burst_rt.scheduler.simulator",
         "from burst_rt.launch.main import cli",
         "import burst_rt.launch.child",
+        "import burst_rt.conformance",
     ],
 )
 def test_a_light_import_stays_light(statement: str, tmp_path: Path) -> None:
@@ -330,7 +331,7 @@ _FLOORS = (
     ("telemetry",),
     ("dashboard",),
     ("context", "batches", "losses", "linear_loss", "trees", "hf", "local", ""),
-    ("launch",),
+    ("launch", "conformance"),
 )
 _HEIGHT = {
     f"burst_rt.{room}".rstrip("."): (floor, place)
