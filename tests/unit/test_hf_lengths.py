@@ -281,7 +281,9 @@ def test_a_forward_of_a_later_transformers_is_told_as_such() -> None:
     def run(ctx: burst_rt.Context) -> None:
         model = Renamed(make_model("Llama").config)
         model.set_attn_implementation("burst_rt")
-        with pytest.raises(InputError, match=r"argument past_key_values or cache, .* kept_keys"):
+        # With the newest known release it is no later one's name, but a model without a cache.
+        wrong = (ConfigError, InputError)
+        with pytest.raises(wrong, match=r"argument past_key_values or cache, .* kept_keys"):
             burst_rt.hf.Cache(model, ctx, capacity=9)
         assert ctx.all_reduce(torch.ones(1)).item() == ctx.world_size  # the context is usable
 
