@@ -44,8 +44,11 @@ class _Side:
     def __init__(self, ctx: burst_rt.Context, lengths: list[int], kind: str) -> None:
         self._ctx, self._mask = ctx, Causal() & Documents(lengths)
         follows = {"mask": self._mask} if kind in ("balanced", "whole") else {}
-        price = {"token_cells": 0.0} if kind == "whole" else {}
-        self._layout = ctx.layout(sum(lengths), kind, **follows, **price)  # type: ignore[arg-type]
+        costs = {
+            "heads": (_HEADS, _HEADS), "head_dim": _WIDTH, "dtype": torch.float32,
+            "token_cells": 0.0,
+        } if kind == "whole" else {}  # fmt: skip
+        self._layout = ctx.layout(sum(lengths), kind, **follows, **costs)  # type: ignore[arg-type]
         shape = (1, self._layout.shard_len, _HEADS, _WIDTH)
         self._qkv = [torch.randn(shape, requires_grad=True) for _ in range(3)]
         self._dout = torch.randn(shape)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from burst_rt.attention.autograd import BurstAttentionFunction
     from burst_rt.attention.call import Call, make_call
     from burst_rt.attention.checkpointing import checkpoint, keep_attention
-    from burst_rt.attention.sharding import ContextLayout
+    from burst_rt.attention.sharding import ContextLayout, LayerCosts
     from burst_rt.batches import ShardedBatch, shard_batch
     from burst_rt.context import Context, init
     from burst_rt.linear_loss import linear_cross_entropy
@@ -67,6 +67,7 @@ _HOME = {
     "First": "planning.masks",
     "Full": "planning.masks",
     "KVCache": "serving.cache",
+    "LayerCosts": "attention.sharding",
     "LocalRank": "runtime.connections",
     "Mask": "planning.masks",
     "Pipeline": "runtime.pipeline",
@@ -103,8 +104,8 @@ _HIDDEN = {"TYPE_CHECKING", "annotations", "import_module"}
 __all__ = [
     "BlockSparse", "BurstAttention", "BurstAttentionFunction", "Call", "Causal", "Chunked",
     "Context", "ContextLayout", "Documents", "Explanation", "First", "Full", "KVCache",
-    "LocalRank", "Mask", "Pipeline", "Prefix", "PrefixTree", "Relation", "ShardedBatch",
-    "SlidingWindow", "Spans", "Stats", "Step", "TreeRow",
+    "LayerCosts", "LocalRank", "Mask", "Pipeline", "Prefix", "PrefixTree", "Relation",
+    "ShardedBatch", "SlidingWindow", "Spans", "Stats", "Step", "TreeRow",
     "average_gradients", "burst_attention", "checkpoint", "cross_entropy", "differentiable",
     "errors", "explain", "init", "keep_attention", "linear_cross_entropy", "make_call",
     "mean_over_ranks", "run_local", "shard_batch", "sum_over_ranks", "telemetry", "tree_row",

@@ -19,7 +19,7 @@ from torch.nn import functional
 from burst_rt.attention.sharding import ContextLayout, LayerCosts, choose_layout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.planning.layouts import FOLLOWING
+from burst_rt.planning.layouts import FOLLOWING, WHOLE
 from burst_rt.planning.masks import (
     Causal,
     Chunked,
@@ -136,7 +136,7 @@ def shard_batch(
     ctx: Context,
     layout: str | ContextLayout = "auto",
     *,
-    token_cells: float | None = None,
+    costs: LayerCosts | None = None,
     check: bool = True,
 ) -> ShardedBatch:
     """Cuts a batch of whole sequences: this rank's tokens, their positions, labels and mask.
@@ -168,7 +168,7 @@ def shard_batch(
     layout: "auto" takes "zigzag", or "balanced" (under a causal mask) where documents or padding
         hide something. Or a kind of `Context.layout`, or a layout of this length. "whole" keeps
         documents together where that pays, and gives ranks different numbers of tokens.
-    token_cells: for "whole", as in `Context.layout`.
+    costs: for "whole": what a layer of the model has and costs.
     check: whether ranks compare checksums (CRC-32) of their batches. Tensors on a device are
         copied to the host for that.
 
@@ -180,7 +180,7 @@ def shard_batch(
     try:
         if not isinstance(batch, Mapping):
             _wrong("batch", "tensors by name", f"got {type(batch).__name__}")
-        sharded = _cut(dict(batch), ctx, layout, token_cells)
+        sharded = _cut(dict(batch), ctx, layout, costs)
     except InputError as error:
         refuse(_NAME, error, ctx.runtime)
     if check:
@@ -206,7 +206,7 @@ def _check_same(batch: Mapping[str, Any], ctx: Context) -> None:
 
 
 def _cut(
-    batch: dict[str, Any], ctx: Context, layout: str | ContextLayout, token_cells: float | None
+    batch: dict[str, Any], ctx: Context, layout: str | ContextLayout, costs: LayerCosts | None
 ) -> ShardedBatch:
     tree = batch.pop(_TREE, None)
     rows, tokens = _shape(batch)
@@ -217,7 +217,7 @@ def _cut(
         given = torch.from_numpy(tree.path_positions(np.arange(tokens)))
     positions = _positions(given, rows, tokens)
     mask = tree or _hidden(batch, positions.cpu().numpy(), tokens)
-    layout = _layout(ctx, tokens, mask, layout, token_cells)
+    layout = _layout(ctx, tokens, mask, layout, costs)
     shift_labels = batch.pop("shift_labels", None)
     if shift_labels is None and "labels" in batch:
         shift_labels = functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
@@ -391,14 +391,14 @@ def _layout(
     tokens: int,
     mask: Mask,
     layout: str | ContextLayout,
-    token_cells: float | None,
+    costs: LayerCosts | None,
 ) -> ContextLayout:
     if layout == "auto":
         layout = "zigzag" if mask == Full() else "balanced"
     if not isinstance(layout, ContextLayout):
         followed = Causal() & mask if layout in FOLLOWING else None
-        costs = LayerCosts(token_cells=token_cells)
-        chosen = choose_layout(ctx.attention, tokens, layout, followed, costs)
+        given = costs if costs and layout == WHOLE else LayerCosts()
+        chosen = choose_layout(ctx.attention, tokens, layout, followed, given)
         layout = ContextLayout(ctx.attention, chosen)
     elif layout.runtime is not ctx.runtime or layout.seq_len != tokens:
         got = f"got {layout.seq_len} tokens over {layout.runtime.world_size} ranks"

@@ -152,12 +152,12 @@ class ContextLayout:
 
 
 class LayerCosts(NamedTuple):
-    """What `Context.layout` is told of a layer."""
+    """What layouts count a model's layer by. None: as in `Context.layout`."""
 
-    heads: tuple[int, int] | None = None
+    heads: tuple[int, int] | None = None  # query heads, kv heads
     head_dim: int | None = None
-    dtype: torch.dtype | None = None
-    token_cells: float | None = None
+    dtype: torch.dtype | None = None  # of attention's tensors
+    token_cells: float | None = None  # what all but attention costs for a token, in cells
 
 
 def choose_layout(

@@ -18,6 +18,7 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from burst_rt.attention.sharding import CELLS_OF_WIDTH, LayerCosts
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.context import Context, require_context
 from burst_rt.errors import InputError
@@ -30,6 +31,7 @@ from burst_rt.hf.mixing import spread_mixing
 from burst_rt.hf.release import KNOWN_RELEASES
 from burst_rt.hf.rotary import hook_of, hook_positions
 from burst_rt.hf.shard import KEYWORD, ShardInfo, require_attended, set_prepared, shard
+from burst_rt.kernels import DTYPES
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["TESTED", "attends", "is_prepared", "prepare"]
@@ -101,9 +103,7 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     if ctx.world_size == 1:
         return model
     has_attention = attends(model)
-    config: Any = model.config
-    width = getattr(config.get_text_config(), "hidden_size", 0)
-    set_prepared(ctx, has_attention or not mixes, width)
+    set_prepared(ctx, has_attention or not mixes, _costs_of(model))
     hook = hook_of(model)
     if hook is None:
         hook = hook_positions(model)
@@ -128,6 +128,23 @@ def attends(model: torch.nn.Module) -> bool:
     """Whether any layer asks transformers for softmax attention, of whatever implementation."""
     forwards = {inspect.unwrap(type(module).forward) for module in model.modules()}
     return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
+
+
+def _costs_of(model: Any) -> LayerCosts:
+    """What layouts count a layer by, as far as the model's configuration says."""
+    config = model.config.get_text_config()
+    width, heads = (getattr(config, name, 0) for name in ("hidden_size", "num_attention_heads"))
+    if not width or not heads:
+        return LayerCosts()
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    return LayerCosts(
+        heads=(heads, kv_heads) if heads % kv_heads == 0 else None,
+        head_dim=head_dim,
+        dtype=model.dtype if model.dtype in DTYPES else None,
+        # As the default, where attention is as wide as the model.
+        token_cells=CELLS_OF_WIDTH * width * width / (heads * head_dim),
+    )
 
 
 def is_prepared(layer: torch.nn.Module) -> bool:

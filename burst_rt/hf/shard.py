@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from burst_rt.attention.options import FULL
-from burst_rt.attention.sharding import CELLS_OF_WIDTH, ContextLayout
+from burst_rt.attention.sharding import ContextLayout, LayerCosts
 from burst_rt.batches import BATCH_NAMES, LOSS_WEIGHTS, TOKEN_TYPES, ShardedBatch, shard_batch
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
@@ -118,17 +118,17 @@ class _Models(NamedTuple):
     """The models that were prepared for a context."""
 
     attend: bool  # whether any has softmax attention
-    width: int  # the largest
+    costs: LayerCosts  # of the last one
 
 
 # By the runtimes of the contexts with which `prepare` was called.
 _prepared: weakref.WeakKeyDictionary[Runtime, _Models] = weakref.WeakKeyDictionary()
 
 
-def set_prepared(ctx: Context, attends: bool, width: int) -> None:
-    """Says that a model of this width was prepared for a context: from now on it has parts."""
-    before = _prepared.get(ctx.runtime, _Models(False, 0))
-    _prepared[ctx.runtime] = _Models(attends or before.attend, max(width, before.width))
+def set_prepared(ctx: Context, attends: bool, costs: LayerCosts) -> None:
+    """Says that a model of such layers was prepared for a context: from now on it has parts."""
+    before = _prepared.get(ctx.runtime)
+    _prepared[ctx.runtime] = _Models(attends or (before is not None and before.attend), costs)
 
 
 def shard(
@@ -182,8 +182,7 @@ def shard(
     known = _prepared.get(ctx.runtime)
     if layout == "auto" and known and not known.attend:
         layout = "contiguous"
-    token_cells = CELLS_OF_WIDTH * known.width if layout == "whole" and known else None
-    cut = shard_batch(tensors, ctx, layout, token_cells=token_cells, check=check)
+    cut = shard_batch(tensors, ctx, layout, costs=known.costs if known else None, check=check)
     types = {name: tensors[name].to(ctx.device) for name in TOKEN_TYPES if name in tensors}
     info = ShardInfo(ctx, cut, ranks, token_types=types)
     return {**others, **_tagged(_named(cut), info), KEYWORD: info}

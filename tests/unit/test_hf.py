@@ -29,7 +29,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 import burst_rt
 import burst_rt.hf
-from burst_rt import Causal, Chunked, Full, Mask, SlidingWindow
+from burst_rt import Causal, Chunked, Full, LayerCosts, Mask, SlidingWindow
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.hf.blocks import mask_of_blocks
 from burst_rt.hf.masks import MaskHandover, mask_of
@@ -470,7 +470,7 @@ def _call_encoder(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> ob
 )
 def test_a_batch_that_cannot_be_cut_is_refused(changed: dict[str, Any], message: str) -> None:
     def run(ctx: burst_rt.Context) -> None:
-        set_prepared(ctx, attends=True, width=32)
+        set_prepared(ctx, attends=True, costs=LayerCosts())
         batch = {"input_ids": torch.ones(2, TOKENS, dtype=torch.int64)}
         with pytest.raises(InputError, match=message):
             burst_rt.hf.shard({**batch, **changed}, ctx)
@@ -480,7 +480,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(changed: dict[str, Any], message:
 
 def test_a_batch_is_tensors_by_name_and_its_number_the_same() -> None:
     def run(ctx: burst_rt.Context) -> None:
-        set_prepared(ctx, attends=True, width=32)
+        set_prepared(ctx, attends=True, costs=LayerCosts())
         batch = {"input_ids": torch.ones(2, TOKENS, dtype=torch.int64)}
         with pytest.raises(InputError, match="batch: expected tensors by name, got list"):
             burst_rt.hf.shard([batch], ctx)  # type: ignore[arg-type]
