@@ -156,7 +156,7 @@ class LayerCosts(NamedTuple):
 
     heads: tuple[int, int] | None = None  # query heads, kv heads
     head_dim: int | None = None
-    dtype: torch.dtype | None = None  # of attention's tensors
+    dtype: torch.dtype | None = None  # attention's tensors have it
     token_cells: float | None = None  # what all but attention costs for a token, in cells
 
 

@@ -118,7 +118,7 @@ class _Models(NamedTuple):
     """The models that were prepared for a context."""
 
     attend: bool  # whether any has softmax attention
-    costs: LayerCosts  # of the last one
+    costs: LayerCosts  # the last model's
 
 
 # By the runtimes of the contexts with which `prepare` was called.
