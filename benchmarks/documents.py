@@ -7,7 +7,6 @@ under each layout in turn.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
@@ -15,7 +14,9 @@ import numpy as np
 import torch
 
 import burst_rt
+from benchmarks.options import size_option
 from burst_rt import Causal, Documents, burst_attention
+from burst_rt.job.launched import mpi_ranks
 from burst_rt.launch.measure.options import OUT, RANKS, REPEATS
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, median, publish
@@ -109,21 +110,9 @@ def run_rank(
 
 @click.command()
 @RANKS
-@click.option(
-    "--tokens",
-    default=4096,
-    show_default=True,
-    type=click.IntRange(64),
-    help="Tokens of a batch.",
-)
-@click.option(
-    "--batches",
-    default=40,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Batches that are drawn.",
-)
-@click.option("--typical", default=200, show_default=True, help="Median length of a document.")
+@size_option("--tokens", 4096, "Tokens of a batch")
+@size_option("--batches", 40, "Batches that are drawn")
+@size_option("--typical", 200, "Median length of a document")
 @click.option("--sigma", default=1.2, show_default=True, help="Of the logarithm of lengths.")
 @REPEATS
 @OUT
@@ -132,7 +121,7 @@ def command(
     out: Path | None,
 ) -> None:  # fmt: skip
     """Packed documents, cut and whole."""
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:  # ranks that somebody started
+    if mpi_ranks() > 1:  # which somebody started
         run_rank(tokens, batches, typical, sigma, repeats, str(out) if out else None)
         return
     options = {

@@ -17,6 +17,7 @@ import click
 import torch
 
 import burst_rt
+from benchmarks.options import size_option
 from benchmarks.plots import draw_lines
 from benchmarks.tensor_parallel import ParallelLayer, whole_weights
 from burst_rt.errors import InputError
@@ -154,12 +155,6 @@ def run_rank(shape: dict[str, int], tokens: list[int], repeats: int, out: str | 
             )
 
 
-def _size(name: str, default: int, what: str) -> Callable[[_F], _F]:
-    return click.option(
-        name, default=default, show_default=True, type=click.IntRange(1), help=f"{what}."
-    )
-
-
 @click.command()
 @RANKS
 @click.option(
@@ -170,11 +165,11 @@ def _size(name: str, default: int, what: str) -> Callable[[_F], _F]:
     show_default=True,
     help="Tokens of the whole sequence; may be repeated.",
 )
-@_size("--dim", 512, "Width of the residual stream")
-@_size("--heads", 8, "Query heads")
-@_size("--kv-heads", 8, "Key and value heads")
-@_size("--head-dim", 64, "Width of a head")
-@_size("--ffn-dim", 1408, "Width of the feed-forward")
+@size_option("--dim", 512, "Width of the residual stream")
+@size_option("--heads", 8, "Query heads")
+@size_option("--kv-heads", 8, "Key and value heads")
+@size_option("--head-dim", 64, "Width of a head")
+@size_option("--ffn-dim", 1408, "Width of the feed-forward")
 @machine_options
 @REPEATS
 @OUT

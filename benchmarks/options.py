@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["TOKENS", "WORLDS", "heads_option", "parts_option"]
+__all__ = ["TOKENS", "WORLDS", "heads_option", "parts_option", "size_option"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -29,8 +29,13 @@ TOKENS = click.option(
 
 def heads_option(default: int) -> Callable[[_F], _F]:
     """`--heads`."""
+    return size_option("--heads", default, "Query heads")
+
+
+def size_option(name: str, default: int, what: str) -> Callable[[_F], _F]:
+    """A number of at least 1. what: its line of help, without the full stop."""
     return click.option(
-        "--heads", default=default, show_default=True, type=click.IntRange(1), help="Query heads."
+        name, default=default, show_default=True, type=click.IntRange(1), help=f"{what}."
     )
 
 

@@ -6,7 +6,6 @@ one job; the three ways run in turn. All compute the same loss and the same grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import burst_rt
 import burst_rt.hf
+from benchmarks.options import size_option
 from burst_rt.launch.measure.options import OUT, RANKS, REPEATS
 from burst_rt.launch.measure.ranks import run_on_ranks
 from burst_rt.launch.measure.report import Cell, median, publish
@@ -114,17 +114,11 @@ def run_rank(prompt: int, answer: int, answers: int, repeats: int, out: str | No
             publish(title, rows, out, f"medians of {repeats}, in turn; bytes of rank 0")
 
 
-def _size(name: str, default: int, what: str) -> Callable[[Any], Any]:
-    return click.option(
-        name, default=default, show_default=True, type=click.IntRange(1), help=f"{what}."
-    )
-
-
 @click.command()
 @RANKS
-@_size("--prompt", 8192, "Tokens of the question")
-@_size("--answer", 512, "Tokens of an answer")
-@_size("--answers", 8, "Answers")
+@size_option("--prompt", 8192, "Tokens of the question")
+@size_option("--answer", 512, "Tokens of an answer")
+@size_option("--answers", 8, "Answers")
 @REPEATS
 @OUT
 def command(num_ranks: int, repeats: int, out: Path | None, **sizes: int) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from burst_rt.attention.sharding import ContextLayout, LayerCosts, choose_layout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.planning.layouts import FOLLOWING, WHOLE
+from burst_rt.planning.layouts import FOLLOWING
 from burst_rt.planning.masks import (
     Causal,
     Chunked,
@@ -397,9 +397,10 @@ def _layout(
         layout = "zigzag" if mask == Full() else "balanced"
     if not isinstance(layout, ContextLayout):
         followed = Causal() & mask if layout in FOLLOWING else None
-        given = costs if costs and layout == WHOLE else LayerCosts()
-        chosen = choose_layout(ctx.attention, tokens, layout, followed, given)
+        chosen = choose_layout(ctx.attention, tokens, layout, followed, costs or LayerCosts())
         layout = ContextLayout(ctx.attention, chosen)
+    elif costs is not None:
+        _wrong("costs", "None beside a layout that is made already", "got some")
     elif layout.runtime is not ctx.runtime or layout.seq_len != tokens:
         got = f"got {layout.seq_len} tokens over {layout.runtime.world_size} ranks"
         _wrong("layout", f"one of this context, for {tokens} tokens", got)

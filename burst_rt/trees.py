@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import Positions, PrefixTree
+from burst_rt.planning.masks.positions import integer, integers
 
 __all__ = ["TreeRow", "tree_row"]
 
@@ -99,13 +101,22 @@ def tree_row(
 
     Worked example: 1 2 3 4 and 1 2 3 5 become 1 2 | 3 4 | 3 5.
     """
-    tokens = [_numbers(f"sequences[{i}]", given) for i, given in enumerate(sequences)]
+    expected = "expected a vector of integers"
+    tokens = [
+        integers(f"{_NAME}: sequences[{i}]: {expected}", given) for i, given in enumerate(sequences)
+    ]
     count = len(tokens)
     if not count:
         _wrong("sequences", "at least one", "none")
     for name, given in (("labels", labels), ("weights", weights), ("shared", shared)):
         if given is not None and len(given) != count:
             _wrong(name, f"one for each of {count} sequences", f"{len(given)}")
+    for i, weight in enumerate(() if weights is None else weights):
+        if not hasattr(weight, "__float__") or not isfinite(weight):
+            _wrong(f"weights[{i}]", "a finite number", f"{weight!r}")
+    for i, number in enumerate(() if shared is None else shared):
+        if integer(number, 0) is None:
+            _wrong(f"shared[{i}]", "a number of tokens, at least 0", f"{number!r}")
     targets = tokens if labels is None else list(map(_labels, range(count), tokens, labels))
     most = list(map(len, tokens)) if shared is None else list(map(int, shared))
     row = _Row(tokens, most)
@@ -184,15 +195,8 @@ def _common(first: Positions, second: Positions, most: int) -> int:
     return min(most, equal if equal == size else max(0, equal - 1))
 
 
-def _numbers(what: str, value: Any) -> Positions:
-    array = np.asarray(value.tolist() if hasattr(value, "new_tensor") else value)
-    if array.dtype.kind not in "iu" or array.ndim != 1 or not array.size:
-        _wrong(what, "a vector of integers", f"shape {array.shape} of type {array.dtype}")
-    return array.astype(np.int64)
-
-
 def _labels(number: int, tokens: Positions, value: Any) -> Positions:
-    labels = _numbers(f"labels[{number}]", value)
+    labels = integers(f"{_NAME}: labels[{number}]: expected a vector of integers", value)
     if labels.shape != tokens.shape or not ((labels == tokens) | (labels == IGNORED_LABEL)).all():
         expected = f"the {len(tokens)} tokens of the sequence, or {IGNORED_LABEL}"
         _wrong(f"labels[{number}]", expected, f"{len(labels)} others")

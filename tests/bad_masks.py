@@ -103,6 +103,7 @@ UNMADE: dict[str, tuple[Make, str]] = {
     "a tree that begins late": (lambda: PrefixTree([3, 4], [1, -1]), "number of an earlier node"),
     "a tree without a parent": (lambda: PrefixTree([3, 4], [-1]), "a parent for each node"),
     "a tree without tokens": (lambda: PrefixTree([0, 0], [-1, 0]), "not all of them 0"),
+    "a tree of lists": (lambda: PrefixTree([[1], [1, 2]], [-1]), "a vector of integers"),
     "a tree in half tokens": (lambda: PrefixTree([1.5], [-1]), "a vector of integers"),
     "a tree beyond its row": (lambda: PrefixTree([3], [-1], tokens=2), "at least the 3"),
     "a tree with two windows": (

@@ -134,8 +134,8 @@ def _costs_of(model: Any) -> LayerCosts:
     """What layouts count a layer by, as far as the model's configuration says."""
     config = model.config.get_text_config()
     width, heads = (getattr(config, name, 0) for name in ("hidden_size", "num_attention_heads"))
-    if not width or not heads:
-        return LayerCosts()
+    if not all(isinstance(size, int) and size for size in (width, heads)):
+        return LayerCosts()  # layers may differ
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or width // heads
     return LayerCosts(

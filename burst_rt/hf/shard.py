@@ -20,6 +20,7 @@ from burst_rt.batches import BATCH_NAMES, LOSS_WEIGHTS, TOKEN_TYPES, ShardedBatc
 from burst_rt.context import Context, require_context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.opaque import opaque
+from burst_rt.planning.layouts import WHOLE
 from burst_rt.planning.masks import Documents, Mask, PrefixTree
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.runtime import Runtime
@@ -182,7 +183,8 @@ def shard(
     known = _prepared.get(ctx.runtime)
     if layout == "auto" and known and not known.attend:
         layout = "contiguous"
-    cut = shard_batch(tensors, ctx, layout, costs=known.costs if known else None, check=check)
+    costs = known.costs if known and layout == WHOLE else None
+    cut = shard_batch(tensors, ctx, layout, costs=costs, check=check)
     types = {name: tensors[name].to(ctx.device) for name in TOKEN_TYPES if name in tensors}
     info = ShardInfo(ctx, cut, ranks, token_types=types)
     return {**others, **_tagged(_named(cut), info), KEYWORD: info}

@@ -285,6 +285,9 @@ def test_numbers_of_tokens_are_spread() -> None:
         ({"sequences": [[1, 2], []]}, r"sequences\[1\]"),
         ({"sequences": [[1, 2]], "labels": [[1, 3]]}, r"labels\[0\]: expected the 2 tokens"),
         ({"sequences": [[1, 2]], "weights": [1, 2]}, "weights: expected one for each of 1"),
+        ({"sequences": [[1, 2]], "weights": ["2"]}, r"weights\[0\]: expected a finite number"),
+        ({"sequences": [[1, 2]], "shared": [-1]}, r"shared\[0\]: .*, at least 0; got -1"),
+        ({"sequences": [[[1], [1, 2]]]}, r"sequences\[0\]: expected a vector of integers"),
     ],
 )
 def test_bad_rows_are_refused(options: dict[str, Any], said: str) -> None:

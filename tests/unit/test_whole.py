@@ -199,3 +199,24 @@ def test_wrong_prices_are_refused() -> None:
                 ctx.layout(8, kind, mask=Causal(), token_cells=price)
         with pytest.raises(InputError, match="kind 'whole' needs mask"):
             ctx.layout(8, "whole")
+
+
+def test_a_batch_says_what_its_layers_cost() -> None:
+    """By the price of tokens a long document is cut or not; other layouts refuse a price."""
+    positions = torch.cat([torch.arange(n) for n in (400, 100, 100, 100, 100)])
+    batch = {"input_ids": torch.zeros(1, 800, dtype=torch.int64), "position_ids": positions}
+
+    def run(ctx: Context) -> list[list[int]]:
+        found = []
+        prices = [burst_rt.LayerCosts(token_cells=cells) for cells in (0.0, 1e6)]
+        for costs in prices:
+            layout = burst_rt.shard_batch(batch, ctx, "whole", costs=costs).layout.map
+            found.append(sorted(map(layout.shard_len, range(2))))
+        for other in ("balanced", ctx.layout(800)):
+            with pytest.raises(InputError, match=r"costs: expected None|token_cells is a number"):
+                burst_rt.shard_batch(batch, ctx, other, costs=prices[0])
+        return found
+
+    for cut, whole in burst_rt.run_local(2, run):
+        assert cut[0] < 300  # more than half of all cells are the long document's
+        assert whole == [400, 400]

@@ -12,7 +12,7 @@ import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning.masks.base import Mask, Relation, structured
-from burst_rt.planning.masks.positions import Chunked, is_count
+from burst_rt.planning.masks.positions import Chunked, integers, is_count
 from burst_rt.planning.masks.spans import END, Positions, Spans
 
 __all__ = ["Documents"]
@@ -296,17 +296,8 @@ def _keys(row: _Row, document: Positions) -> tuple[Positions, Positions]:
 
 def _integers(name: str, value: Any) -> Positions:
     """The argument as an array of one or two dimensions."""
-    try:
-        array = np.asarray(value.tolist() if hasattr(value, "new_tensor") else value)
-    except (ValueError, RuntimeError):
-        # Rows of different lengths; tensors without numbers, or sparse.
-        array = np.empty((), object)
-    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
-        raise InputError(
-            f"Documents: {name} must be integers, a vector or one vector for each batch row, got "
-            f"{type(value).__name__} of shape {array.shape} and type {array.dtype}"
-        )
-    return array.astype(np.int64)
+    expected = f"Documents: {name} must be integers, a vector or one vector for each batch row"
+    return integers(expected, value, (1, 2))
 
 
 def _vectors(name: str, value: Any) -> list[Positions]:

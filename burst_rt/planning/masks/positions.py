@@ -277,6 +277,23 @@ def is_count(number: object, least: int) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
+def integers(expected: str, value: Any, ndims: tuple[int, ...] = (1,)) -> Positions:
+    """A list, an array or a tensor as an array of integers with so many dimensions, not empty.
+
+    expected: the beginning of the InputError for anything else.
+    """
+    try:
+        array = np.asarray(value.tolist() if hasattr(value, "new_tensor") else value)
+    except (ValueError, RuntimeError):
+        # Rows of different lengths; tensors without numbers, or sparse.
+        array = np.empty((), object)
+    if array.dtype.kind not in "iu" or array.ndim not in ndims or not array.size:
+        raise InputError(
+            f"{expected}, got {type(value).__name__} of shape {array.shape} and type {array.dtype}"
+        )
+    return array.astype(np.int64)
+
+
 def integer(value: object, least: int) -> int | None:
     """The value as an int, or None if it is not an integer of at least `least`."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -10,7 +10,7 @@ import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning.masks.base import Mask, structured
-from burst_rt.planning.masks.positions import Chunked, is_count
+from burst_rt.planning.masks.positions import Chunked, integers, is_count
 from burst_rt.planning.masks.spans import END, Positions, Spans, apart
 
 __all__ = ["PrefixTree"]
@@ -48,7 +48,10 @@ class PrefixTree(Mask):
     """
 
     def __init__(self, lengths: Any, parents: Any, *, tokens: int | None = None) -> None:
-        self._lengths, self._parents = _vector("lengths", lengths), _vector("parents", parents)
+        self._lengths, self._parents = (
+            integers(f"PrefixTree: {name}: expected a vector of integers", value)
+            for name, value in (("lengths", lengths), ("parents", parents))
+        )
         number = len(self._lengths)
         if len(self._parents) != number or (self._lengths < 0).any() or not self._lengths.any():
             raise InputError(
@@ -190,13 +193,3 @@ class PrefixTree(Mask):
         """The node of each token; for padding, the number of nodes."""
         node = np.searchsorted(self._bounds, q, side="right") - 1
         return np.where(node < 0, len(self._lengths), np.minimum(node, len(self._lengths)))
-
-
-def _vector(name: str, value: Any) -> Positions:
-    array = np.asarray(value.tolist() if hasattr(value, "new_tensor") else value)
-    if array.dtype.kind not in "iu" or array.ndim != 1 or not array.size:
-        raise InputError(
-            f"PrefixTree: {name}: expected a vector of integers, got {type(value).__name__} of "
-            f"shape {array.shape} and type {array.dtype}"
-        )
-    return array.astype(np.int64)
