@@ -133,9 +133,11 @@ def attends(model: torch.nn.Module) -> bool:
 def _costs_of(model: Any) -> LayerCosts:
     """What layouts count a layer by, as far as the model's configuration says."""
     config = model.config.get_text_config()
+    if config.is_heterogeneous:
+        return LayerCosts()  # such a configuration raises where layers differ in what is asked for
     width, heads = (getattr(config, name, 0) for name in ("hidden_size", "num_attention_heads"))
     if not all(isinstance(size, int) and size for size in (width, heads)):
-        return LayerCosts()  # layers may differ
+        return LayerCosts()  # a list, a size for each layer
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or width // heads
     return LayerCosts(
