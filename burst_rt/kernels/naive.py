@@ -80,7 +80,7 @@ class NaiveKernel(Kernel):
             s, t = dense_scores(q, k, tile, piece, work, upstream.lse.dtype)
             p = s.sub_(lse).exp_()
             dout = per_head(upstream.dout[:, rows], heads, work)
-            dp = dout @ per_head(v[:, columns], heads, work).mT
+            dp = _inner(dout, per_head(v[:, columns], heads, work))
             ds = dp.sub_(delta).mul_(p).mul_(tile.scale)
             if t is not None:
                 ds.mul_(t.square_().neg_().add_(1.0))
@@ -125,8 +125,7 @@ def dense_scores(
     """
     some_q, some_k = q[:, piece.rows], k[:, piece.columns]
     heads = q.shape[2]
-    s: torch.Tensor = per_head(some_q, heads, work) @ per_head(some_k, heads, work).mT
-    s.mul_(tile.scale)
+    s = _inner(per_head(some_q, heads, work), per_head(some_k, heads, work)).mul_(tile.scale)
     t, cap = None, tile.score_options.softcap
     if cap is not None:
         t = s.div_(cap).tanh_()
@@ -139,6 +138,15 @@ def dense_scores(
     if seen is not None:
         s.masked_fill_(~seen, -torch.inf)
     return s, t
+
+
+def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a b^T` of each head, `[..., rows, d]` and `[..., columns, d]`."""
+    if b.shape[-2] == 1:
+        # torch takes another product for one matrix and a vector than for several, and results
+        # are not to depend on how many heads a rank has.
+        return (a * b).sum(-1, keepdim=True)
+    return a @ b.mT
 
 
 def per_head(x: torch.Tensor, num_heads: int, work: torch.dtype) -> torch.Tensor:
@@ -169,7 +177,7 @@ def attend_few_keys(
     """
     work = sum_dtype(q.dtype)
     k, v = (x.to(work).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = (q.to(work) @ k.mT).mul_(scale)
+    s = _inner(q.to(work), k).mul_(scale)
     if causal:
         s.masked_fill_(torch.ones(s.shape[2:], dtype=torch.bool).triu_(1), -torch.inf)
     if mask is not None:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import random
 from itertools import combinations, pairwise, product
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from covering import first_of
+from drawn_masks import drawn_mask
 from mask_cases import FACTORS, Row, all_pairs, assert_right, assert_row, can_meet, family_pairs
 from mask_truths import Sizes, cells_of, truth_of
 from spec import reference
@@ -20,9 +20,7 @@ import burst_rt
 from burst_rt import (
     BlockSparse,
     Causal,
-    Chunked,
     Documents,
-    First,
     Mask,
     Prefix,
     SlidingWindow,
@@ -62,67 +60,7 @@ def test_every_pair(row: Row) -> None:
     assert_row(row)
 
 
-class _Drawn(NamedTuple):
-    mask: Mask
-    cells: torch.Tensor  # bool, broadcasts to `[batch, heads, Sq, Skv]`
-
-
-def _function(chance: random.Random, q_len: int, kv_len: int) -> _Drawn:
-    a, b, c = (chance.randrange(5) for _ in range(3))
-    most = chance.randrange(1, 7)
-
-    def function(batch: Any, head: Any, q: Any, kv: Any) -> Any:
-        return (a * q + b * kv + c * head) % 7 < most
-
-    cells = [
-        [[(a * (i + kv_len - q_len) + b * j + c * h) % 7 < most for j in range(kv_len)]
-         for i in range(q_len)]
-        for h in range(_MOST_HEADS)
-    ]  # fmt: skip
-    return _Drawn(Mask.from_function(function), torch.tensor(cells)[None])
-
-
-def _leaf(chance: random.Random, q_len: int, kv_len: int, batch: int) -> _Drawn:
-    if chance.random() < 0.15:
-        return _function(chance, q_len, kv_len)
-
-    def lengths() -> list[int]:
-        cuts = sorted(chance.randrange(kv_len + 1) for _ in range(chance.randrange(12)))
-        return [b - a for a, b in zip([0, *cuts], [*cuts, kv_len], strict=True)]
-
-    def table() -> list[list[bool]]:
-        return [[chance.random() < 0.3 for _ in range(blocks[1])] for _ in range(blocks[0])]
-
-    block = chance.choice([4, 16])
-    blocks = -(-q_len // block), -(-kv_len // block)
-    rows = range(batch)
-    masks = [
-        Causal(),
-        SlidingWindow(chance.randrange(-1, kv_len), chance.randrange(-1, 9)),
-        First(chance.randrange(12)),
-        Prefix(chance.randrange(kv_len)),
-        Prefix(tuple(chance.randrange(kv_len) for _ in rows)),
-        Chunked(1 + chance.randrange(kv_len)),
-        BlockSparse(table(), block),
-        BlockSparse([table() for _ in rows], block),
-    ]
-    if q_len <= kv_len:
-        masks += [Documents(lengths()), *[Documents([lengths() for _ in rows])] * 3]
-    mask = chance.choice(masks)
-    return _Drawn(mask, cells_of(mask, Sizes(q_len, kv_len, batch))[:, None])
-
-
-def _tree(chance: random.Random, q_len: int, kv_len: int, batch: int, depth: int = 2) -> _Drawn:
-    if not depth or chance.random() < 0.4:
-        return _leaf(chance, q_len, kv_len, batch)
-    a, b = (_tree(chance, q_len, kv_len, batch, depth - 1) for _ in range(2))
-    if chance.random() < 0.6:
-        return _Drawn(a.mask & b.mask, a.cells & b.cells)
-    return _Drawn(a.mask | b.mask, a.cells | b.cells)
-
-
 _DRAWN = 300
-_MOST_HEADS = 20
 _EACH = 15
 
 
@@ -141,7 +79,7 @@ def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
         kv_len = q_len if chance.random() < 0.7 else chance.choice([20, 70])
         world = chance.randrange(1, 6)
         batch = chance.choice([1, 2])
-        mask, cells = _tree(chance, q_len, kv_len, batch)
+        mask, cells = drawn_mask(chance, q_len, kv_len, batch)
         balanced = ["balanced"] * (q_len == kv_len and mask.has_spans)
         # Enough heads for every rank to have some.
         spread = chance.random() < 0.3
