@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-__all__ = ["peak"]
+__all__ = ["peak", "resident"]
 
 
 def peak(run: Callable[[], object]) -> int:
@@ -16,6 +16,11 @@ def peak(run: Callable[[], object]) -> int:
     before = _kib("VmRSS")
     run()
     return (_kib("VmHWM") - before) * 1024
+
+
+def resident() -> int:
+    """The bytes of this process in memory."""
+    return _kib("VmRSS") * 1024
 
 
 def _kib(name: str) -> int:

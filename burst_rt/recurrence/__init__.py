@@ -2,9 +2,7 @@
 
 from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.recurrence.api import (
-    RecurrenceExplanation,
     causal_conv1d,
-    explain_recurrence,
     gated_delta_rule,
     linear_attention,
     linear_recurrence,
@@ -12,6 +10,7 @@ from burst_rt.recurrence.api import (
     state_space,
 )
 from burst_rt.recurrence.call import RecurrencePlan
+from burst_rt.recurrence.explain import RecurrenceExplanation, explain_recurrence
 
 __all__ = [
     "RecurrenceExplanation",

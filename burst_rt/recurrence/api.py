@@ -1,9 +1,8 @@
-"""What a user calls: recurrences over a sequence that is spread over ranks, and their plans."""
+"""What a user calls: recurrences over a sequence that is spread over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeAlias
 
@@ -15,19 +14,16 @@ from burst_rt.errors import BurstError, InputError
 from burst_rt.planning.masks import Documents
 from burst_rt.planning.scan import segments_of
 from burst_rt.recurrence.base import Recurrence
-from burst_rt.recurrence.call import Bound, RecurrenceCall, RecurrencePlan
+from burst_rt.recurrence.call import Bound, RecurrenceCall
 from burst_rt.recurrence.checks import begins_of, check_heads, check_sizes, scale_of
 from burst_rt.recurrence.convolution import Convolution
 from burst_rt.recurrence.elements import LinearRecurrence, SelectiveScan
 from burst_rt.recurrence.matrix import DeltaRule, LinearAttention
-from burst_rt.recurrence.memory import peak_bytes
 from burst_rt.recurrence.run import RecurrenceFunction, run_alone
 from burst_rt.runtime.refusing import refuse
 
 __all__ = [
-    "RecurrenceExplanation",
     "causal_conv1d",
-    "explain_recurrence",
     "gated_delta_rule",
     "linear_attention",
     "linear_recurrence",
@@ -86,54 +82,6 @@ def _collective(bind: Callable[_P, _Bound]) -> Callable[_P, _Result]:
     # Compiled programs are cut there; else the compiler would trace the runtime.
     cut: Callable[_P, _Result] = torch.compiler.disable(run)
     return wraps(bind)(cut)
-
-
-@dataclass(frozen=True)
-class RecurrenceExplanation:
-    """The plans of a call, made without running it, and the memory that they take.
-
-    memory: bytes beyond inputs and results, forward and backward. `str()` puts all into words.
-    """
-
-    forward: RecurrencePlan
-    backward: RecurrencePlan | None  # None where no tensor needs a gradient
-    memory: tuple[int, ...]
-
-    def __str__(self) -> str:
-        plans = [plan for plan in (self.forward, self.backward) if plan is not None]
-        return "\n".join(
-            f"{plan.explain()}\n  memory beyond inputs and results: {size:,} bytes"
-            for plan, size in zip(plans, self.memory, strict=True)
-        )
-
-
-def explain_recurrence(
-    function: Callable[..., _Result], *args: Any, **kwargs: Any
-) -> RecurrenceExplanation:
-    """The plans that a function of this module would run with these arguments.
-
-    A plan tells segments, how states pass, bytes and memory. Local: nothing is sent; the
-    first time takes a second. Raises InputError.
-
-    Worked example: `explain_recurrence(gated_delta_rule, q, k, v, g, beta, layout=layout)`.
-    """
-    bind = getattr(function, "__wrapped__", None)
-    if bind is None or getattr(bind, "__module__", "") != __name__:
-        raise InputError(
-            f"explain_recurrence: function must be one of burst_rt.recurrence, got {function!r}"
-        )
-    call = bind(*args, **kwargs).call
-    if call is None:
-        raise InputError(
-            f"explain_recurrence: layout: expected one, got None: {function.__name__} is then "
-            "local, and has no plan"
-        )
-    directions = (True, False) if any(call.needs) else (True,)
-    return RecurrenceExplanation(
-        call.forward_plan,
-        call.backward_plan if any(call.needs) else None,
-        tuple(peak_bytes(call, forward=forward) for forward in directions),
-    )
 
 
 @_collective

@@ -10,7 +10,7 @@ so decays of any size are exact. Sources: arXiv 2312.00752 (Mamba), 2402.19427 (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -52,16 +52,41 @@ class _ElementState(ChunkedRecurrence):
         if missing:  # tokens that change nothing
             a = torch.cat([a, a.new_ones(a.shape[0], missing, *a.shape[2:])], 1)
         a, b, c = (ELEMENTS.cut(x, self.size) for x in (a, b, c))
-        products, sums = [a[:, :, 0]], [b[:, :, 0]]
-        for i in range(1, self.size):
-            products.append(a[:, :, i] * products[-1])
-            sums.append(a[:, :, i] * sums[-1] + b[:, :, i])
+        products, sums = _Scanned.apply(a, b)  # type: ignore[no-untyped-call]
         return Chunks(
-            a=products[-1],
-            b=sums[-1],
-            q=torch.stack(products, 2) * c,
-            o=(torch.stack(sums, 2) * c).sum(-1),
+            a=products[:, :, -1].clone(),  # nothing else of them is kept
+            b=sums[:, :, -1].clone(),  # states take its place
+            q=products * c,
+            o=(sums * c).sum(-1),
         )
+
+
+class _Scanned(torch.autograd.Function):
+    """What each token of a chunk has of the state before the chunk, and of the chunk's own tokens.
+
+    `apply(a, b)` -> products of the factors a, and sums, `[chunks, batch, size, D, N]` as a and b.
+    As one function: autograd would keep each token's tensors, and copies of all of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        products, sums = a.clone(), b.clone()
+        for i in range(1, a.shape[2]):
+            products[:, :, i].mul_(products[:, :, i - 1])
+            sums[:, :, i].addcmul_(a[:, :, i], sums[:, :, i - 1])
+        ctx.save_for_backward(a, products, sums)
+        return products, sums
+
+    @staticmethod
+    def backward(ctx: Any, dproducts: Tensor, dsums: Tensor) -> tuple[Tensor, Tensor]:
+        a, products, sums = ctx.saved_tensors
+        da, db = dproducts.clone(), dsums.clone()
+        for i in range(a.shape[2] - 1, 0, -1):
+            # da has the gradient of the product until it has the factor's.
+            da[:, :, i - 1].addcmul_(a[:, :, i], da[:, :, i])
+            db[:, :, i - 1].addcmul_(a[:, :, i], db[:, :, i])
+            da[:, :, i].mul_(products[:, :, i - 1]).addcmul_(db[:, :, i], sums[:, :, i - 1])
+        return da, db
 
 
 @dataclass(frozen=True)

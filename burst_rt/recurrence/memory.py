@@ -18,18 +18,19 @@ from burst_rt.recurrence.base import Stages
 from burst_rt.recurrence.call import RecurrenceCall
 from burst_rt.recurrence.run import backward_stages, forward_stages, grad_sums
 
-__all__ = ["peak_bytes"]
+__all__ = ["LiveBytes", "peak_bytes"]
 
 Tensor = torch.Tensor
 
 
-class _Living(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operators have made, and the most at a time."""
 
     def __init__(self, known: tuple[Tensor, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
         self._known = {x.untyped_storage()._cdata for x in known}
+        self._made: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -40,17 +41,21 @@ class _Living(TorchDispatchMode):
                 self._count(x.untyped_storage())
         return made
 
+    def has(self, x: Tensor) -> bool:
+        """Whether an operator made it, and it lives."""
+        return x.untyped_storage()._cdata in self._made
+
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
+        if key in self._known or key in self._made:
             return
-        self._known.add(key)
+        self._made.add(key)
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
         weakref.finalize(storage, self._gone, key, size)
 
     def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._made.discard(key)
         self.bytes -= size
 
 
@@ -71,7 +76,7 @@ def peak_bytes(call: RecurrenceCall, *, forward: bool) -> int:
     out = torch.empty_like(call.recurrence.out_like(bound.tokens), dtype=call.dtype)
     sums = None if forward else grad_sums(call, bound)
     given, grads = (*bound.tokens, *bound.shared), (*sums.tokens, *sums.shared) if sums else ()
-    living = _Living((*given, out, *(dx for dx in grads if dx is not None)))
+    living = LiveBytes((*given, out, *(dx for dx in grads if dx is not None)))
     if sums is not None:
         # Sums of the inputs' own type are the results.
         living.bytes = sum(

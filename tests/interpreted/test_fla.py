@@ -30,7 +30,7 @@ from burst_rt.planning.scan import Way
 from burst_rt.recurrence import fla, kernels
 from burst_rt.recurrence.base import RecurrenceWork, SegmentGrads, SegmentTensors
 from burst_rt.recurrence.matrix import DeltaRule, LinearAttention
-from burst_rt.recurrence.memory import _Living
+from burst_rt.recurrence.memory import LiveBytes
 
 # The kernels overflow where they throw the result away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -227,7 +227,7 @@ def test_memory_is_about_what_the_library_takes(kind: str, monkeypatch: pytest.M
         (True, maker.forward(problem, out)),
         (False, maker.backward(problem, state, out, sums)),
     ):
-        with torch.no_grad(), _Living((*tokens, state, last, out)) as living:
+        with torch.no_grad(), LiveBytes((*tokens, state, last, out)) as living:
             stages.prepare()
             stages.advance(state, last)
             stages.emit()
