@@ -81,5 +81,6 @@ def _beside(bound: Any, made: LiveBytes, *, forward: bool) -> int:
     wide = out.numel() * call.dtype.itemsize if call.dtype != call.given_dtype else 0
     if forward:
         return made.bytes + wide - (out.numel() * call.given_dtype.itemsize if wide else 0)
-    needed = zip((*bound.tokens, *bound.shared), call.needs, strict=False)
+    given: tuple[torch.Tensor, ...] = (*bound.tokens, *bound.shared)
+    needed = zip(given, call.needs, strict=False)
     return made.bytes + wide + sum(x.nbytes for x, needs in needed if needs and made.has(x))
