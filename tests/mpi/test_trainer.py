@@ -59,7 +59,7 @@ def test_trainers_do_what_they_do_on_one_process(
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     four = _run(
         tmp_path, 4, "2:saved", "2:resumed", "2:packed", "1:tuned", "2:balanced", "2:mixed",
-        "2:uneven",
+        "2:uneven", "2:whole",
     )  # fmt: skip
     # Beside torch.distributed, which Trainer starts by itself, the ranks of a context are MPI's.
     two = _run(
@@ -85,7 +85,8 @@ def test_trainers_do_what_they_do_on_one_process(
     _check(two["1:streamed"], alone["1:streamed"])
     _check(two["1:bf16"], alone["1:bf16"], LOSSES_16BIT)
     _check(four["1:tuned"], alone["1:tuned"])
-    _check(four["2:packed"], alone["1:packed"])
+    for name in ("packed", "whole"):
+        _check(four[f"2:{name}"], alone["1:packed"])
     for name in ("mixed", "balanced", "unbalanced"):
         _check(two[f"1:{name}"], alone[f"1:{name}"])
     for name in ("mixed", "balanced"):

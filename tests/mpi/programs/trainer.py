@@ -347,6 +347,7 @@ def make_tuning(
     context: Context | None,
     num_contexts: int,
     make_model: Callable[[], Any] = make_model,
+    layout: str = "auto",
     **others: Any,
 ) -> Any:
     """TRL's SFTTrainer."""
@@ -354,8 +355,9 @@ def make_tuning(
     arguments = trl.SFTConfig(**options(folder / "tuned", num_contexts, max_length=100, **others))
     rows = {"train_dataset": make_rows(_ROWS, seed=2), "eval_dataset": make_rows(14, seed=9)}
     return Tuning(
-        model=make_model(), args=arguments, processing_class=tokenizer(), context=context, **rows
-    )
+        model=make_model(), args=arguments, processing_class=tokenizer(), context=context,
+        layout=layout, **rows,
+    )  # fmt: skip
 
 
 def tuned(folder: Path, context: Context | None, num_contexts: int, **others: Any) -> Found:
@@ -398,13 +400,18 @@ def balanced(folder: Path, context: Context | None, num_contexts: int) -> Found:
     return found | {"eval": {"loss": trainer.evaluate(make_rows(_BATCH, seed=9))["eval_loss"]}}
 
 
-def packed(folder: Path, context: Context | None, num_contexts: int) -> Found:
+def packed(folder: Path, context: Context | None, num_contexts: int, layout: str = "auto") -> Found:
     """Rows of several documents, in micro-batches of different numbers of labels."""
     rows = _BATCH // 2 // num_contexts
     return tuned(
         folder, context, num_contexts, packing=True, dataloader_drop_last=True,
-        gradient_accumulation_steps=2, per_device_train_batch_size=rows,
+        gradient_accumulation_steps=2, per_device_train_batch_size=rows, layout=layout,
     )  # fmt: skip
+
+
+def whole(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """The same rows, in shards of different lengths."""
+    return packed(folder, context, num_contexts, layout="whole")
 
 
 def by_chance(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
