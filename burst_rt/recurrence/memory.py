@@ -12,11 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from burst_rt.planning.scan import Scan, Way
+from burst_rt.planning.scan import Scan
+from burst_rt.planning.segments import Way
 from burst_rt.recurrence import fla
 from burst_rt.recurrence.base import Stages
 from burst_rt.recurrence.call import RecurrenceCall
-from burst_rt.recurrence.run import backward_stages, forward_stages, grad_sums
+from burst_rt.recurrence.run import backward_stages, forward_stages, grad_sums, segment_sums
 
 __all__ = ["peak_bytes"]
 
@@ -89,7 +90,7 @@ def peak_bytes(call: RecurrenceCall, *, forward: bool) -> int:
             stages[number] = (
                 forward_stages(call, bound, shard, out)
                 if sums is None
-                else backward_stages(call, bound, shard, state, out, sums)
+                else backward_stages(call, bound, shard, state, out, segment_sums(call, sums))
             )
         _go_through(stages, plan.program, state)
     return living.peak + slots
@@ -97,6 +98,7 @@ def peak_bytes(call: RecurrenceCall, *, forward: bool) -> int:
 
 def _go_through(stages: dict[int, Stages], program: Scan, state: Tensor) -> None:
     """Runs the stages of a rank's segments in program order."""
+    kept: dict[int | None, Tensor] = {}  # for the backward, by the segment before; see `_Run`
     for stage in stages.values():
         stage.prepare()
     for number, stage in stages.items():
@@ -104,6 +106,8 @@ def _go_through(stages: dict[int, Stages], program: Scan, state: Tensor) -> None
             stage.compose()
     for number in filter(stages.__contains__, program.order):
         after = torch.empty_like(state)
+        if program.forward:
+            kept.setdefault(program.segments[number].before, after)
         if program.ways[number] is not Way.RELAYED:
             stages[number].fold(state, after)
         stages[number].advance(state, after)

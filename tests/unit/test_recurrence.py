@@ -16,7 +16,7 @@ from recurrences import KINDS, Drawn, attend, drawn, errors, truth
 import burst_rt
 from burst_rt import Context, Documents, recurrence
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.planning.scan import Way
+from burst_rt.planning.segments import Way
 
 _ALLOWED = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -244,7 +244,7 @@ def _arguments(own: Any, /, **changes: Any) -> dict[str, Any]:
          "multiple of the number of key heads .*, got 3 and 2"),
         ({"scale": "1"}, "scale must be a finite number, got '1'"),
         ({"initial_state": torch.zeros(1, 2, 8, 7)}, r"initial_state must be \[batch 1, heads 2"),
-        ({"documents": [5, 5]}, "documents must be burst_rt.Documents, or a bool tensor"),
+        ({"documents": [5, 5]}, "documents must be burst_rt.Documents, a bool tensor"),
         ({"documents": torch.zeros(1, 9, dtype=torch.bool)}, r"got \(1, 9\) of torch.bool"),
         ({"documents": burst_rt.Documents([3, 3])}, "documents must be those of the whole"),
         ({"layout": "zigzag"}, "layout must come from Context.layout, or be None .*, got str"),

@@ -9,7 +9,8 @@ import pytest
 from burst_rt.errors import InputError
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks import Causal
-from burst_rt.planning.scan import Scan, StageFlops, Way, segments_of, ways_of
+from burst_rt.planning.scan import Scan
+from burst_rt.planning.segments import StageFlops, Way, segments_of, ways_of
 from burst_rt.scheduler import HOST_LANES, NCCL_LANES, Graph, check_share, check_world
 
 _FLOPS = StageFlops(prepare=100, compose=70, fold=1000, advance=35, emit=22)
