@@ -178,6 +178,12 @@ class Scan:
         return sources_of(self.segments, forward=self.forward)
 
     @cached_property
+    def is_chain(self) -> bool:
+        """Whether each segment goes on from the one before it in the row."""
+        befores = [segment.before for segment in self.segments]
+        return befores == [None, *range(len(befores) - 1)]
+
+    @cached_property
     def goes_on(self) -> tuple[bool, ...]:
         """Whether the state after the segment at each place is needed by another segment."""
         sources = {source for befores in self.sources for source in befores}
@@ -267,8 +273,7 @@ class Scan:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{self.ways.count(way)} {way.value}" for way in Way if way in self.ways)
-        chain = all(segment.before in (None, i - 1) for i, segment in enumerate(self.segments))
-        along = "" if chain else " along the paths of a tree"
+        along = "" if self.is_chain else " along the paths of a tree"
         return (
             f"{len(self.segments)} segments{along} ({counts}), a state of {self.state_bytes:,} "
             "bytes"

@@ -97,7 +97,9 @@ def peak_bytes(call: RecurrenceCall, *, forward: bool) -> int:
 
 
 def _go_through(stages: dict[int, Stages], program: Scan, state: Tensor) -> None:
-    """Runs the stages of a rank's segments in program order."""
+    """Runs the stages of a rank's segments in program order; in a tree results come last, because
+    tasks come first that others wait for.
+    """
     kept: dict[int | None, Tensor] = {}  # for the backward, by the segment before; see `_Run`
     for stage in stages.values():
         stage.prepare()
@@ -111,4 +113,8 @@ def _go_through(stages: dict[int, Stages], program: Scan, state: Tensor) -> None
         if program.ways[number] is not Way.RELAYED:
             stages[number].fold(state, after)
         stages[number].advance(state, after)
-        stages[number].emit()
+        if program.is_chain:
+            stages[number].emit()
+    if not program.is_chain:
+        for stage in stages.values():
+            stage.emit()
