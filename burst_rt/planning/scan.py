@@ -124,7 +124,7 @@ class _Link(NamedTuple):
     place: int  # the last segment that the state comes from: the message leaves after it
     receiver: int
     target: int  # the first of the receiver's segments that begin from it
-    index: int  # the number of the message among those that come for this segment
+    part: int  # the number of the message among those that come for this segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +209,7 @@ class Scan:
     def _arrivals(self) -> dict[tuple[int, int], _State]:
         """Where messages arrive, by the place that they leave and the receiver."""
         return {
-            (link.place, link.receiver): (f"before {link.target}", link.index)
-            for link in self.links
+            (link.place, link.receiver): (f"before {link.target}", link.part) for link in self.links
         }
 
     def parts(self, place: int, rank: int) -> tuple[_State, ...]:
@@ -408,8 +407,8 @@ class _Builder:
         """Receives what comes after a segment of another rank, if anything does."""
         link = self.received.get(place)
         if link:
-            part = self.g.buffers[f"before {link.target}"][link.index]
-            number = f" {link.index}" if link.index else ""
+            part = self.g.buffers[f"before {link.target}"][link.part]
+            number = f" {link.part}" if link.part else ""
             self.g.exchange(
                 f"receive {link.target}{number}", recvs=[(part, self.scan.owners[place])],
                 tag=self.scan.tag(place), reads=[self.agreed], hop=place,

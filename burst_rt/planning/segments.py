@@ -16,7 +16,9 @@ from typing import NamedTuple, TypeAlias
 from burst_rt.errors import InputError
 from burst_rt.planning.layouts import Layout
 
-__all__ = ["Segment", "Sources", "StageFlops", "Way", "segments_of", "sources_of", "ways_of"]
+__all__ = [
+    "Segment", "Sources", "StageFlops", "Way", "check_runs", "segments_of", "sources_of", "ways_of",
+]  # fmt: skip
 
 # For each place in the order of a direction, the places whose states make the one before it.
 Sources: TypeAlias = tuple[tuple[int, ...], ...]
@@ -66,13 +68,22 @@ class StageFlops(NamedTuple):
         return StageFlops(2 * self.prepare, self.compose, self.fold, self.advance, 4 * self.emit)
 
 
+def check_runs(layout: Layout) -> None:
+    """Raises InputError for striped layouts, whose runs are single tokens."""
+    if any(len(run) > 1 and run.step != 1 for runs in layout.runs for run in runs):
+        raise InputError(
+            f"layout: a recurrence takes layouts of consecutive tokens, got kind "
+            f"{layout.kind!r}; take 'zigzag', 'contiguous' or 'balanced'"
+        )
+
+
 def segments_of(layout: Layout, branches: Mapping[int, int] = _NONE) -> tuple[Segment, ...]:
     """The segments of a layout, in the order of positions.
 
     Two runs of a rank that follow each other, in positions and in the shard, are one segment.
-    branches: see `PrefixTree.branches`. Raises InputError for striped layouts, whose runs are
-    single tokens.
+    branches: see `PrefixTree.branches`. Raises InputError for striped layouts.
     """
+    check_runs(layout)
     cuts = sorted({*branches, *(before + 1 for before in branches.values())})
     segments = [part for run in _runs_of(layout) for part in _parts_of(run, cuts)]
     segments.sort(key=lambda segment: segment.positions.start)
@@ -90,11 +101,6 @@ def _runs_of(layout: Layout) -> list[Segment]:
     for owner, runs in enumerate(layout.runs):
         begin = 0
         for run in runs:
-            if len(run) > 1 and run.step != 1:
-                raise InputError(
-                    f"layout: a recurrence takes layouts of consecutive tokens, got kind "
-                    f"{layout.kind!r}; take 'zigzag', 'contiguous' or 'balanced'"
-                )
             if run:
                 positions = range(run.start, run.start + len(run))
                 last = runs_of[-1] if runs_of else None

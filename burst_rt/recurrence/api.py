@@ -13,7 +13,7 @@ from burst_rt.attention.sharding import ContextLayout
 from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, InputError
 from burst_rt.planning.masks import Documents, PrefixTree
-from burst_rt.planning.segments import segments_of
+from burst_rt.planning.segments import check_runs
 from burst_rt.recurrence.base import Recurrence
 from burst_rt.recurrence.call import Bound, RecurrenceCall, RecurrencePlan
 from burst_rt.recurrence.checks import Given, begins_of, check_heads, check_sizes, scale_of
@@ -411,7 +411,7 @@ def _bound(
             )
         return _Bound(recurrence, None, begins, given, tokens, shared)
     layout.runtime.check_open()
-    segments_of(layout.map)
+    check_runs(layout.map)
     said = "a tensor" if isinstance(documents, Tensor) else repr(documents)
     call = RecurrenceCall(
         recurrence=recurrence,
