@@ -214,7 +214,7 @@ class Scan:
 
     def parts(self, place: int, rank: int) -> tuple[_State, ...]:
         """The states of a rank that add up to what it has of the state before a segment, which on
-        the segment's own rank is all of it. None where the segment begins from the first state.
+        the segment's own rank is all of it. Empty where the segment begins from the first state.
         """
         befores, owners = self.sources[place], self.owners
         parts = [(f"after {at}", 0) for at in befores if owners[at] == rank]
