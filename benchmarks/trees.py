@@ -1,7 +1,7 @@
 """Answers to one question as a tree, packed, and one by one: `python -m benchmarks trees`.
 
-A decoder layer of transformers with its embedding and head, forward and backward, over the ranks of
-one job; the three ways run in turn. All compute the same loss and the same gradients.
+Decoder layers of transformers with their embedding and head, forward and backward, over the ranks
+of one job; the three ways run in turn. All compute the same loss and the same gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from typing import Any
 
 import click
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    LlamaConfig,
+    Mamba2Config,
+    PreTrainedConfig,
+)
 
 import burst_rt
 import burst_rt.hf
@@ -46,22 +52,36 @@ def _ways(prompt: int, answer: int, answers: int) -> dict[str, _Batches]:
     return {"a tree": [tree], "packed": [packed], "one by one": alone}
 
 
-def _model() -> Any:
+_WIDTHS: dict[str, Any] = {"vocab_size": _WORDS, "hidden_size": _WIDTH}
+_ATTENTION = {
+    "num_attention_heads": _HEADS, "num_key_value_heads": _HEADS, "intermediate_size": 1408,
+    "attn_implementation": "burst_rt",
+}  # fmt: skip
+# A layer of attention, a layer with a state, and one of each.
+_MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {**_ATTENTION, "num_hidden_layers": 1}),
+    "mamba2": (Mamba2Config, {
+        "num_hidden_layers": 1, "num_heads": 16, "head_dim": 64, "state_size": 128, "n_groups": 1,
+    }),
+    "bamba": (BambaConfig, {
+        **_ATTENTION, "num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_n_heads": 16,
+        "mamba_d_head": 64, "mamba_d_state": 128,
+    }),
+}  # fmt: skip
+
+
+def _model(name: str) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=_WORDS, hidden_size=_WIDTH, intermediate_size=1408, num_hidden_layers=1,
-        num_attention_heads=_HEADS, num_key_value_heads=_HEADS,
-        attn_implementation="burst_rt",
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    config, options = _MODELS[name]
+    return AutoModelForCausalLM.from_config(config(**_WIDTHS, **options))
 
 
 class _Side:
     """One way: its times, its bytes, and its gradients."""
 
-    def __init__(self, ctx: burst_rt.Context, batches: _Batches, labels: int) -> None:
+    def __init__(self, ctx: burst_rt.Context, model: Any, batches: _Batches, labels: int) -> None:
         self._ctx, self._batches, self._labels = ctx, batches, labels
-        self._model = _model().to(ctx.device)
+        self._model = model.to(ctx.device)
         burst_rt.hf.prepare(self._model, ctx)
         self.times: list[float] = []
         self.sent = self.tokens = 0
@@ -85,11 +105,15 @@ class _Side:
         return torch.cat([x.grad.flatten() for x in self._model.parameters()])
 
 
-def run_rank(prompt: int, answer: int, answers: int, repeats: int, out: str | None) -> None:
+def run_rank(
+    model: str, prompt: int, answer: int, answers: int, repeats: int, out: str | None
+) -> None:
     """Measures on all ranks; rank 0 prints and writes. Blocks for the other ranks."""
     ways = _ways(prompt, answer, answers)
     with burst_rt.init(timeout_s=1200, stall_s=300) as ctx:
-        sides = {name: _Side(ctx, each, answer * answers) for name, each in ways.items()}
+        sides = {
+            name: _Side(ctx, _model(model), each, answer * answers) for name, each in ways.items()
+        }
         with progress_bar(ctx.rank == 0, len(sides) * (repeats + 1)) as step:
             for _ in range(repeats + 1):
                 for name, side in sides.items():
@@ -108,7 +132,7 @@ def run_rank(prompt: int, answer: int, answers: int, repeats: int, out: str | No
         ]  # fmt: skip
         if ctx.rank == 0:
             title = (
-                f"{answers} answers of {answer:,} tokens to a question of {prompt:,}: a layer, "
+                f"{answers} answers of {answer:,} tokens to a question of {prompt:,}: {model}, "
                 f"forward + backward; {ctx.world_size} ranks"
             )
             publish(title, rows, out, f"medians of {repeats}, in turn; bytes of rank 0")
@@ -116,11 +140,18 @@ def run_rank(prompt: int, answer: int, answers: int, repeats: int, out: str | No
 
 @click.command()
 @RANKS
+@click.option(
+    "--model",
+    type=click.Choice(list(_MODELS)),
+    default="llama",
+    show_default=True,
+    help="A layer of attention, a layer with a state (mamba2), or one of each (bamba).",
+)
 @size_option("--prompt", 8192, "Tokens of the question")
 @size_option("--answer", 512, "Tokens of an answer")
 @size_option("--answers", 8, "Answers")
 @REPEATS
 @OUT
-def command(num_ranks: int, repeats: int, out: Path | None, **sizes: int) -> None:
+def command(num_ranks: int, repeats: int, out: Path | None, **options: Any) -> None:
     """Answers that share a question, as a tree, packed, and one by one."""
-    run_on_ranks(run_rank, num_ranks, {**sizes, "repeats": repeats, "out": out}, threads=1)
+    run_on_ranks(run_rank, num_ranks, {**options, "repeats": repeats, "out": out}, threads=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 from resident import peak, resident
@@ -17,7 +18,7 @@ from burst_rt import recurrence
 TOKENS, HEADS, WIDTH = 8192, 4, 64
 
 
-def measure(name: str, *inputs: torch.Tensor) -> None:
+def measure(name: str, *inputs: torch.Tensor, tree: burst_rt.PrefixTree | None = None) -> None:
     """Forks: what one call leaves in the C library's heap is not to count for the next."""
     sys.stdout.flush()
     child = os.fork()
@@ -26,16 +27,17 @@ def measure(name: str, *inputs: torch.Tensor) -> None:
         return
     torch.set_num_threads(1)
     with burst_rt.init(device="cpu") as ctx:
-        function, layout = getattr(recurrence, name), ctx.layout(TOKENS)
+        function = getattr(recurrence, name)
+        options: dict[str, Any] = {"layout": ctx.layout(TOKENS), "documents": tree}
         given = [x.requires_grad_() for x in inputs]
-        planned = recurrence.explain_recurrence(function, *given, layout=layout).memory
+        planned = recurrence.explain_recurrence(function, *given, **options).memory
         # Warms up.
         few = [x[:, :256].detach() if x.shape[:2] == (1, TOKENS) else x.detach() for x in given]
         few = [x.requires_grad_() for x in few]
         torch.autograd.grad(function(*few, layout=ctx.layout(256)).sum(), few)
         made: list[torch.Tensor] = []
         before = resident()
-        forward = peak(lambda: made.append(function(*given, layout=layout)))
+        forward = peak(lambda: made.append(function(*given, **options)))
         kept = resident() - before - made[0].nbytes  # until the backward
         dout = torch.randn_like(made[0])
         backward = peak(lambda: made.extend(torch.autograd.grad(made[0], given, dout))) + kept
@@ -66,3 +68,7 @@ measure("selective_scan", *few, -torch.rand(64, 16), b, c, torch.rand(64))
 for dtype in (torch.float32, torch.bfloat16):
     heads, b, c = (y.to(dtype) for y in (random(16, 32), random(1, 32), random(1, 32)))
     measure("state_space", heads, dt[..., :16].clone(), -torch.rand(16), b, c, torch.rand(16))
+# Wide states of short segments: those that are kept for the backward are a fifth of the memory.
+tree = burst_rt.PrefixTree([64] * 128, [-1, *[node // 2 for node in range(127)]])
+wide = [random(1, 256) for _ in range(3)]
+measure("gated_delta_rule", *wide, g[..., :1].clone(), beta[..., :1].clone(), tree=tree)

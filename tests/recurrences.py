@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from recurrence_spec import SPECS
 
-from burst_rt import Causal, Context, Documents
+from burst_rt import Causal, Context, Documents, Mask, PrefixTree
 from burst_rt import recurrence as room
 
-__all__ = ["KINDS", "Drawn", "attend", "drawn", "errors", "truth"]
+__all__ = [
+    "KINDS", "Drawn", "attend", "drawn", "drawn_along_a_tree", "drawn_tree", "errors", "paths_of",
+    "truth", "truth_of_paths",
+]  # fmt: skip
 
 Tensor = torch.Tensor
 KINDS = (
@@ -38,6 +41,8 @@ class Drawn:
     dout: Tensor
     dstate: Tensor
     about: str = field(default="")
+    tree: PrefixTree | None = None
+    paths: tuple[tuple[int, ...], ...] = ()  # of the tree's leaves, in places of the row
 
     @property
     def seq_len(self) -> int:
@@ -152,6 +157,75 @@ def _documents(rng: random.Random, n: int, batch: int) -> Documents | None:
     return Documents([row() for _ in range(batch)] if rng.random() < 0.5 else row())
 
 
+def drawn_tree(rng: random.Random, n: int) -> tuple[list[int], list[int]]:
+    """Lengths and parents of nodes of at most n tokens: several trees, of at most four nodes on a
+    path; many nodes of a token, and some of none.
+    """
+    lengths: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    left = n if rng.random() < 0.8 else max(1, n - rng.choice([1, 3, 9]))  # the rest is padding
+    while left:
+        lengths.append(min(left, rng.choice([0, 1, 1, 2, 3, 7, 20, 70])))
+        left -= lengths[-1]
+        able = [node for node, depth in enumerate(depths) if depth < 4]
+        # Chains, answers to one question, and anything.
+        ways = [-1, rng.choice(able), able[-1], able[0]] if able else [-1]
+        parents.append(rng.choice(ways))
+        depths.append(1 + (depths[parents[-1]] if parents[-1] >= 0 else 0))
+    return lengths, parents
+
+
+def paths_of(lengths: list[int], parents: list[int], n: int) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each path from a root to a leaf, and the padding; one token after another."""
+    paths: list[tuple[int, ...]] = []
+    begin = 0
+    for length, parent in zip(lengths, parents, strict=True):
+        above = paths[parent] if parent >= 0 else ()
+        paths.append((*above, *range(begin, begin + length)))
+        begin += length
+    leaves = [path for node, path in enumerate(paths) if node not in parents]
+    return tuple(path for path in (*leaves, tuple(range(begin, n))) if path)
+
+
+def drawn_along_a_tree(seed: int, kind: str | None = None, world_size: int | None = None) -> Drawn:
+    """A call over the paths of a tree that is drawn; the same one for the same arguments."""
+    rng = random.Random(1000 + seed)
+    case = drawn(seed, kind, world_size or rng.choice([1, 2, 3, 4]))
+    lengths, parents = drawn_tree(rng, case.seq_len)
+    layout = rng.choice(["zigzag", "contiguous", "balanced", "whole"])
+    return replace(
+        case, layout=layout, state=None, returns_state=False, documents=None,
+        tree=PrefixTree(lengths, parents, tokens=case.seq_len),
+        paths=paths_of(lengths, parents, case.seq_len),
+        about=f"{case.about}; in fact {layout}, {lengths}, {parents}",
+    )  # fmt: skip
+
+
+def truth_of_paths(case: Drawn) -> dict[str, Tensor]:
+    """The spec's results of each path by itself. The result of a token that several share counts
+    once, and its gradients are added up.
+    """
+    whole: dict[str, Tensor] = {}
+    done: set[int] = set()
+    for path in case.paths:
+        at, new = list(path), torch.tensor([place not in done for place in path])
+        done |= set(path)
+        tokens = {name: x[:, at] for name, x in case.tokens.items()}
+        shape = (1, -1, *(1 for _ in case.dout.shape[2:]))
+        dout = case.dout[:, at] * new.view(shape)
+        one = truth(replace(case, tokens=tokens, dout=dout, tree=None, paths=()))
+        for name, x in one.items():
+            if name == "out":
+                whole.setdefault(name, torch.zeros_like(case.dout))[:, at] = x
+            elif name[1:] in case.tokens:
+                total = whole.setdefault(name, torch.zeros_like(case.tokens[name[1:]]))
+                total[:, at] += x
+            else:
+                whole[name] = whole[name] + x if name in whole else x
+    return whole
+
+
 def truth(case: Drawn) -> dict[str, Tensor]:
     """The spec's result, last state and gradients."""
     leaves = {name: x.clone().requires_grad_() for name, x in (case.tokens | case.shared).items()}
@@ -177,8 +251,10 @@ def truth(case: Drawn) -> dict[str, Tensor]:
 
 def attend(ctx: Context, case: Drawn, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """This rank's call, put together over the ranks: results on every rank."""
-    mask = (Causal() & case.documents) if case.documents is not None else Causal()
-    layout = ctx.layout(case.seq_len, case.layout, mask=mask if case.layout == "balanced" else None)
+    inside: Mask | None = case.tree or case.documents
+    mask = Causal() if inside is None else Causal() & inside
+    follows = case.layout in ("balanced", "whole")
+    layout = ctx.layout(case.seq_len, case.layout, mask=mask if follows else None)
     device = ctx.device
     tokens = {
         name: layout.shard(x).to(device, dtype).requires_grad_() for name, x in case.tokens.items()
@@ -187,8 +263,8 @@ def attend(ctx: Context, case: Drawn, dtype: torch.dtype = torch.float32) -> dic
         name: x.to(device, dtype, copy=True).requires_grad_() for name, x in case.shared.items()
     }
     state = None if case.state is None else case.state.to(device, dtype, copy=True).requires_grad_()
-    documents: Any = case.documents
-    if documents is not None and case.as_tensor:
+    documents: Any = inside
+    if case.documents is not None and case.as_tensor:
         documents = layout.shard(case.begins().to(device))
     function = getattr(room, case.function)
     result = function(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import transformers
 from small_models import LENGTHS, TOKENS, Truth, gradients, make_batch, seen
 
-__all__ = ["HYBRIDS", "make_hybrid", "truth_of_hybrid"]
+__all__ = ["HYBRIDS", "make_hybrid", "token_by_token", "truth_of_hybrid"]
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -98,13 +100,20 @@ def truth_of_hybrid(name: str, kind: str, model: Any = None) -> Truth:
     model: another one of that kind.
     """
     model, batch = model or make_hybrid(name), make_batch(name, kind)
+    with token_by_token(name):
+        return _truth(model, batch, kind)
+
+
+@contextmanager
+def token_by_token(name: str) -> Iterator[None]:
+    """Inside, one process computes a model's delta rules token by token, as it decodes: gradients
+    of decays are then off by 2e-6; by chunks, in float32, by 1e-5.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        # By chunks in float32 transformers' gradients of decays are off by 1e-5; token by token, as
-        # it decodes, by 2e-6.
         module = sys.modules[getattr(transformers, f"{name}ForCausalLM").__module__]
         if hasattr(module, _BY_CHUNKS):
             patch.setattr(module, _BY_CHUNKS, module.torch_recurrent_gated_delta_rule)
-        return _truth(model, batch, kind)
+        yield
 
 
 _BY_CHUNKS = "torch_chunk_gated_delta_rule"

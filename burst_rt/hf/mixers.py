@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 from burst_rt import recurrence
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.hf.states import LayerStates
+from burst_rt.planning.masks import PrefixTree
 
 __all__ = ["FUNCTIONS", "INLINE", "SHORTCUTS", "MixingCall", "within_call"]
 
@@ -31,7 +32,7 @@ class MixingCall(NamedTuple):
     """
 
     layout: ContextLayout | None
-    documents: Tensor | None
+    documents: PrefixTree | Tensor | None
     states: LayerStates | None = None
 
 
@@ -61,10 +62,9 @@ def _mixed(
     given = next(iter(tokens.values())).shape[1]
     count = given if layout is None else layout.shard_len
     tokens = {name: x[:, :count] for name, x in tokens.items()}
-    options |= {
-        "layout": layout,
-        "documents": None if documents is None else documents[:, :count],
-    }
+    if isinstance(documents, Tensor):
+        documents = documents[:, :count]
+    options |= {"layout": layout, "documents": documents}
     if states is None:
         out: Tensor = function(**tokens, **options)
         return out
@@ -185,8 +185,8 @@ def _griffin(
     taps = conv.weight.squeeze(1)
     x = _mixed(recurrence.causal_conv1d, "conv", {"x": x}, weight=taps, bias=conv.bias)
     # It takes a token at position 0 for the first one.
-    begins = _layer_call.get().documents
-    places = position_ids if begins is None else (~begins).long()
+    begins = _layer_call.get().documents  # a tree's tokens are at the positions of their paths
+    places = (~begins).long() if isinstance(begins, Tensor) else position_ids
     x = type(layer.rg_lru).forward(_OverRanks(layer.rg_lru), x, places)
     return layer.linear_out(x * layer.act_fn(layer.linear_y(input_states))), None
 

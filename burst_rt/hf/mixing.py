@@ -26,7 +26,6 @@ from burst_rt.hf.release import unknown_release
 from burst_rt.hf.rotary import hook_of
 from burst_rt.hf.shard import KEYWORD, ShardInfo
 from burst_rt.hf.step_info import StepInfo
-from burst_rt.planning.masks import PrefixTree
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["spread_mixing"]
@@ -163,17 +162,10 @@ def _run(
     # A cache that the model has made in this call, for nobody, or that of a step.
     options = {name: None if name in _CACHES else x for name, x in options.items()}
     if isinstance(info, ShardInfo):
-        if isinstance(info.batch.mask, PrefixTree):
-            _refuse(
-                "prefix_tree: expected a model whose layers mix tokens by attention alone, got "
-                f"{type(layer).__name__}, whose states go from token to token along the row; give "
-                "the sequences one by one, packed",
-                info.ctx,
-            )
         hook = hook_of(layer)
         # Where the model has softmax attention, too, that must have asked for it over the ranks.
         info.attended = info.attended or hook is None or not hook.attends
-        call = MixingCall(info.batch.layout, info.begins)
+        call = MixingCall(info.batch.layout, info.documents)
     else:
         assert info.states is not None
         # It may be that of other tokens; rows begin after their padding.

@@ -108,6 +108,12 @@ class ShardInfo:
         begins = mask.begins(positions.cpu().numpy())
         return torch.from_numpy(begins).to(positions.device) == positions
 
+    @cached_property
+    def documents(self) -> PrefixTree | torch.Tensor | None:
+        """What recurrences follow: a tree without its windows, or where documents begin."""
+        mask = self.batch.mask
+        return mask.unlimited if isinstance(mask, PrefixTree) else self.begins
+
     def largest(self, position_ids: torch.Tensor) -> int:
         """The largest position of all ranks, of the sequence that these are positions of."""
         batches = [self.batch, *([self.encoder] if self.encoder else [])]

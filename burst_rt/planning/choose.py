@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from burst_rt.errors import InputError
 from burst_rt.planning.evenness import evenness
 from burst_rt.planning.layouts import BALANCED, FOLLOWING, TOLERANCE, WHOLE, Layout, make_layout
+from burst_rt.planning.masks import branches_of
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.planning.recurrent_layers import scan_seconds, scans_of
@@ -284,9 +285,12 @@ def fastest_layout(
         mask = problem.mask if kind == BALANCED else None
         layout = make_layout(kind, problem.q_layout.seq_len, problem.world_size, mask)
         spread[kind] = replace(problem, q_layout=layout, kv_layout=layout)
+    branches = branches_of(problem.mask)
     scans = {
         kind: [
-            scan for sizes in recurrences for scan in scans_of(sizes, given.q_layout, given.batch)
+            scan
+            for sizes in recurrences
+            for scan in scans_of(sizes, given.q_layout, given.batch, branches)
         ]
         for kind, given in spread.items()
     }

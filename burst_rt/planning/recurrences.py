@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from burst_rt.errors import InputError
-from burst_rt.planning.scan import StageFlops
+from burst_rt.planning.segments import StageFlops
 
 __all__ = ["RECURRENCE_KERNELS", "STATE_BYTES", "RecurrenceSizes", "Rule"]
 

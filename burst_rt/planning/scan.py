@@ -19,20 +19,23 @@ it. Nothing is done twice, but all advances follow each other. Or it is FOLDED: 
 while it waits, and then only short folds follow each other. OPEN: its state does not depend on the
 state before it, as of a convolution that remembers fewer tokens than the segment has.
 
-Bytes do not depend on the number of tokens: each segment but the last sends one state.
+Where sequences share their beginnings the segments are a forest, and a chain is the forest of one
+path. In a forward the state after a segment goes to all that follow it, in one message to each rank
+that has any. In a backward the gradients of these are added up on each rank first: the same
+messages the other way.
+
+Bytes do not depend on the number of tokens: each message is one state.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
-from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
-from burst_rt.errors import InputError
-from burst_rt.planning.layouts import Layout
+from burst_rt.planning.segments import Segment, Sources, StageFlops, Way, sources_of
 from burst_rt.planning.strategies import AGREE
 from burst_rt.scheduler import (
     HOST_LANES,
@@ -41,50 +44,16 @@ from burst_rt.scheduler import (
     Graph,
     GraphBuilder,
     Lane,
+    Part,
     Transfer,
 )
 
 __all__ = [
     "STAGES", "Advance", "Collect", "Compose", "Emit", "Fold", "Offer", "Prepare", "Scan",
-    "Segment", "StageFlops", "Way", "segments_of", "ways_of",
 ]  # fmt: skip
 
-
-class Segment(NamedTuple):
-    """Consecutive positions that lie side by side in the shard of one rank."""
-
-    owner: int
-    begin: int  # where the segment begins in the owner's shard, in tokens
-    positions: range
-
-    @property
-    def shard(self) -> slice:
-        """The segment's tokens in the owner's shard."""
-        return slice(self.begin, self.begin + len(self.positions))
-
-
-class Way(Enum):
-    """How the state after a segment is made; see the module."""
-
-    RELAYED = "relayed"
-    FOLDED = "folded"
-    OPEN = "open"
-
-
-class StageFlops(NamedTuple):
-    """Floating-point operations of the stages: of one token, for `fold` of one segment."""
-
-    prepare: int
-    compose: int
-    fold: int
-    advance: int
-    emit: int
-
-    def backward(self) -> StageFlops:
-        """Those of the backward: it makes the forward's chunks and states again, and every product
-        has two gradients.
-        """
-        return StageFlops(2 * self.prepare, self.compose, self.fold, self.advance, 4 * self.emit)
+# A state in a rank's memory: the name of a buffer, and the number of its part.
+_State: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -134,86 +103,28 @@ class Offer:
 
 @dataclass(frozen=True)
 class Collect:
-    """Adds up the gradients of the last state of all ranks, in the order of ranks."""
+    """Adds up gradients of one state, in the order given, so that the sum has the same bits every
+    time.
+    """
 
+    total: _State
+    parts: tuple[_State, ...]
     name: ClassVar[str] = "collect"
 
 
 STAGES = (Prepare, Compose, Fold, Advance, Emit)
 
 
-def segments_of(layout: Layout) -> tuple[Segment, ...]:
-    """The segments of a layout, in the order of positions.
+class _Link(NamedTuple):
+    """One message: what a rank has of the state before a segment of another rank.
 
-    Two runs of a rank that follow each other, in positions and in the shard, are one segment.
-    Raises InputError for striped layouts, whose runs are single tokens.
+    Segments are named by their places; see `Scan.order`.
     """
-    segments: list[Segment] = []
-    for owner, runs in enumerate(layout.runs):
-        begin = 0
-        for run in runs:
-            if len(run) > 1 and run.step != 1:
-                raise InputError(
-                    f"layout: a recurrence takes layouts of consecutive tokens, got kind "
-                    f"{layout.kind!r}; take 'zigzag', 'contiguous' or 'balanced'"
-                )
-            if run:
-                positions = range(run.start, run.start + len(run))
-                last = segments[-1] if segments else None
-                if last and last.owner == owner and last.positions.stop == positions.start:
-                    segments[-1] = last._replace(
-                        positions=range(last.positions.start, positions.stop)
-                    )
-                else:
-                    segments.append(Segment(owner, begin, positions))
-            begin += len(run)
-    return tuple(sorted(segments, key=lambda segment: segment.positions.start))
 
-
-def ways_of(
-    segments: Sequence[Segment], flops: StageFlops, memory: int | None, *, forward: bool
-) -> tuple[Way, ...]:
-    """The way of each segment.
-
-    memory: how many tokens the state remembers; None: all. Segments are folded where the last rank
-    then ends earlier than if they were relayed; operations alone count. The first segment in the
-    direction knows its state, so it has nothing to gain from a map; the last one sends nothing.
-    """
-    if memory is not None:
-        return tuple(
-            Way.OPEN if len(segment.positions) >= memory else Way.RELAYED for segment in segments
-        )
-    order = range(len(segments)) if forward else range(len(segments) - 1, -1, -1)
-    folded = [Way.RELAYED] * len(segments)
-    for number in list(order)[1:-1]:
-        folded[number] = Way.FOLDED
-    relayed = [Way.RELAYED] * len(segments)
-    ended = {
-        way: _ends(segments, ways, flops, order)
-        for way, ways in ((Way.FOLDED, folded), (Way.RELAYED, relayed))
-    }
-    return tuple(folded if ended[Way.FOLDED] < ended[Way.RELAYED] else relayed)
-
-
-def _ends(
-    segments: Sequence[Segment], ways: Sequence[Way], flops: StageFlops, order: range
-) -> float:
-    """When the last rank ends, in operations: ranks first do what needs no state."""
-    free: dict[int, float] = {}
-    for segment, way in zip(segments, ways, strict=True):
-        per_token = flops.prepare + (flops.compose if way is Way.FOLDED else 0)
-        free[segment.owner] = free.get(segment.owner, 0) + per_token * len(segment.positions)
-    state = 0.0  # when the state before the segment is there
-    for number in order:
-        segment, tokens = segments[number], len(segments[number].positions)
-        begun = max(free[segment.owner], state)
-        if ways[number] is Way.FOLDED:
-            state = begun + flops.fold
-            free[segment.owner] = state + (flops.advance + flops.emit) * tokens
-        else:
-            state = begun + flops.advance * tokens
-            free[segment.owner] = state + flops.emit * tokens
-    return max(free.values(), default=0.0)
+    place: int  # the last segment that the state comes from: the message leaves after it
+    receiver: int
+    target: int  # the first of the receiver's segments that begin from it
+    part: int  # the number of the message among those that come for this segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +147,7 @@ class Scan:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The numbers of the segments, as the state passes through them."""
+        """The numbers of the segments, as the state passes through them: each after its sources."""
         numbers = range(len(self.segments))
         return tuple(numbers if self.forward else reversed(numbers))
 
@@ -248,13 +159,13 @@ class Scan:
     @property
     def wiring(self) -> Hashable:
         """See `Program.wiring`."""
-        owners = tuple(segment.owner for segment in self.segments)
-        return Scan, owners, self.ways, self.state_bytes, self.forward, self.shares_last
+        chain = tuple((segment.owner, segment.before) for segment in self.segments)
+        return Scan, chain, self.ways, self.state_bytes, self.forward, self.shares_last
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
-        links = len(self.segments) - 1 + (self.world_size - 1 if self.shares_last else 0)
-        return links * self.state_bytes
+        messages = len(self.links) + (self.world_size - 1 if self.shares_last else 0)
+        return messages * self.state_bytes
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -262,12 +173,71 @@ class Scan:
         return tuple(self.segments[number].owner for number in self.order)
 
     @cached_property
+    def sources(self) -> Sources:
+        """See `sources_of`."""
+        return sources_of(self.segments, forward=self.forward)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether each segment goes on from the one before it in the row."""
+        befores = [segment.before for segment in self.segments]
+        return befores == [None, *range(len(befores) - 1)]
+
+    @cached_property
+    def goes_on(self) -> tuple[bool, ...]:
+        """Whether the state after the segment at each place is needed by another segment."""
+        sources = {source for befores in self.sources for source in befores}
+        return tuple(place in sources for place in range(len(self.order)))
+
+    def keeps(self, place: int) -> bool:
+        """Whether the state after a segment is made: where it goes on, and at the end."""
+        return self.goes_on[place] or place + 1 == len(self.order)
+
+    @cached_property
+    def links(self) -> tuple[_Link, ...]:
+        """All messages of states between segments."""
+        links: dict[tuple[int, int], _Link] = {}
+        for target, befores in enumerate(self.sources):
+            receiver = self.owners[target]
+            lasts = {self.owners[at]: at for at in befores if self.owners[at] != receiver}
+            new = sorted(at for at in lasts.values() if (at, receiver) not in links)
+            for index, at in enumerate(new):
+                links[at, receiver] = _Link(at, receiver, target, index)
+        return tuple(links.values())
+
+    @cached_property
+    def _arrivals(self) -> dict[tuple[int, int], _State]:
+        """Where messages arrive, by the place that they leave and the receiver."""
+        return {
+            (link.place, link.receiver): (f"before {link.target}", link.part) for link in self.links
+        }
+
+    def parts(self, place: int, rank: int) -> tuple[_State, ...]:
+        """The states of a rank that add up to what it has of the state before a segment, which on
+        the segment's own rank is all of it. Empty where the segment begins from the first state.
+        """
+        befores, owners = self.sources[place], self.owners
+        parts = [(f"after {at}", 0) for at in befores if owners[at] == rank]
+        if rank == owners[place]:
+            lasts = {owners[at]: at for at in befores if owners[at] != rank}
+            parts += [self._arrivals[at, rank] for at in lasts.values()]
+        return tuple(parts)
+
+    def before(self, place: int, rank: int) -> _State | None:
+        """Where a rank has the state before a segment, or its part of it; see `parts`."""
+        parts = self.parts(place, rank)
+        if len(parts) > 1:
+            return f"sum {place}", 0
+        return parts[0] if parts else None
+
+    @cached_property
     def alternate(self) -> bool:
         """Whether no state waits for another, so that all go on in two rounds."""
-        return all(self.ways[number] is Way.OPEN for number in self.order[:-1])
+        ways = (self.ways[number] for number in self.order)
+        return all(way is Way.OPEN for way, on in zip(ways, self.goes_on, strict=True) if on)
 
     def tag(self, place: int) -> int:
-        """The tag of the message that leaves the segment at this place of `order`.
+        """The tag of the messages that leave the segment at this place of `order`.
 
         Tags ascend in the order of a rank's exchanges. The gradients of the last state come first,
         with tag 0, and the last state goes last.
@@ -289,8 +259,8 @@ class Scan:
             for pair in (ends if self.shares_last else ())
         ]
         links = sorted(
-            Transfer(source, receiver, self.tag(place), self.state_bytes)
-            for place, (source, receiver) in enumerate(pairwise(self.owners))
+            Transfer(self.owners[x.place], x.receiver, self.tag(x.place), self.state_bytes)
+            for x in self.links
         )
         for transfer in (*links, *shared) if self.forward else (*shared, *links):
             if rank in transfer[:2]:
@@ -302,7 +272,11 @@ class Scan:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{self.ways.count(way)} {way.value}" for way in Way if way in self.ways)
-        return f"{len(self.segments)} segments ({counts}), a state of {self.state_bytes:,} bytes"
+        along = "" if self.is_chain else " along the paths of a tree"
+        return (
+            f"{len(self.segments)} segments{along} ({counts}), a state of {self.state_bytes:,} "
+            "bytes"
+        )
 
 
 class _Builder:
@@ -315,76 +289,98 @@ class _Builder:
 
     def __init__(self, scan: Scan, rank: int, lanes: tuple[Lane, ...]) -> None:
         self.scan, self.rank = scan, rank
+        self.places = [place for place, owner in enumerate(scan.owners) if owner == rank]
         self.g = GraphBuilder(rank, scan.world_size, lanes)
         self.agreed = self.g.buffer("agreed")
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
+        # This rank's messages, by the place that they leave.
+        self.sent: dict[int, list[_Link]] = {}
+        self.received: dict[int, _Link] = {}
+        for link in scan.links:
+            if link.receiver == rank:
+                self.received[link.place] = link
+            elif scan.owners[link.place] == rank:
+                self.sent.setdefault(link.place, []).append(link)
 
     def graph(self) -> Graph:
         scan, g = self.scan, self.g
-        places = [place for place, owner in enumerate(scan.owners) if owner == self.rank]
-        for place in places:
+        for place in self.places:
             self._stage(Prepare, place, writes=[g.buffer(f"prepared {place}")])
-        for place in places:
+        for place in self.places:
             if self._way(place) is Way.FOLDED:
                 prepared = g.buffers[f"prepared {place}"]
                 self._stage(Compose, place, reads=[prepared], writes=[g.buffer(f"map {place}")])
         if scan.shares_last and not scan.forward:
             self._bring()
-        for place in places:
-            self._declare(place)
+        arriving = Counter(link.target for link in self.received.values())
+        for place in self.places:
+            self._declare(place, arriving[place])
+        places = range(len(scan.order))
         if scan.alternate:
-            self._alternate(places)
+            # All messages of states at once.
+            for place in sorted(places, key=scan.tag):
+                self._send(place)
+                self._receive(place)
         for place in places:
-            self._pass(place)
+            if scan.owners[place] == self.rank:
+                self._pass(place)
+            elif not scan.alternate:
+                self._receive(place)
         if scan.shares_last and scan.forward:
             self._give()
         return g.build()
 
-    def _declare(self, place: int) -> None:
+    def _declare(self, place: int, arriving: int) -> None:
         """The memory of a segment's states; an open segment knows the state after it already."""
         g, size = self.g, self.scan.state_bytes
-        if place:
-            g.buffer(f"before {place}", size_bytes=size)
-        after = g.buffer(f"after {place}", size_bytes=size)
-        if self._way(place) is Way.OPEN:
-            self._stage(Fold, place, reads=[g.buffers[f"prepared {place}"]], writes=[after])
-
-    def _alternate(self, places: Sequence[int]) -> None:
-        """All messages of states at once, in the order of their tags."""
-        scan = self.scan
-        links = [(scan.tag(place), self._send, place) for place in places]
-        links += [(scan.tag(place - 1), self._receive, place) for place in places if place]
-        for _, exchange, place in sorted(links, key=lambda link: link[0]):
-            exchange(place)
+        if arriving:
+            g.buffer(f"before {place}", parts=arriving, size_bytes=size)
+        if self.scan.keeps(place):
+            after = g.buffer(f"after {place}", size_bytes=size)
+            if self._way(place) is Way.OPEN:
+                self._stage(Fold, place, reads=[g.buffers[f"prepared {place}"]], writes=[after])
 
     def _way(self, place: int) -> Way:
         return self.scan.ways[self.scan.order[place]]
 
+    def _part(self, state: _State) -> Part:
+        name, index = state
+        return self.g.buffers[name][index]
+
+    def _before(self, place: int) -> list[Part]:
+        """What this rank has of the state before a segment, added up; none of the first state."""
+        g, scan = self.g, self.scan
+        total = scan.before(place, self.rank)
+        if total is None:
+            return [g.buffers["collected"][0]] if "collected" in g.buffers else []
+        parts = scan.parts(place, self.rank)
+        if len(parts) > 1:
+            added = g.buffer(total[0], size_bytes=scan.state_bytes)
+            reads = [self._part(part) for part in parts]
+            op = Collect(total, parts)
+            g.compute(f"collect {place}", op, reads=reads, writes=[added], hop=place)
+        return [self._part(total)]
+
     def _pass(self, place: int) -> None:
         """The state comes to a segment, and goes on."""
         g, way, alternate = self.g, self._way(place), self.scan.alternate
-        after, advanced = g.buffers[f"after {place}"], g.buffer(f"advanced {place}")
-        reads = [g.buffers[f"prepared {place}"]]
-        if not alternate and place:
-            self._receive(place)
-        if place:
-            reads.append(g.buffers[f"before {place}"])
-        elif "collected" in g.buffers:
-            reads.append(g.buffers["collected"])
+        advanced = g.buffer(f"advanced {place}")
+        after = [g.buffers[f"after {place}"]] if self.scan.keeps(place) else []
+        before = self._before(place)
+        reads: list[Buffer | Part] = [g.buffers[f"prepared {place}"], *before]
         if way is Way.FOLDED:
-            needs = [g.buffers[f"map {place}"], g.buffers[f"before {place}"]]
-            self._stage(Fold, place, reads=needs, writes=[after])
-            reads.append(after)  # other ranks wait for the fold, and for nothing that comes later
+            self._stage(Fold, place, reads=[g.buffers[f"map {place}"], *before], writes=after)
+            reads += after  # other ranks wait for the fold, and for nothing that comes later
         if way is not Way.RELAYED and not alternate:
             self._send(place)
-        writes = [advanced, after] if way is Way.RELAYED else [advanced]
+        writes = [advanced, *after] if way is Way.RELAYED else [advanced]
         self._stage(Advance, place, reads=reads, writes=writes)
         if way is Way.RELAYED and not alternate:
             self._send(place)
         self._stage(Emit, place, reads=[advanced], writes=[g.buffer(f"emitted {place}")])
 
     def _stage(
-        self, kind: type[_Stage], place: int, *, reads: Sequence[Buffer] = (),
+        self, kind: type[_Stage], place: int, *, reads: Sequence[Buffer | Part] = (),
         writes: Sequence[Buffer],
     ) -> None:  # fmt: skip
         """Adds one stage of one segment."""
@@ -397,21 +393,26 @@ class _Builder:
         )  # fmt: skip
 
     def _send(self, place: int) -> None:
-        """Sends the state after the segment on; nothing, after the last segment."""
-        scan = self.scan
-        if place + 1 < len(scan.order):
+        """Sends the state after a segment on, with what was added to it, where other ranks wait."""
+        links = self.sent.get(place)
+        if links:
+            # In a backward there is one link; in a forward nothing is added.
+            (state,) = self._before(links[0].target)
             self.g.exchange(
-                f"send {place}", sends=[(self.g.buffers[f"after {place}"], scan.owners[place + 1])],
-                tag=scan.tag(place), reads=[self.agreed], hop=place,
+                f"send {place}", sends=[(state, link.receiver) for link in links],
+                tag=self.scan.tag(place), reads=[self.agreed], hop=place,
             )  # fmt: skip
 
     def _receive(self, place: int) -> None:
-        """Receives the state before a segment."""
-        scan = self.scan
-        self.g.exchange(
-            f"receive {place}", recvs=[(self.g.buffers[f"before {place}"], scan.owners[place - 1])],
-            tag=scan.tag(place - 1), reads=[self.agreed], hop=place - 1,
-        )  # fmt: skip
+        """Receives what comes after a segment of another rank, if anything does."""
+        link = self.received.get(place)
+        if link:
+            part = self.g.buffers[f"before {link.target}"][link.part]
+            number = f" {link.part}" if link.part else ""
+            self.g.exchange(
+                f"receive {link.target}{number}", recvs=[(part, self.scan.owners[place])],
+                tag=self.scan.tag(place), reads=[self.agreed], hop=place,
+            )  # fmt: skip
 
     def _give(self) -> None:
         """The last state goes to every rank that has not made it."""
@@ -436,11 +437,13 @@ class _Builder:
             sends = [(offered, last)]
             g.exchange("last", sends=sends, tag=scan.last_tag, reads=[self.agreed])
             return
-        reads = [offered]
+        parts, reads = [("brought", i) for i in range(len(others))], [offered]
         if others:
             brought = g.buffer("brought", parts=len(others), size_bytes=scan.state_bytes)
             recvs = list(zip(brought.parts, others, strict=True))
             g.exchange("last", recvs=recvs, tag=scan.last_tag, reads=[self.agreed])
             reads.append(brought)
         collected = g.buffer("collected", size_bytes=scan.state_bytes)
-        g.compute("collect", Collect(), reads=reads, writes=[collected])
+        parts.insert(self.rank, ("offered", 0))  # the order of ranks
+        op = Collect(("collected", 0), tuple(parts))
+        g.compute("collect", op, reads=reads, writes=[collected])

@@ -11,11 +11,11 @@ import torch
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, InputError
-from burst_rt.planning.masks import Documents
-from burst_rt.planning.scan import segments_of
+from burst_rt.planning.masks import Documents, PrefixTree
+from burst_rt.planning.segments import check_runs
 from burst_rt.recurrence.base import Recurrence
 from burst_rt.recurrence.call import Bound, RecurrenceCall
-from burst_rt.recurrence.checks import begins_of, check_heads, check_sizes, scale_of
+from burst_rt.recurrence.checks import Given, begins_of, check_heads, check_sizes, scale_of
 from burst_rt.recurrence.convolution import Convolution
 from burst_rt.recurrence.elements import LinearRecurrence, SelectiveScan
 from burst_rt.recurrence.matrix import DeltaRule, LinearAttention
@@ -37,22 +37,13 @@ _P = ParamSpec("_P")
 _Result: TypeAlias = Any
 
 
-class _Given(NamedTuple):
-    """What every function takes besides its tensors."""
-
-    layout: ContextLayout | None
-    documents: Documents | Tensor | None
-    initial_state: Tensor | None  # as `Recurrence.state_shape` has it
-    return_state: bool
-
-
 class _Bound(NamedTuple):
     """A checked call with its tensors. after: makes the user's results of out and the state."""
 
     recurrence: Recurrence
     call: RecurrenceCall | None  # None: without a layout, and local
     begins: Tensor | None
-    given: _Given
+    given: Given
     tokens: tuple[Tensor, ...]
     shared: tuple[Tensor, ...]
     after: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] = lambda *both: both
@@ -92,7 +83,7 @@ def causal_conv1d(
     activation: str | None = None,
     *,
     layout: ContextLayout | None,
-    documents: Documents | Tensor | None = None,
+    documents: Documents | PrefixTree | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
 ) -> _Bound:
@@ -118,7 +109,7 @@ def causal_conv1d(
         check_sizes(name, layout, {"initial_state": (initial_state, "b c m")}, known)
         initial_state = initial_state.transpose(1, 2)
     shared = (weight,) if bias is None else (weight, bias)
-    given = _Given(layout, documents, initial_state, return_state)
+    given = Given(layout, documents, initial_state, return_state)
     bound = _bound(Convolution(taps, activation is not None), (x,), shared, given)
     return bound._replace(
         after=lambda out, state: (out, None if state is None else state.transpose(1, 2))
@@ -136,7 +127,7 @@ def gated_delta_rule(
     layout: ContextLayout | None,
     scale: float | None = None,
     use_qk_l2norm: bool = False,
-    documents: Documents | Tensor | None = None,
+    documents: Documents | PrefixTree | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
 ) -> _Bound:
@@ -160,7 +151,9 @@ def gated_delta_rule(
     scale: of the result; the default is 1 / sqrt(K).
     use_qk_l2norm: whether q and k are divided by their lengths first.
     documents: the sequence's `Documents`, or a bool tensor `[batch or 1, tokens]` that is true
-        where a token of this rank begins a document. The state is 0 there.
+        where a token of this rank begins a document. The state is 0 there. Or the `PrefixTree` of
+        the row: a token's state is that of its path. A tree has many last states, so it is taken
+        without initial_state and return_state, and with a layout.
     initial_state: `[batch, heads, K, V]`, the same on every rank; its gradient is this rank's
         share, as for any parameter that all ranks hold. None: 0.
     return_state: whether the state after the last token is returned too, on every rank.
@@ -185,7 +178,7 @@ def gated_delta_rule(
         scale=scale_of(name, scale, sizes["k"]),
         normalised=bool(use_qk_l2norm),
     )
-    given = _Given(layout, documents, initial_state, return_state)
+    given = Given(layout, documents, initial_state, return_state)
     return _bound(rule, (q, k, v, g, beta), (), given)
 
 
@@ -198,7 +191,7 @@ def linear_attention(
     *,
     layout: ContextLayout | None,
     scale: float | None = None,
-    documents: Documents | Tensor | None = None,
+    documents: Documents | PrefixTree | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
 ) -> _Bound:
@@ -220,7 +213,7 @@ def linear_attention(
     check_heads(name, sizes)
     if initial_state is not None:
         check_sizes(name, layout, {"initial_state": (initial_state, "b h k v")}, sizes)
-    given = _Given(layout, documents, initial_state, return_state)
+    given = Given(layout, documents, initial_state, return_state)
     tokens = (q, k, v, g.expand(v.shape[:3]) if by_head else g)
     return _bound(LinearAttention(scale=scale_of(name, scale, sizes["k"])), tokens, (), given)
 
@@ -235,7 +228,7 @@ def state_space(
     D: Tensor | None = None,
     *,
     layout: ContextLayout | None,
-    documents: Documents | Tensor | None = None,
+    documents: Documents | PrefixTree | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
 ) -> _Bound:
@@ -272,7 +265,7 @@ def state_space(
             out = out + x.to(wide) * (D if D.ndim == 2 else D[:, None])
         return out.to(x.dtype), None if state is None else state.transpose(2, 3)
 
-    given = _Given(layout, documents, initial_state, return_state)
+    given = Given(layout, documents, initial_state, return_state)
     bound = _bound(LinearAttention(name="state_space"), tokens, (), given, x.dtype)
     return bound._replace(after=after)
 
@@ -287,7 +280,7 @@ def selective_scan(
     D: Tensor | None = None,
     *,
     layout: ContextLayout | None,
-    documents: Documents | Tensor | None = None,
+    documents: Documents | PrefixTree | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
 ) -> _Bound:
@@ -311,7 +304,7 @@ def selective_scan(
         check_sizes(name, layout, {"initial_state": (initial_state, "b d n")}, sizes)
     if D is not None:
         check_sizes(name, layout, {"D": (D, "d")}, sizes)
-    given = _Given(layout, documents, initial_state, return_state)
+    given = Given(layout, documents, initial_state, return_state)
     bound = _bound(SelectiveScan(), (x, dt, B, C), (A,), given)
     if D is None:
         return bound
@@ -324,7 +317,7 @@ def linear_recurrence(
     log_a: Tensor,
     *,
     layout: ContextLayout | None,
-    documents: Documents | Tensor | None = None,
+    documents: Documents | PrefixTree | Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
 ) -> _Bound:
@@ -341,13 +334,13 @@ def linear_recurrence(
     if initial_state is not None:
         check_sizes(name, layout, {"initial_state": (initial_state, "b d")}, sizes)
         initial_state = initial_state[..., None]
-    given = _Given(layout, documents, initial_state, return_state)
+    given = Given(layout, documents, initial_state, return_state)
     bound = _bound(LinearRecurrence(), (x, log_a), (), given)
     return bound._replace(after=lambda out, state: (out, None if state is None else state[..., 0]))
 
 
 def _bound(
-    recurrence: Recurrence, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...], given: _Given,
+    recurrence: Recurrence, tokens: tuple[Tensor, ...], shared: tuple[Tensor, ...], given: Given,
     dtype: torch.dtype | None = None,
 ) -> _Bound:  # fmt: skip
     """The checked call with its tensors. Local. Raises InputError.
@@ -355,7 +348,7 @@ def _bound(
     dtype: of what the user gets, where `after` changes the type.
     """
     layout, documents, initial, returns_state = given
-    begins = begins_of(recurrence.name, layout, documents, tokens[0])
+    begins = begins_of(recurrence.name, given, tokens[0])
     wants = torch.is_grad_enabled()
     needs = tuple(wants and x is not None and x.requires_grad for x in (*tokens, *shared, initial))
     if layout is None:
@@ -366,8 +359,8 @@ def _bound(
             )
         return _Bound(recurrence, None, begins, given, tokens, shared)
     layout.runtime.check_open()
-    segments_of(layout.map)
-    said = repr(documents) if isinstance(documents, Documents) else "a tensor"
+    check_runs(layout.map)
+    said = "a tensor" if isinstance(documents, Tensor) else repr(documents)
     call = RecurrenceCall(
         recurrence=recurrence,
         layout=layout,
@@ -379,6 +372,7 @@ def _bound(
         tokens=tuple((tuple(x.shape[2:]), x.dtype) for x in tokens),
         shared=tuple((tuple(x.shape), x.dtype) for x in shared),
         documents="none" if documents is None else said,
+        tree=documents if isinstance(documents, PrefixTree) else None,
         needs=needs,
         has_initial_state=initial is not None,
         returns_state=bool(returns_state),

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from burst_rt.planning.scan import StageFlops
+from burst_rt.planning.segments import StageFlops
 
 __all__ = ["Recurrence", "RecurrenceWork", "SegmentGrads", "SegmentTensors", "StageMaker", "Stages"]
 

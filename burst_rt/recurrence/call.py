@@ -13,7 +13,9 @@ from burst_rt.attention.sharding import ContextLayout
 from burst_rt.attention.state import AttentionState
 from burst_rt.drivers import Progress
 from burst_rt.kernels import sum_dtype
-from burst_rt.planning.scan import Scan, StageFlops, segments_of, ways_of
+from burst_rt.planning.masks import PrefixTree
+from burst_rt.planning.scan import Scan
+from burst_rt.planning.segments import StageFlops, segments_of, ways_of
 from burst_rt.recurrence.base import Recurrence, RecurrenceWork
 from burst_rt.recurrence.kernels import RecurrenceKernel, kernel_for
 from burst_rt.runtime.agreement import Contract
@@ -84,6 +86,7 @@ class RecurrenceCall:
     tokens: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     shared: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     documents: str  # in words
+    tree: PrefixTree | None
     needs: tuple[bool, ...]
     has_initial_state: bool
     returns_state: bool
@@ -164,8 +167,8 @@ class RecurrenceCall:
 
     def _plan(self, *, forward: bool) -> RecurrencePlan:
         key = (
-            forward, self.recurrence, self.layout.map, self.batch, self.state_shape, self.flops,
-            self.wide, self.returns_state, self.kernel,
+            forward, self.recurrence, self.layout.map, self.tree, self.batch, self.state_shape,
+            self.flops, self.wide, self.returns_state, self.kernel,
         )  # fmt: skip
         plans = self.attention.kept[RecurrencePlan]
         plan = plans.get(key)
@@ -176,7 +179,8 @@ class RecurrenceCall:
 
     def _made(self, *, forward: bool) -> RecurrencePlan:
         runtime = self.attention.runtime
-        segments = segments_of(self.layout.map)
+        branches = {} if self.tree is None else self.tree.branches
+        segments = segments_of(self.layout.map, branches)
         flops = self.flops if forward else self.flops.backward()
         program = Scan(
             world_size=runtime.world_size,

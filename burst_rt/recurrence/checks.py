@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.errors import InputError
 from burst_rt.kernels import DTYPES
-from burst_rt.planning.masks import Documents
+from burst_rt.planning.masks import Documents, PrefixTree
 
-__all__ = ["begins_of", "check_heads", "check_sizes", "scale_of"]
+__all__ = ["Given", "begins_of", "check_heads", "check_sizes", "scale_of"]
 
 Tensor = torch.Tensor
 _FLOATS = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
 
-def begins_of(
-    name: str, layout: ContextLayout | None, documents: Documents | Tensor | None, tokens: Tensor
-) -> Tensor | None:
-    """Where documents begin among this rank's tokens, bool `[batch or 1, tokens]`.
+class Given(NamedTuple):
+    """What every function takes besides its tensors."""
 
-    tokens: a tensor of this rank's, `[batch, tokens, ...]`, on the call's device.
+    layout: ContextLayout | None
+    documents: Documents | PrefixTree | Tensor | None
+    initial_state: Tensor | None  # as `Recurrence.state_shape` has it
+    return_state: bool
+
+
+def begins_of(name: str, given: Given, tokens: Tensor) -> Tensor | None:
+    """Where documents begin among this rank's tokens, bool `[batch or 1, tokens]`; None without
+    documents, and in a tree, whose segments begin where its paths do.
+
+    tokens: a tensor of this rank's, `[batch, tokens, ...]`, on the call's device. Raises
+    InputError for documents or a tree that do not fit.
     """
+    layout, documents = given.layout, given.documents
+    if isinstance(documents, PrefixTree):
+        if misfit := _misfit(documents, given):
+            raise InputError(f"{name}: {misfit}")
+        return None
     if documents is None:
         return None
     batch, count = tokens.shape[:2]
@@ -50,9 +66,27 @@ def begins_of(
         else type(documents).__name__
     )
     raise InputError(
-        f"{name}: documents must be burst_rt.Documents, or a bool tensor [batch or 1, this rank's "
-        f"{count} tokens] that is true where a document begins, got {got}"
+        f"{name}: documents must be burst_rt.Documents, a bool tensor [batch or 1, this rank's "
+        f"{count} tokens] that is true where a document begins, or a PrefixTree, got {got}"
     )
+
+
+def _misfit(tree: PrefixTree, given: Given) -> str | None:
+    """Why a call cannot follow a tree, or None."""
+    layout = given.layout
+    if layout is None:
+        return "layout: expected one beside a PrefixTree, got None; take Context.layout(tokens)"
+    if given.initial_state is not None:
+        return "initial_state: expected None beside a PrefixTree, whose paths begin from 0, got one"
+    if given.return_state:
+        return "return_state: expected False beside a PrefixTree, which has many last states"
+    if tree is not tree.unlimited:
+        return (
+            "documents: expected a PrefixTree without a window or chunks, which are attention's, "
+            f"got {tree!r}; take its .unlimited"
+        )
+    reason = tree.refuses(layout.seq_len, layout.seq_len, 1)
+    return None if reason is None else f"documents: expected the whole row's PrefixTree; {reason}"
 
 
 def check_sizes(

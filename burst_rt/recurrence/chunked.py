@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import hardshrink
 
-from burst_rt.planning.scan import StageFlops
+from burst_rt.planning.segments import StageFlops
 from burst_rt.recurrence.base import SegmentGrads, SegmentTensors, Stages
 from burst_rt.recurrence.maps import LEAST, Algebra, Chunks, Reader
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import silu
 
 from burst_rt.planning.recurrences import RecurrenceSizes
-from burst_rt.planning.scan import StageFlops
+from burst_rt.planning.segments import StageFlops
 from burst_rt.recurrence.base import SegmentGrads, SegmentTensors, Stages
 
 __all__ = ["Convolution"]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from burst_rt.planning.recurrences import RecurrenceSizes
-from burst_rt.planning.scan import StageFlops
+from burst_rt.planning.segments import StageFlops
 from burst_rt.recurrence.base import SegmentTensors
 from burst_rt.recurrence.chunked import ChunkedRecurrence
 from burst_rt.recurrence.maps import ELEMENTS, FACTORS, Algebra, Chunks, Reader

@@ -73,8 +73,9 @@ def explain_recurrence(
 def _beside(bound: Any, made: LiveBytes, *, forward: bool) -> int:
     """Bytes that a function takes beside its call.
 
-    What it makes of its arguments lives until the backward, which adds the gradients of that. The
-    call's result may be of a wider type than the user's.
+    What it makes of its arguments lives until the backward, and so do the states that segments
+    begin from; the backward adds the gradients of what was made. The call's result may be of a
+    wider type than the user's.
     """
     call: RecurrenceCall = bound.call
     out = call.recurrence.out_like(bound.tokens)
@@ -83,4 +84,7 @@ def _beside(bound: Any, made: LiveBytes, *, forward: bool) -> int:
         return made.bytes + wide - (out.numel() * call.given_dtype.itemsize if wide else 0)
     given: tuple[torch.Tensor, ...] = (*bound.tokens, *bound.shared)
     needed = zip(given, call.needs, strict=False)
-    return made.bytes + wide + sum(x.nbytes for x, needs in needed if needs and made.has(x))
+    gradients = sum(x.nbytes for x, needs in needed if needs and made.has(x))
+    rank, program = call.forward_plan.rank, call.forward_plan.program
+    kept = {segment.before for segment in program.segments if segment.owner == rank}
+    return made.bytes + wide + gradients + len(kept) * program.state_bytes

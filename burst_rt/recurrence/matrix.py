@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import threshold
 
 from burst_rt.planning.recurrences import RecurrenceSizes, Rule
-from burst_rt.planning.scan import StageFlops
+from burst_rt.planning.segments import StageFlops
 from burst_rt.recurrence.base import SegmentTensors
 from burst_rt.recurrence.chunked import ChunkedRecurrence, Reach
 from burst_rt.recurrence.maps import FACTORS, LEAST, MATRICES, ROWS, Algebra, Chunks, Reader

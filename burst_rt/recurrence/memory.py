@@ -12,11 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from burst_rt.planning.scan import Scan, Way
+from burst_rt.planning.scan import Scan
+from burst_rt.planning.segments import Way
 from burst_rt.recurrence import fla
 from burst_rt.recurrence.base import Stages
 from burst_rt.recurrence.call import RecurrenceCall
-from burst_rt.recurrence.run import backward_stages, forward_stages, grad_sums
+from burst_rt.recurrence.run import backward_stages, forward_stages, grad_sums, segment_sums
 
 __all__ = ["LiveBytes", "peak_bytes"]
 
@@ -94,14 +95,17 @@ def peak_bytes(call: RecurrenceCall, *, forward: bool) -> int:
             stages[number] = (
                 forward_stages(call, bound, shard, out)
                 if sums is None
-                else backward_stages(call, bound, shard, state, out, sums)
+                else backward_stages(call, bound, shard, state, out, segment_sums(sums))
             )
         _go_through(stages, plan.program, state)
     return living.peak + slots
 
 
 def _go_through(stages: dict[int, Stages], program: Scan, state: Tensor) -> None:
-    """Runs the stages of a rank's segments in program order."""
+    """Runs the stages of a rank's segments in program order; in a tree results come last, because
+    tasks come first that others wait for.
+    """
+    kept: dict[int | None, Tensor] = {}  # for the backward, by the segment before; see `_Run`
     for stage in stages.values():
         stage.prepare()
     for number, stage in stages.items():
@@ -109,7 +113,13 @@ def _go_through(stages: dict[int, Stages], program: Scan, state: Tensor) -> None
             stage.compose()
     for number in filter(stages.__contains__, program.order):
         after = torch.empty_like(state)
+        if program.forward:
+            kept.setdefault(program.segments[number].before, after)
         if program.ways[number] is not Way.RELAYED:
             stages[number].fold(state, after)
         stages[number].advance(state, after)
-        stages[number].emit()
+        if program.is_chain:
+            stages[number].emit()
+    if not program.is_chain:
+        for stage in stages.values():
+            stage.emit()

@@ -25,8 +25,8 @@ from burst_rt.planning.scan import (
     Fold,
     Offer,
     Prepare,
-    Way,
 )
+from burst_rt.planning.segments import Way
 from burst_rt.recurrence.base import Recurrence, SegmentGrads, SegmentTensors, Stages
 from burst_rt.recurrence.call import Bound, RecurrenceCall, RecurrencePlan
 from burst_rt.recurrence.chunked import ChunkedRecurrence
@@ -39,6 +39,7 @@ __all__ = [
     "forward_stages",
     "grad_sums",
     "run_alone",
+    "segment_sums",
 ]
 
 Tensor = torch.Tensor
@@ -48,8 +49,9 @@ class _Run(SlotRun):
     """One direction of one call.
 
     first: the state that the first segment begins from; in a backward the gradient of the last
-    state on this rank. befores: after the run, the state before each of this rank's segments.
-    last: after `settle`, the state after all segments, where this rank has it.
+    state on this rank. befores: after the run, the states that this rank's segments begin from, by
+    the numbers of the segments before them. last: after `settle`, the state after all segments,
+    where this rank has it.
     """
 
     def __init__(self, plan: RecurrencePlan, call: RecurrenceCall, first: Tensor) -> None:
@@ -58,7 +60,7 @@ class _Run(SlotRun):
         self._part = plan.part_ids
         self._first = first
         self._places = {number: i for i, number in enumerate(self._program.order)}
-        self.befores: dict[int, Tensor] = {}
+        self.befores: dict[int | None, Tensor] = {}
         self.last: Tensor | None = None
         # Stages of this rank's segments, by number.
         self.stages: dict[int, Stages] = {}
@@ -77,6 +79,11 @@ class _Run(SlotRun):
         segments = enumerate(self._program.segments)
         return {number: s.shard for number, s in segments if s.owner == self._rank}
 
+    def begun(self) -> list[int | None]:
+        """The numbers of the segments that this rank's go on from, each once."""
+        segments = self._program.segments
+        return list(dict.fromkeys(segments[number].before for number in self.own()))
+
     def state(self, buffer: str, index: int = 0) -> Tensor:
         """The state in a slot, `[batch, ...]`."""
         call = self._call
@@ -91,9 +98,9 @@ class _Run(SlotRun):
             self.last = self.state(name).clone()
 
     def _before(self, number: int) -> Tensor:
-        place = self._places[number]
-        if place:
-            return self.state(f"before {place}")
+        before = self._program.before(self._places[number], self._rank)
+        if before is not None:
+            return self.state(*before)
         collected = ("collected", 0) in self._part
         return self.state("collected") if collected else self._first
 
@@ -115,21 +122,19 @@ class _Run(SlotRun):
         self.stages[op.number].fold(before, self.state(f"after {self._places[op.number]}"))
 
     def _advance(self, op: Advance) -> None:
-        before = self._before(op.number)
-        if self._program.forward:
+        program, place = self._program, self._places[op.number]
+        before, source = self._before(op.number), program.segments[op.number].before
+        if program.forward and source not in self.befores:
             # The slot is received into again in the next call; the first state is the user's.
-            self.befores[op.number] = before.clone()
-        relayed = self._program.ways[op.number] is Way.RELAYED
-        after = self.state(f"after {self._places[op.number]}") if relayed else None
+            self.befores[source] = before.clone()
+        relayed = program.ways[op.number] is Way.RELAYED and program.keeps(place)
+        after = self.state(f"after {place}") if relayed else None
         self.stages[op.number].advance(before, after)
 
-    def _collect(self, _: Collect) -> None:
-        """In the order of ranks, so that the sum has the same bits every time."""
-        total, world = self.state("collected"), self._program.world_size
-        parts = [self.state("brought", i) for i in range(world - 1)]
-        parts.insert(self._rank, self.state("offered"))
-        total.copy_(parts[0])
-        for part in parts[1:]:
+    def _collect(self, op: Collect) -> None:
+        first, *others = (self.state(*part) for part in op.parts)
+        total = self.state(*op.total).copy_(first)
+        for part in others:
             total.add_(part)
 
 
@@ -179,6 +184,16 @@ def grad_sums(call: RecurrenceCall, bound: Bound) -> SegmentGrads:
     )
 
 
+def segment_sums(sums: SegmentGrads) -> SegmentGrads:
+    """What one segment's backward adds to; sums: those of all.
+
+    In which order a rank's segments end may depend on when messages come. So each has sums of its
+    own for the tensors that all share, and these are added in one order.
+    """
+    shared = (None if dx is None else torch.zeros_like(dx) for dx in sums.shared)
+    return sums._replace(shared=tuple(shared))
+
+
 def _forward(call: RecurrenceCall, bound: Bound, initial: Tensor | None) -> list[Tensor]:
     """out, the last state if it is returned, and the states before this rank's segments."""
     shape = call.recurrence.out_like(bound.tokens).shape
@@ -194,7 +209,7 @@ def _forward(call: RecurrenceCall, bound: Bound, initial: Tensor | None) -> list
 
     run, out = _performed(call, call.forward_contract, "forward_plan", bound.progress, bind)
     last = [run.last] if call.returns_state else []
-    return [out, *last, *(run.befores[number] for number in run.own())]
+    return [out, *last, *(run.befores[number] for number in run.begun())]
 
 
 class _Gradients(NamedTuple):
@@ -211,14 +226,21 @@ def _backward(
     dlast: Tensor | None,
 ) -> _Gradients:
 
-    def bind(plan: RecurrencePlan) -> tuple[_Run, SegmentGrads]:
+    def bind(plan: RecurrencePlan) -> tuple[_Run, list[SegmentGrads]]:
         run = _Run(plan, call, _state(call.state_shape, call.wide, dlast, dout.device))
-        whole = grad_sums(call, bound)
-        for (number, shard), before in zip(run.own().items(), befores, strict=True):
-            run.stages[number] = backward_stages(call, bound, shard, before, dout, whole)
-        return run, whole
+        sums, begun = [grad_sums(call, bound)], dict(zip(run.begun(), befores, strict=True))
+        for number, shard in run.own().items():
+            sums.append(segment_sums(sums[0]))
+            before = begun[plan.program.segments[number].before]
+            run.stages[number] = backward_stages(call, bound, shard, before, dout, sums[-1])
+        return run, sums
 
-    run, whole = _performed(call, call.backward_contract, "backward_plan", bound.progress, bind)
+    run, sums = _performed(call, call.backward_contract, "backward_plan", bound.progress, bind)
+    whole = sums[0]
+    for part in sums[1:]:
+        for total, dx in zip(whole.shared, part.shared, strict=True):
+            if total is not None and dx is not None:
+                total.add_(dx)
     initial = None
     if call.needs[-1]:
         # The owner of the first segment has the whole gradient, and other ranks have a share of 0.

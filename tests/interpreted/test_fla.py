@@ -26,7 +26,7 @@ import burst_rt
 from burst_rt import Context, recurrence
 from burst_rt.errors import InputError
 from burst_rt.kernels import speed
-from burst_rt.planning.scan import Way
+from burst_rt.planning.segments import Way
 from burst_rt.recurrence import fla, kernels
 from burst_rt.recurrence.base import RecurrenceWork, SegmentGrads, SegmentTensors
 from burst_rt.recurrence.matrix import DeltaRule, LinearAttention

@@ -5,18 +5,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recurrences import KINDS, Drawn, attend, drawn, errors, truth
+from recurrences import (
+    KINDS,
+    Drawn,
+    attend,
+    drawn,
+    drawn_along_a_tree,
+    errors,
+    truth,
+    truth_of_paths,
+)
 
 import burst_rt
-from burst_rt import Context, Documents, recurrence
+from burst_rt import Context, Documents, PrefixTree, recurrence
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.planning.scan import Way
+from burst_rt.planning.segments import Segment, StageFlops, Way
 
 _ALLOWED = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -50,6 +60,46 @@ def test_drawn_calls_against_the_spec(seeds: range, monkeypatch: pytest.MonkeyPa
         for found in _run(case)[:1]:
             wrong = {name: e for name, e in errors(found, truth(case)).items() if not e < 1e-5}
             assert not wrong, (case.about, wrong)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(48), pytest.param(range(48, 480), marks=pytest.mark.long)], ids=["few", "many"]
+)
+def test_calls_along_drawn_trees(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each path by itself: several trees, nodes of one token and of none, nodes over several ranks,
+    padding, worlds of 1 to 4, all layouts of runs; out and every gradient.
+    """
+    monkeypatch.setattr("burst_rt.recurrence.chunked._CHUNKS_TOGETHER", 1)
+    for seed in seeds:
+        _check_along_a_tree(drawn_along_a_tree(seed))
+
+
+def _check_along_a_tree(case: Drawn) -> None:
+    for found in _run(case)[:1]:
+        wrong = {name: e for name, e in errors(found, truth_of_paths(case)).items() if not e < 1e-5}
+        assert not wrong, (case.about, wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])  # a convolution's states are not folded
+def test_segments_of_trees_are_folded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that go on, in both directions, though the estimate would fold few of short rows."""
+    folded = []
+
+    def ways(
+        segments: tuple[Segment, ...], _: StageFlops, __: int | None, *, forward: bool
+    ) -> tuple[Way, ...]:
+        befores = {segment.before for segment in segments}
+        on = [
+            number in befores if forward else segment.before is not None
+            for number, segment in enumerate(segments)
+        ]
+        folded.append(sum(on))
+        return tuple(Way.FOLDED if each else Way.RELAYED for each in on)
+
+    monkeypatch.setattr("burst_rt.recurrence.call.ways_of", ways)
+    for seed in range(3):
+        _check_along_a_tree(drawn_along_a_tree(seed, kind, 3))
+    assert max(folded) > 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,6 +140,8 @@ def test_what_needs_a_layout() -> None:
     torch.testing.assert_close(whole[:, 8:], last)
     with pytest.raises(InputError, match="layout: expected one where tensors need gradients"):
         recurrence.linear_recurrence(x.requires_grad_(), -x.detach().abs(), layout=None)
+    with pytest.raises(InputError, match="layout: expected one beside a PrefixTree, got None"):
+        recurrence.linear_recurrence(x.detach(), -x.detach().abs(), layout=None, documents=_TREE)
     with pytest.raises(InputError, match="got None: linear_recurrence is then local"):
         recurrence.explain_recurrence(
             recurrence.linear_recurrence, x.detach(), -x.detach().abs(), layout=None
@@ -103,6 +155,67 @@ def test_the_same_bits_every_time(kind: str) -> None:
     for rank in first[1:] + again:
         assert rank.keys() == first[0].keys()
         assert all(torch.equal(x, first[0][name]) for name, x in rank.items()), case.about
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tree", [True, False])
+def test_the_same_bits_whichever_rank_is_late(tree: bool, kind: str) -> None:
+    """What segments share is added up in one order."""
+    cases = ((drawn_along_a_tree if tree else drawn)(seed, kind, 3) for seed in range(200))
+    wanted = "balanced" if tree else "zigzag"
+    case = next(
+        x for x in cases
+        if x.seq_len > 60 and x.layout == wanted and (len(x.paths) > 5 or not tree)
+    )  # fmt: skip
+
+    def rank(ctx: Context, late: int) -> dict[str, torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            if ctx.rank == late:  # ranks are threads: the first to come waits, then the others
+                patch.setattr(ctx.runtime.machine, "take", _slowly(ctx.runtime.machine.take))
+            return attend(ctx, case)
+
+    runs = [
+        burst_rt.run_local(3, lambda ctx: rank(ctx, late), timeout_s=60)  # noqa: B023
+        for late in (0, 1, 2, 2)
+    ]
+    for run in runs:
+        for found in run:
+            assert all(torch.equal(x, runs[0][0][name]) for name, x in found.items()), case.about
+
+
+def _slowly(function: Any) -> Any:
+    def slow(*args: Any) -> Any:
+        time.sleep(0.05)
+        return function(*args)
+
+    return slow
+
+
+def test_the_states_of_a_tree_are_what_is_sent() -> None:
+    """One to each rank with answers, however many; the gradients come back as their sum."""
+    tree = PrefixTree([400, *[50] * 8], [-1, *[0] * 8])
+    state = 2 * 8 * 8 * 4
+
+    def rank(ctx: Context) -> tuple[int, int]:
+        layout = ctx.layout(800, "contiguous")
+        given = _arguments(layout, documents=tree)
+        given["v"].requires_grad_()
+        explained = recurrence.explain_recurrence(recurrence.gated_delta_rule, **given)
+        assert "10 segments along the paths of a tree" in str(explained)
+        plans = (explained.forward, explained.backward)
+        before, sent = ctx.stats().bytes_sent, []
+        out = recurrence.gated_delta_rule(**given)
+        assert isinstance(out, torch.Tensor)
+        sent.append(ctx.stats().bytes_sent - before)
+        out.sum().backward()
+        sent.append(ctx.stats().bytes_sent - before - sent[0])
+        assert [plan.bytes_sent() for plan in plans if plan] == sent
+        assert [plan.program.wire_bytes() for plan in plans if plan] == [3 * state] * 2
+        return sent[0], sent[1]
+
+    # The question is on ranks 0 and 1, the answers are on ranks 2 and 3.
+    sent = burst_rt.run_local(4, rank)
+    assert sent == [(state, 0), (2 * state, state), (0, state), (0, state)]
 
 
 def test_both_ways_of_the_state_are_taken() -> None:
@@ -151,7 +264,7 @@ def test_calls_take_the_memory_that_is_planned() -> None:
     program = [sys.executable, str(Path(__file__).parents[1] / "peaks.py")]
     done = subprocess.run(program, env=os.environ | settings, capture_output=True, text=True)
     ratios = [line.rsplit(maxsplit=1) for line in done.stdout.splitlines()]
-    assert len(ratios) == 18, done.stderr
+    assert len(ratios) == 20, done.stderr
     assert all(0.9 < float(ratio) < 1.1 for _, ratio in ratios), done.stdout
 
 
@@ -226,6 +339,9 @@ def test_second_derivatives_are_refused() -> None:
     burst_rt.run_local(1, rank)
 
 
+_TREE = PrefixTree([5, 9, 6], [-1, 0, 0])
+
+
 def _arguments(own: Any, /, **changes: Any) -> dict[str, Any]:
     tokens = own.shard_len
     q, k, v = (torch.randn(1, tokens, 2, 8) for _ in range(3))
@@ -244,9 +360,14 @@ def _arguments(own: Any, /, **changes: Any) -> dict[str, Any]:
          "multiple of the number of key heads .*, got 3 and 2"),
         ({"scale": "1"}, "scale must be a finite number, got '1'"),
         ({"initial_state": torch.zeros(1, 2, 8, 7)}, r"initial_state must be \[batch 1, heads 2"),
-        ({"documents": [5, 5]}, "documents must be burst_rt.Documents, or a bool tensor"),
+        ({"documents": [5, 5]}, "documents must be burst_rt.Documents, a bool tensor"),
         ({"documents": torch.zeros(1, 9, dtype=torch.bool)}, r"got \(1, 9\) of torch.bool"),
         ({"documents": burst_rt.Documents([3, 3])}, "documents must be those of the whole"),
+        ({"documents": PrefixTree([9, 9], [-1, 0])}, "the whole row's PrefixTree; .* 18 keys"),
+        ({"documents": _TREE.window(3)}, r"without a window .*window\(3\); take its .unlimited"),
+        ({"documents": _TREE, "return_state": True}, "return_state: expected False beside a Pre"),
+        ({"documents": _TREE, "initial_state": torch.zeros(1, 2, 8, 8)},
+         "initial_state: expected None beside a PrefixTree"),
         ({"layout": "zigzag"}, "layout must come from Context.layout, or be None .*, got str"),
     ],
 )  # fmt: skip
@@ -266,6 +387,9 @@ def test_what_ranks_do_not_agree_on() -> None:
         layout = ctx.layout(20)
         with pytest.raises(ContractMismatch, match=r"options: .*scale=2\.0"):
             recurrence.gated_delta_rule(**_arguments(layout, scale=1.0 + ctx.rank))
+        tree = _TREE if ctx.rank else None
+        with pytest.raises(ContractMismatch, match=r"documents: .*PrefixTree\(\[5, 9, 6\]"):
+            recurrence.gated_delta_rule(**_arguments(layout, documents=tree))
 
     burst_rt.run_local(2, rank, timeout_s=30)
 
@@ -273,8 +397,11 @@ def test_what_ranks_do_not_agree_on() -> None:
 def test_striped_layouts_are_refused() -> None:
     def rank(ctx: Context) -> None:
         layout = ctx.layout(20, "striped")
-        with pytest.raises(InputError, match="a recurrence takes layouts of consecutive tokens"):
-            recurrence.gated_delta_rule(**_arguments(layout))
+        for documents in (None, _TREE):
+            with pytest.raises(
+                InputError, match="a recurrence takes layouts of consecutive tokens"
+            ):
+                recurrence.gated_delta_rule(**_arguments(layout, documents=documents))
 
     burst_rt.run_local(2, rank, timeout_s=30)
 

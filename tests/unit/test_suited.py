@@ -9,11 +9,12 @@ from covering import first_of
 from graphs import Window
 from mixes import check_fastest_layout, mix, packed_problem
 
-from burst_rt import Causal, Documents, Full, Mask, SlidingWindow
+from burst_rt import Causal, Documents, Full, Mask, PrefixTree, SlidingWindow
 from burst_rt.planning.choose import fastest_layout
+from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.recurrences import RecurrenceSizes
-from burst_rt.planning.recurrent_layers import scans_of
+from burst_rt.planning.recurrent_layers import scan_seconds, scans_of
 from burst_rt.scheduler.simulator import Hardware, Rate
 
 _H100 = load_hardware("h100-sxm")
@@ -84,3 +85,20 @@ def test_recurrent_layers_count() -> None:
     scans = list(scans_of(sizes, given.q_layout, 1))
     assert [scan.forward for scan in scans] == [True, False] * 2
     assert [scan.state_bytes for scan in scans] == [3 * 12288 * 4] * 2 + [32 * 128 * 128 * 4] * 2
+
+
+def test_recurrent_layers_follow_a_tree() -> None:
+    """The second answer waits for the question, and not for the first answer."""
+    tree = PrefixTree([4096, 2048, 2048], [-1, 0, 0])
+    given = packed_problem(8, 8192, Causal() & tree, 8)
+    sizes = RecurrenceSizes(rule="delta", num_heads=32, key_dim=128, value_dim=128)
+    _, alone = fastest_layout(given, _H100, ranks_per_node=8)
+    _, seconds = fastest_layout(given, _H100, ranks_per_node=8, recurrences=(sizes,))
+    layout = make_layout("contiguous", 8192, 8)
+    along, row = (scans_of(sizes, layout, 1, branches) for branches in (tree.branches, {}))
+    for scan, linear in zip(along, row, strict=True):
+        assert scan.wire_bytes() == linear.wire_bytes()
+        mine = scan_seconds(scan, _H100)
+        assert mine < scan_seconds(linear, _H100)
+        alone["contiguous"] += mine
+    assert seconds["contiguous"] == pytest.approx(alone["contiguous"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from small_hybrids import make_hybrid
+from small_hybrids import HYBRIDS, make_hybrid, token_by_token
 from small_models import gradients, make_model
 from spec import reference, relative_error
 
@@ -188,11 +189,19 @@ def _one_by_one(model: Any, drawn: Drawn) -> tuple[torch.Tensor, list[torch.Tens
 @pytest.mark.parametrize(("name", "num_ranks"), _models())
 def test_models_are_those_of_sequences_one_by_one(name: str, num_ranks: int) -> None:
     """Windows and chunks go along the paths, and so do positions; logits, loss, gradients."""
-    drawn, model = _sequences(), make_model(name)
+    model = make_model(name)
     model.config.output_router_logits = False  # the shares of experts are of other tokens
+    _check_model(model, _sequences(), num_ranks)
+
+
+def _check_model(
+    model: Any, drawn: Drawn, num_ranks: int, alone: AbstractContextManager[None] | None = None
+) -> None:
+    """alone: what one process is run in."""
     row, truth = drawn.row(), deepcopy(model)
-    expected, logits = _one_by_one(truth, drawn)
-    expected.backward()
+    with alone or nullcontext():
+        expected, logits = _one_by_one(truth, drawn)
+        expected.backward()
 
     def run(ctx: Context) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
         mine = deepcopy(model)
@@ -205,7 +214,7 @@ def test_models_are_those_of_sequences_one_by_one(name: str, num_ranks: int) -> 
         whole = part["burst_rt"].batch.layout.unshard(output.logits.detach())
         return output.loss.item(), gradients(mine), whole[0]
 
-    for loss, grads, whole in burst_rt.run_local(num_ranks, run):
+    for loss, grads, whole in burst_rt.run_local(num_ranks, run, timeout_s=60):
         assert loss == pytest.approx(expected.item(), rel=_SMALL)
         for at, true in zip(row.places, logits, strict=True):
             assert relative_error(whole[at], true) < _SMALL
@@ -214,6 +223,41 @@ def test_models_are_those_of_sequences_one_by_one(name: str, num_ranks: int) -> 
         for label, true in gradients(truth).items():
             largest = max(float(true.abs().max()), least)
             assert float((grads[label] - true).abs().max()) < _SMALL * largest, label
+
+
+def _hybrids() -> list[Any]:
+    """Two worlds of a few models, another of each; all others are long."""
+    few = {(name, 1 + at % 3) for at, name in enumerate(HYBRIDS)}
+    few |= {(name, n) for name in ("Qwen3Next", "Bamba", "Lfm2", "Jamba") for n in (2, 3)}
+    return [
+        pytest.param(*case, marks=() if case in few else pytest.mark.long)
+        for case in ((name, n) for name in HYBRIDS for n in (1, 2, 3))
+    ]
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), _hybrids())
+def test_hybrids_are_those_of_sequences_one_by_one(name: str, num_ranks: int) -> None:
+    """States and convolutions go along the paths, past turns that are shorter than a convolution's
+    memory.
+    """
+    model = make_hybrid(name)
+    model.config.output_router_logits = False
+    _check_model(model, _turns(), num_ranks, token_by_token(name))
+
+
+def _turns() -> Drawn:
+    """Conversations that part and go on, some by a token or two, and a sequence of its own."""
+    generator = torch.Generator().manual_seed(5)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(3, 64, (count,), generator=generator).tolist()
+
+    stem, turn = words(17), words(2)
+    deep = stem + turn + words(1)
+    sequences = [deep + words(n) for n in (12, 1, 2)] + [stem + turn + words(n) for n in (25, 3)]
+    sequences += [stem + words(9), words(14)]
+    labels = [[-100] * 3 + each[3:] for each in sequences]
+    return Drawn(sequences, labels, [1.0, 0.5, 2.0, 1.0, 1.5, 1.0, 0.7], None)
 
 
 def test_a_model_of_ones_own() -> None:
@@ -312,17 +356,5 @@ def test_bad_batches_are_refused_on_every_rank() -> None:
                 burst_rt.shard_batch(given, ctx)
         with pytest.raises(ContractMismatch, match="the same batch"):
             burst_rt.shard_batch((row if ctx.rank else other).batch(), ctx)
-
-    burst_rt.run_local(2, run)
-
-
-def test_recurrent_layers_refuse_trees() -> None:
-    row = _sequences().row()
-
-    def run(ctx: Context) -> None:
-        model = make_hybrid("Mamba2")
-        burst_rt.hf.prepare(model, ctx)
-        with pytest.raises(InputError, match=r"prefix_tree.*attention alone, got Mamba2Mixer"):
-            model(**burst_rt.hf.shard(row.batch(), ctx))
 
     burst_rt.run_local(2, run)

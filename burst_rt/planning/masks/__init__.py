@@ -23,7 +23,7 @@ from burst_rt.planning.masks.pairs import Both, Either
 from burst_rt.planning.masks.pieces import MOST_SPANS, WIDEST_BAND, Piece, Shape
 from burst_rt.planning.masks.positions import Causal, Chunked, First, Full, Prefix, SlidingWindow
 from burst_rt.planning.masks.spans import Positions, Spans
-from burst_rt.planning.masks.tree import PrefixTree
+from burst_rt.planning.masks.tree import PrefixTree, branches_of
 
 __all__ = [
     "MASKS",
@@ -49,6 +49,7 @@ __all__ = [
     "Shape",
     "SlidingWindow",
     "Spans",
+    "branches_of",
     "columns_seen",
     "in_place_of",
     "positions_of",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from functools import cached_property
 from math import log2
 from typing import Any, NamedTuple
 
@@ -10,10 +12,11 @@ import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning.masks.base import Mask, structured
+from burst_rt.planning.masks.pairs import Both
 from burst_rt.planning.masks.positions import Chunked, integers, is_count
 from burst_rt.planning.masks.spans import END, Positions, Spans, apart
 
-__all__ = ["PrefixTree"]
+__all__ = ["PrefixTree", "branches_of"]
 
 # Maximum number of nodes whose lengths `repr` tells.
 _TOLD = 8
@@ -129,6 +132,31 @@ class PrefixTree(Mask):
         """Whether any token is padding."""
         return self._tokens > int(self._bounds[-1])
 
+    @cached_property
+    def branches(self) -> Mapping[int, int]:
+        """Where paths do not follow the row: by the place in the row of a token whose predecessor
+        on its path is not the token before it, the place of that predecessor; -1 where a tree, or
+        padding, begins later in the row.
+        """
+        branches: dict[int, int] = {}
+        lasts: list[int] = []  # the last token of the path to each node
+        bounds = self._bounds.tolist()
+        for begin, end, parent in zip(bounds[:-1], bounds[1:], self._parents.tolist(), strict=True):
+            before = lasts[parent] if parent >= 0 else -1
+            lasts.append(end - 1 if end > begin else before)
+            if end > begin and before != begin - 1:
+                branches[begin] = before
+        if self.padded:
+            branches[bounds[-1]] = -1
+        return branches
+
+    @cached_property
+    def unlimited(self) -> PrefixTree:
+        """This tree without a window or chunks."""
+        if self._limit is None:
+            return self
+        return PrefixTree(self._lengths, self._parents, tokens=self._tokens)
+
     def window(self, left: int) -> PrefixTree:
         """This tree, in which a query sees at most `left` tokens before it on its path."""
         return self._limited("window", left, 0)
@@ -193,3 +221,10 @@ class PrefixTree(Mask):
         """The node of each token; for padding, the number of nodes."""
         node = np.searchsorted(self._bounds, q, side="right") - 1
         return np.where(node < 0, len(self._lengths), np.minimum(node, len(self._lengths)))
+
+
+def branches_of(mask: Mask) -> Mapping[int, int]:
+    """`PrefixTree.branches` of the tree by which a mask is limited; none without a tree."""
+    if isinstance(mask, Both):
+        return branches_of(mask.first) or branches_of(mask.second)
+    return mask.branches if isinstance(mask, PrefixTree) else {}

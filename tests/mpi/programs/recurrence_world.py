@@ -1,4 +1,4 @@
-"""Recurrences of all kinds on all ranks of a job, over the transport `args[1]`.
+"""Recurrences of all kinds, along trees too, on all ranks of a job, over transport `args[1]`.
 
 Rank 0 writes to the JSON file `args[0]`: {"errors": {kind: the worst}, "bytes": by rank, for a
 short and for a long sequence, [planned, sent] of a delta rule's forward and backward}.
@@ -11,7 +11,15 @@ import sys
 from pathlib import Path
 
 import torch
-from recurrences import KINDS, attend, drawn, errors, truth
+from recurrences import (
+    KINDS,
+    attend,
+    drawn,
+    drawn_along_a_tree,
+    errors,
+    truth,
+    truth_of_paths,
+)
 
 import burst_rt
 from burst_rt import Context, recurrence
@@ -45,8 +53,11 @@ def main() -> None:
         worst = {}
         for kind in KINDS:
             cases = [drawn(seed, kind, ctx.world_size) for seed in _SEEDS]
+            pairs = [(case, truth(case)) for case in cases]
+            along = drawn_along_a_tree(_SEEDS[-1], kind, ctx.world_size)
+            pairs.append((along, truth_of_paths(along)))
             worst[kind] = max(
-                error for case in cases for error in errors(attend(ctx, case), truth(case)).values()
+                error for case, true in pairs for error in errors(attend(ctx, case), true).values()
             )
         told = ctx.all_gather([_bytes(ctx, tokens) for tokens in (64, 640)])
     if ctx.rank == 0:
