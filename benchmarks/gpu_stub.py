@@ -11,6 +11,7 @@ What it cannot show: what CUDA and torch's allocator take, and what is done for 
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -22,13 +23,13 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import burst_rt
 from burst_rt import Context
 from burst_rt.attention.state import AttentionState
+from burst_rt.drivers.device import TorchDevice
 from burst_rt.kernels.triton import kernel as triton_kernel
 from burst_rt.runtime.choosing import TransportChoice
 from burst_rt.runtime.machine import Machine
@@ -40,6 +41,10 @@ __all__ = ["CASES", "Case", "StubGpu", "counts_of", "stub_context", "stub_triton
 _CPU = torch.device("cpu")
 # Functions of torch that make a tensor, where the package calls them.
 _MAKERS = ("empty", "zeros", "empty_like", "zeros_like")
+
+
+# Whether a build's events have times where it does not say so: in builds that cannot say so.
+_TIMED = "timed" not in inspect.signature(TorchDevice.record).parameters
 
 
 class StubGpu:
@@ -54,6 +59,9 @@ class StubGpu:
     def enter_to_watch(self) -> None:
         pass
 
+    def is_current(self) -> bool:
+        return True
+
     def caller(self) -> str:
         self.asked["current stream"] += 1
         return "caller"
@@ -64,7 +72,7 @@ class StubGpu:
     def handle(self, stream: str) -> int:
         return 1
 
-    def record(self, stream: str, *, timed: bool = True) -> object:
+    def record(self, stream: str, *, timed: bool = _TIMED) -> object:
         self.asked["events recorded"] += 1
         self.asked["of these with times"] += timed
         return object()
@@ -231,9 +239,7 @@ class Case(NamedTuple):
 
         def forward() -> torch.Tensor:
             strategy = "auto" if self.world_size == 1 else "ring-kv"
-            return burst_rt.burst_attention(
-                *inputs, layout=layout, causal=True, strategy=strategy
-            )
+            return burst_rt.burst_attention(*inputs, layout=layout, causal=True, strategy=strategy)
 
         out = forward()
         return forward, lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)

@@ -72,6 +72,9 @@ class FakeDevice:
     def enter_to_watch(self) -> None:
         pass
 
+    def is_current(self) -> bool:
+        return True
+
     def caller(self) -> str:
         return self.current
 
@@ -81,7 +84,7 @@ class FakeDevice:
     def handle(self, stream: str) -> int:
         return hash(stream)
 
-    def record(self, stream: str) -> _Event:
+    def record(self, stream: str, *, timed: bool = False) -> _Event:
         return _Event(_merged(self.clocks[stream], self.clocks["host"]))
 
     def wait(self, stream: str, event: _Event) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from burst_rt.attention.call import Call
 from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun, run_types
+from burst_rt.attention.execute.straight import StraightBackward, StraightForward
 from burst_rt.attention.planner import Plan
 from burst_rt.attention.state import AttentionState
 from burst_rt.attention.tensor_check import check_values
@@ -31,6 +32,7 @@ __all__ = [
 
 _NONE = ScoreOptions()
 _R = TypeVar("_R", ForwardRun, BackwardRun)
+_B = TypeVar("_B")
 _NOTHING = nullcontext()
 
 
@@ -73,6 +75,12 @@ def run_forward(
             plan = call.forward_plan
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
+        stream = _straight_stream(call, plan)
+        if stream is not None:
+            bind = partial(StraightForward, plan, call.scale, qkv, score_options, stream)
+            straight = _in_memory(call, plan, contract, bind)
+            runtime.perform_straight(contract, plan.graph, straight.steps, partial(_takes, plan))
+            return straight.out, straight.lse
         make = run_types(type(plan.choice.program)).forward
         run = _bound(call, plan, make, _Given(contract, qkv, score_options))
         _, free = runtime.perform(contract, _schedule(plan, run), call.agreed)
@@ -96,6 +104,12 @@ def run_backward(
             plan = call.backward_plan
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
+        stream = _straight_stream(call, plan)
+        if stream is not None:
+            bind = partial(StraightBackward, plan, call.scale, qkv, results, score_options, stream)
+            straight = _in_memory(call, plan, contract, bind)
+            runtime.perform_straight(contract, plan.graph, straight.steps, partial(_takes, plan))
+            return straight.grads(), None
         make = run_types(type(plan.choice.program)).backward
         run = _bound(call, plan, make, _Given(contract, qkv, score_options, results))
         _, free = runtime.perform(contract, _schedule(plan, run))
@@ -150,25 +164,36 @@ class _Given(NamedTuple):
 
 
 def _bound(call: Forward, plan: Plan, make: Callable[[Binding], _R], given: _Given) -> _R:
-    """Binds a call's tensors: the run that is to be performed.
+    """Binds a call's tensors: the run that is to be performed."""
+    contract, qkv, score_options, results = given
 
-    To bind takes all memory of the call but the tiles' scratch, before anything is sent. If memory
-    runs out, every rank raises DeviceError: the call is refused, which blocks at most `timeout_s`.
-    One of several calls that the ranks agreed on at once cannot be refused: there this rank fails.
-    """
-    runtime, (contract, qkv, score_options, results) = call.attention.runtime, given
-    try:
-        binding = Binding(
-            plan=plan,
-            machine=runtime.machine,
-            scale=call.scale,
-            progress=Progress(),
-            poison=call.attention.poison,
-            qkv=qkv.detach(),
-            results=None if results is None else results.detach(),
-            score_options=score_options.bound(plan.key.dtype, plan.key.problem.batch),
+    def bind() -> _R:
+        return make(
+            Binding(
+                plan=plan,
+                machine=call.attention.runtime.machine,
+                scale=call.scale,
+                progress=Progress(),
+                poison=call.attention.poison,
+                qkv=qkv.detach(),
+                results=None if results is None else results.detach(),
+                score_options=score_options.bound(plan.key.dtype, plan.key.problem.batch),
+            )
         )
-        return make(binding)
+
+    return _in_memory(call, plan, contract, bind)
+
+
+def _in_memory(call: Forward, plan: Plan, contract: Contract, bind: Callable[[], _B]) -> _B:
+    """What `bind` gives, which takes all memory of the call but the tiles' scratch.
+
+    It does so before anything is sent. If memory runs out, every rank raises DeviceError: the call
+    is refused, which blocks at most `timeout_s`. One of several calls that the ranks agreed on at
+    once cannot be refused: there this rank fails.
+    """
+    runtime = call.attention.runtime
+    try:
+        return bind()
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -179,6 +204,20 @@ def _bound(call: Forward, plan: Plan, make: Callable[[Binding], _R], given: _Giv
         if call.agreed is AgreedWhen.WITH_OTHERS:
             runtime.fail(refused)
         runtime.refuse(contract.call, refused)
+
+
+def _straight_stream(call: Forward, plan: Plan) -> int | None:
+    """The handle of the caller's stream, if the call may take the straight way.
+
+    It may not where somebody looks on: at times, or at what is read before it is written.
+    """
+    attention = call.attention
+    runtime = attention.runtime
+    if not plan.straight or call.agreed is not AgreedWhen.OPENING:
+        return None
+    if attention.poison or runtime.takes_times:
+        return None
+    return runtime.machine.straight_stream()
 
 
 def _schedule(plan: Plan, run: ForwardRun | BackwardRun) -> BoundSchedule:

@@ -22,7 +22,8 @@ from burst_rt.scheduler import Event, Graph, Message, Span, Task, TaskDone, Task
 from burst_rt.transport import Memory, Transport
 
 __all__ = [
-    "BaseDriver", "DriverOptions", "Opening", "Progress", "as_device_error", "is_out_of_memory",
+    "BaseDriver", "DriverOptions", "Opening", "Progress", "as_device_error", "failure_of",
+    "is_out_of_memory",
 ]  # fmt: skip
 
 
@@ -44,6 +45,21 @@ def as_device_error(error: BaseException, rank: int) -> BaseException:
     if not isinstance(error, torch.AcceleratorError):
         return error
     return DeviceError(f"rank {rank}: the device failed: {error}", rank=rank)
+
+
+def failure_of(
+    task: Task, error: BaseException, rank: int, takes: Callable[[], str] | None
+) -> DeviceError | None:
+    """The error of a task that ran out of memory; None for all other errors.
+
+    An error of this package gets the task's name. takes: `DriverOptions.takes`.
+    """
+    if is_out_of_memory(error):
+        why = f"rank {rank}: out of memory in {task.name!r}{f'; {takes()}' if takes else ''} ({error})"
+        return DeviceError(why, rank=rank, task=task.name, hop=task.hop)
+    if isinstance(error, BurstError):
+        _name_task(error, task)
+    return None
 
 
 class Opening(Protocol):
@@ -76,13 +92,15 @@ class DriverOptions:
     # Says how much memory the call takes, for the error when memory runs out.
     takes: Callable[[], str] | None = None
     flight: FlightRecord | None = None  # the record that the present task is written to
+    # Whether the times of the tasks on a device are taken. A host's are always taken.
+    timed: bool = True
     # Whether it is one of several runs that the ranks agreed on at once: a rank that has not come
     # to it may have gone on to another call.
     one_of_several: bool = False
 
 
 class BaseDriver:
-    """One driver performs one run of a graph.
+    """One driver performs one run of a graph. timed: whether its trace has all times.
 
     transport: for exchanges on lanes that are not ordered; None: there are none.
     """
@@ -105,6 +123,8 @@ class BaseDriver:
         self._last_beat_s = time.perf_counter()
         self.compute_s = 0.0
         self.wait_s = 0.0
+        self.timed = True
+        self.stream: int | None = None  # see `Progress.stream`
         self.refused = False  # True: the ranks did not agree on the call, and nothing was sent
 
     @property
@@ -245,14 +265,10 @@ class BaseDriver:
 
         An error of this package gets the task's name first.
         """
-        if not is_out_of_memory(error):
-            if isinstance(error, BurstError):
-                _name_task(error, task)
+        failure = failure_of(task, error, self._graph.rank, self._options.takes)
+        if failure is None:
             raise error
-        rank = self._graph.rank
-        takes = f"; {self._options.takes()}" if self._options.takes else ""
-        why = f"rank {rank}: out of memory in {task.name!r}{takes} ({error})"
-        return _failed(task, DeviceError(why, rank=rank))
+        return _failed(task, failure)
 
     def _poll(self) -> list[Event]:
         events, self._landed = self._landed, []
@@ -397,6 +413,11 @@ class Progress:
     """
 
     driver: BaseDriver | None = None
+
+    @property
+    def stream(self) -> int | None:
+        """The handle of the stream that the present task's work goes to; None on a host."""
+        return None if self.driver is None else self.driver.stream
 
     def __call__(self) -> None:
         if self.driver is not None:

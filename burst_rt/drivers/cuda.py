@@ -36,7 +36,7 @@ class _Issued(NamedTuple):
 
     task: Task
     issued_s: float  # time of `time.perf_counter`
-    started: DeviceEvent  # recorded before the task's work
+    started: DeviceEvent | None  # recorded before the task's work; None: no times are taken
     ended: DeviceEvent  # recorded after the task's work
 
 
@@ -70,8 +70,10 @@ class CudaDriver(BaseDriver):
         self.putting: Task | None = None  # the task being put on a stream; any thread may ask
         self._resolving = threading.Lock()  # the caller and telemetry may both want the trace
         # `_opened` cannot serve as the origin: it happens only when the caller's stream gets there.
-        self._origin, self._origin_s = device.origin()
-        self._opened = device.record(device.caller())
+        self.timed = options.timed
+        self._origin, self._origin_s = device.origin() if self.timed else (None, 0.0)
+        self._caller = device.caller()
+        self._opened = device.record(self._caller)
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
         """Puts a task on a stream, or begins an exchange of the host; see `Driver.issue`.
@@ -108,10 +110,9 @@ class CudaDriver(BaseDriver):
 
         Returns the event after which the call's memory may be used again.
         """
-        caller = self._device.caller()
         for stream in self._streams.values():
-            self._device.wait(caller, self._device.record(stream))
-        return self._device.record(caller)
+            self._device.wait(self._caller, self._device.record(stream))
+        return self._device.record(self._caller)
 
     def begun(self) -> bool:
         """Whether the caller's stream has reached this run, past the caller's own work.
@@ -150,13 +151,13 @@ class CudaDriver(BaseDriver):
         """
         if not all(self._device.happened(issued.ended) for issued in self._issued.values()):
             return False
-        for issued in self._issued.values():
+        for issued in self._issued.values() if self.timed else ():
             start_s = self._origin_s + self._device.seconds(self._origin, issued.started)
             end_s = self._origin_s + self._device.seconds(self._origin, issued.ended)
             self._ended.append((issued.task, issued.issued_s, start_s, end_s))
             if issued.task.lane == "compute":
                 self.compute_s += end_s - start_s
-        if self._issued:
+        if self._issued and self.timed:
             # The waits of the host say nothing here, so idle time is computed from the spans.
             transfer_s, hidden_s = overlap(list(self.trace))
             self.wait_s = transfer_s - hidden_s
@@ -169,7 +170,8 @@ class CudaDriver(BaseDriver):
         stream = self._stream(lane)
         for other in after:
             self._device.wait(stream, self._issued[other].ended)
-        started = self._device.record(stream)
+        started = self._device.record(stream, timed=True) if self.timed else None
+        self.stream = self._device.handle(stream)
         failure: TaskFailed | None = None
         self.putting = task
         with self._device.on(stream, task.name):
@@ -177,7 +179,7 @@ class CudaDriver(BaseDriver):
                 assert self._wire is not None
                 sends = [(self._bytes_of(m), m.peer) for m in task.sends]
                 recvs = [(self._bytes_of(m), m.peer) for m in task.recvs]
-                self._wire.exchange(sends, recvs, self._device.handle(stream))
+                self._wire.exchange(sends, recvs, self.stream)
             else:
                 does = self._what_does(task)
                 try:
@@ -190,7 +192,7 @@ class CudaDriver(BaseDriver):
             self._landed.append(failure)
             return
         self._issued[task.id] = _Issued(
-            task, self._issued_s[task.id], started, self._device.record(stream)
+            task, self._issued_s[task.id], started, self._device.record(stream, timed=self.timed)
         )
         if task.id in self._observed:
             self._under_way.append(task.id)

@@ -19,6 +19,7 @@ from burst_rt.kernels.base import (
     PARTIALS,
     QKV,
     Gradients,
+    Kept,
     Kernel,
     Results,
     ScoreOptions,
@@ -37,8 +38,8 @@ from burst_rt.kernels.triton import TritonKernel
 from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
 __all__ = [
-    "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "KernelChoice", "Results",
-    "ScoreOptions", "State", "Tile", "Upstream", "Work", "deterministic", "pick", "pick_decode",
+    "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kept", "Kernel", "KernelChoice",
+    "Results", "ScoreOptions", "State", "Tile", "Upstream", "Work", "deterministic", "pick", "pick_decode",
     "sum_dtype",
 ]  # fmt: skip
 

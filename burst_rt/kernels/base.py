@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -24,7 +24,7 @@ from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.problem import ScoreFlags, TileShape
 
 __all__ = [
-    "DTYPES", "PARTIALS", "QKV", "Gradients", "Kernel", "Places", "Results", "ScoreOptions",
+    "DTYPES", "PARTIALS", "QKV", "Gradients", "Kept", "Kernel", "Places", "Results", "Rows", "ScoreOptions",
     "State", "Tile", "Upstream", "Work", "deterministic", "fold", "some_of", "sum_dtype", "too_old",
     "write_from_sums",
 ]  # fmt: skip
@@ -170,6 +170,17 @@ class State(NamedTuple):
         torch.add(self.m, torch.log(self.l), out=self.lse)
 
 
+class Kept(NamedTuple):
+    """What a kernel may keep of one task from call to call.
+
+    entries: the kernel's own, kept as long as the plan, for one task, scale and softcap. stream:
+    the handle of the current stream, which is one of the current device.
+    """
+
+    entries: dict[object, Any]
+    stream: int
+
+
 class Tile(NamedTuple):
     """A tile to compute.
 
@@ -192,6 +203,7 @@ class Tile(NamedTuple):
     # The number in the whole call of the tile's first query head.
     first_head: int = 0
     score_options: ScoreOptions = ScoreOptions()
+    kept: Kept | None = None  # None: nothing is kept
 
     @property
     def only(self) -> bool:
@@ -262,6 +274,9 @@ class Work(NamedTuple):
         return self.head_dim, self.v_head_dim or self.head_dim
 
 
+# The two rows of each query that `Kernel.delta` writes, as one tensor or as two.
+Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+
 # The positions of a tile's rows and of its columns, by runs.
 Places = tuple[tuple[range, ...], tuple[range, ...]]
 
@@ -286,6 +301,13 @@ class Kernel(Protocol):
         """
         return True
 
+    def writes_results(self, work: Work, tile: TileShape) -> bool:
+        """Whether `forward` leaves acc, m and l of the state of a call's only tile alone.
+
+        False, if not overridden. work: with this one tile. tile: how large it is.
+        """
+        return False
+
     def writes_gradients(self, work: Work, tile: TileShape) -> bool:
         """Whether `backward` can write the gradients of a call's only tile, without wider sums.
 
@@ -303,11 +325,13 @@ class Kernel(Protocol):
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """Folds the pieces into the rows of `state` that they cover.
 
-        Starts the state (`State.start`) before the first tile and finishes it after the last.
+        Starts the state (`State.start`) before the first tile and finishes it after the last. With
+        the only tile of its call, a kernel that `writes_results` may get a state whose acc is out,
+        and whose m and l are lse.
         """
 
-    def delta(self, results: Results, rows: torch.Tensor) -> None:
-        """Writes what `backward` needs of each query to `rows` `[2, batch, heads, q_len]`.
+    def delta(self, results: Results, rows: Rows, kept: Kept | None = None) -> None:
+        """Writes what `backward` needs of each query to `rows`: two of `[batch, heads, q_len]`.
 
         rows[0] is lse, or +inf where lse is -inf. Such a row saw no key; with +inf its
         probabilities exp(score - lse), and so its gradients, are 0. rows[1] is delta = rowsum(dout

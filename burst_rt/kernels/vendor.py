@@ -135,6 +135,12 @@ class _VendorKernel(Kernel):
         """
         return forward
 
+    def writes_results(self, work: Work, tile: TileShape) -> bool:
+        """See `Kernel.writes_results`: where a single call does all of the tile."""
+        (pieces,) = work.tiles
+        calls = list(_calls(pieces))
+        return not work.scores.sinks and [call.rows for call in calls] == [slice(0, tile.q_len)]
+
     def writes_gradients(self, work: Work, tile: TileShape) -> bool:
         """See `Kernel.writes_gradients`: where a single call does all of the tile."""
         (pieces,) = work.tiles

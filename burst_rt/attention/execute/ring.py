@@ -18,6 +18,7 @@ from burst_rt.drivers import Progress, flat_bytes
 from burst_rt.kernels import (
     QKV,
     Gradients,
+    Kept,
     Results,
     ScoreOptions,
     State,
@@ -42,7 +43,10 @@ from burst_rt.planning.strategies import Ring
 from burst_rt.runtime.machine import Machine, Slots
 from burst_rt.transport.staged import ToDevice, ToHost
 
-__all__ = ["RUNS", "BackwardRun", "Binding", "ForwardRun", "Run", "RunTypes", "SlotRun", "dense"]
+__all__ = [
+    "RUNS", "BackwardRun", "Binding", "ForwardRun", "Run", "RunTypes", "SlotRun", "dense",
+    "tile_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,19 +214,16 @@ class Run(SlotRun):
 
     def tile(self, op: TileOperation) -> Tile:
         """The tile of a travelling block with the shard at home."""
-        moved, stays = self.ring.travelling[op.owner][op.block], self.ring.resident[self.rank]
-        q, kv = (moved, stays) if self.ring.queries_travel else (stays, moved)
-        return Tile(
-            pieces=op.pieces,
-            q_positions=q,
-            kv_positions=kv,
-            mask=self.problem.mask,
-            scale=self.scale,
+        key, stream = (id(op), self.scale, self.score_options.softcap), self.progress.stream
+        known = self.plan.kept.get(key)
+        if known is None:
+            made = tile_of(self.ring, self.rank, op, self.scale, self.first_head)
+            known = self.plan.keep(key, (made, {}))
+        tile, entries = known
+        return tile._replace(
             progress=self.progress,
-            first=op.first,
-            last=op.last,
-            first_head=self.first_head,
             score_options=self.score_options,
+            kept=None if stream is None else Kept(entries, stream),
         )
 
     def at(self, tensors: Tensors, op: TileOperation) -> dict[Role, torch.Tensor]:
@@ -283,14 +284,17 @@ class ForwardRun(Run):
             self.bind_input(role, x)
         dtype = self.plan.key.dtype
         out = self.fresh(*self.shape(Role.OUT), dtype=dtype)
-        acc = out if dtype == self.wide else self.fresh(*self.shape(Role.OUT), dtype=self.wide)
+        alone = dtype == self.wide or self.plan.writes_results
+        acc = out if alone else self.fresh(*self.shape(Role.OUT), dtype=self.wide)
         self.out, self.lse = out, self.fresh(*self.shape(Role.LSE), dtype=self.wide)
         self.operations |= {ForwardTile: self._forward, FinishRows: self._finish}
         self.bind_state(acc)
 
     def bind_state(self, acc: torch.Tensor) -> None:
         """Makes the running state of this rank's queries around its acc, which may be out."""
-        m, total = (self.fresh(*self.shape(Role.LSE), dtype=self.wide) for _ in range(2))
+        m = total = self.lse
+        if not self.plan.writes_results:
+            m, total = (self.fresh(*self.shape(Role.LSE), dtype=self.wide) for _ in range(2))
         self.state = State(acc, m, total, self.out, self.lse)
 
     def _forward(self, op: ForwardTile) -> None:
@@ -453,6 +457,27 @@ def _forward_run(binding: Binding) -> ForwardRun:
 
 
 RUNS = RunTypes(_forward_run, BackwardRun)
+
+
+def tile_of(ring: Ring, rank: int, op: TileOperation, scale: float, first_head: int = 0) -> Tile:
+    """The tile of a travelling block with a rank's shard, without what each call brings."""
+    moved, stays = ring.travelling[op.owner][op.block], ring.resident[rank]
+    q, kv = (moved, stays) if ring.queries_travel else (stays, moved)
+    return Tile(
+        pieces=op.pieces,
+        q_positions=q,
+        kv_positions=kv,
+        mask=ring.problem.mask,
+        scale=scale,
+        progress=_nothing,
+        first=op.first,
+        last=op.last,
+        first_head=first_head,
+    )
+
+
+def _nothing() -> None:
+    """The progress of a tile beside which nothing moves."""
 
 
 def _head_dim(problem: Problem, role: Role) -> int:

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.errors import InternalError
-from burst_rt.kernels.base import ScoreOptions
+from burst_rt.kernels.base import QKV, Gradients, ScoreOptions, State, Tile
 from burst_rt.kernels.triton.configs import Config, block_width
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
 __all__ = [
-    "LOG2_E", "Meta", "TileArguments", "constants_of", "fit_descriptors", "meta_of", "strides",
-    "uses_descriptors",
+    "LOG2_E", "Meta", "TileArguments", "both_of", "check_dense", "check_places", "check_state",
+    "constants_of", "fit_descriptors", "meta_of", "strides", "uses_descriptors",
 ]  # fmt: skip
 
 LOG2_E = 1.4426950408889634
@@ -123,6 +123,18 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
     return batch, token, head
 
 
+def both_of(grads: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk and dv as a kernel gets them.
+
+    A gradient that is not needed gets the other one's tensor, which is then not touched for it.
+    """
+    dk = grads.dv if grads.dk is None else grads.dk
+    dv = grads.dk if grads.dv is None else grads.dv
+    assert dk is not None
+    assert dv is not None
+    return dk, dv
+
+
 def constants_of(
     arguments: TileArguments, config: Config, *inputs: torch.Tensor, **others: bool
 ) -> dict[str, Meta | int]:
@@ -178,3 +190,35 @@ def fit_descriptors(*inputs: torch.Tensor) -> bool:
         for x in inputs
         for number in (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:3]))
     )
+
+
+def check_places(qkv: QKV, tile: Tile) -> None:
+    """Raises InternalError unless the tile has a position for each token."""
+    sides = (("q", qkv.q, tile.q_positions), ("kv", qkv.k, tile.kv_positions))
+    for side, x, positions in sides:
+        if sum(map(len, positions)) != x.shape[1]:
+            raise InternalError(
+                f"a tile with {x.shape[1]} {side} tokens must have as many positions, got "
+                f"{positions}"
+            )
+
+
+def check_state(state: State) -> None:
+    """acc and out may have any strides from batch row to batch row, and from token to token."""
+    check_dense(state.m, state.l, state.lse)
+    acc, out = state.acc, state.out
+    if acc.stride()[2:] != (acc.shape[3], 1) or out.stride() != acc.stride():
+        raise InternalError(
+            "the triton kernel takes states whose tokens are dense, and whose acc and out lie "
+            f"alike, got {tuple(acc.shape)} with strides {acc.stride()} and {out.stride()}"
+        )
+
+
+def check_dense(*tensors: torch.Tensor) -> None:
+    """Raises InternalError for tensors that are not dense."""
+    for x in tensors:
+        if not x.is_contiguous():
+            raise InternalError(
+                f"the triton kernel takes dense states, lse and delta, got {tuple(x.shape)} with "
+                f"strides {x.stride()}"
+            )
