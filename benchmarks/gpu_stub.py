@@ -174,7 +174,7 @@ def _stub_driver(asked: Counter[str]) -> Any:
     return SimpleNamespace(
         launcher_cls=Launcher,
         utils=SimpleNamespace(
-            load_binary=lambda *_: (None, 0, 100, 0, 1024),
+            load_binary=lambda *_: ("module", 0, 100, 0, 1024),
             get_device_properties=lambda device: properties,
         ),
         get_current_device=lambda: 0,

@@ -201,6 +201,15 @@ class Plan(KernelPlan):
             ),
         )
 
+    def takes(self) -> str:
+        """The memory of a call by the plan's formula, in words, and what to do if it is too much."""
+        need = self.memory()
+        formula = " + ".join(f"{name} {size:,}" for name, size in need._asdict().items() if size)
+        return (
+            f"this call takes {need.total:,} bytes beyond its inputs and outputs ({formula}). Use "
+            "more ranks, use fewer tokens or heads a call, or free other memory of the device"
+        )
+
     def keep(self, key: object, value: _V) -> _V:
         """Keeps a value for the next runs of this plan."""
         if len(self.kept) >= _MOST_KEPT:  # by calls of many scales, say

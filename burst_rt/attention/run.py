@@ -79,7 +79,7 @@ def run_forward(
         if stream is not None:
             bind = partial(StraightForward, plan, call.scale, qkv, score_options, stream)
             straight = _in_memory(call, plan, contract, bind)
-            runtime.perform_straight(contract, plan.graph, straight.steps, partial(_takes, plan))
+            runtime.perform_straight(contract, plan.graph, straight.steps, plan.takes)
             return straight.out, straight.lse
         make = run_types(type(plan.choice.program)).forward
         run = _bound(call, plan, make, _Given(contract, qkv, score_options))
@@ -108,7 +108,7 @@ def run_backward(
         if stream is not None:
             bind = partial(StraightBackward, plan, call.scale, qkv, results, score_options, stream)
             straight = _in_memory(call, plan, contract, bind)
-            runtime.perform_straight(contract, plan.graph, straight.steps, partial(_takes, plan))
+            runtime.perform_straight(contract, plan.graph, straight.steps, plan.takes)
             return straight.grads(), None
         make = run_types(type(plan.choice.program)).backward
         run = _bound(call, plan, make, _Given(contract, qkv, score_options, results))
@@ -198,7 +198,7 @@ def _in_memory(call: Forward, plan: Plan, contract: Contract, bind: Callable[[],
         if not is_out_of_memory(error):
             raise
         refused = DeviceError(
-            f"out of memory on {runtime.device}: {_takes(plan)}", rank=runtime.rank
+            f"out of memory on {runtime.device}: {plan.takes()}", rank=runtime.rank
         )
         refused.__cause__ = error
         if call.agreed is AgreedWhen.WITH_OTHERS:
@@ -222,16 +222,4 @@ def _straight_stream(call: Forward, plan: Plan) -> int | None:
 
 def _schedule(plan: Plan, run: ForwardRun | BackwardRun) -> BoundSchedule:
     """A plan's schedule, bound to a run's tensors."""
-    return BoundSchedule(
-        plan.schedule, run.operations, run.memory, run.progress, plan, partial(_takes, plan)
-    )
-
-
-def _takes(plan: Plan) -> str:
-    """The memory of a call by the plan's formula, in words, and what to do if it is too much."""
-    need = plan.memory()
-    formula = " + ".join(f"{name} {size:,}" for name, size in need._asdict().items() if size)
-    return (
-        f"this call takes {need.total:,} bytes beyond its inputs and outputs ({formula}). Use more "
-        "ranks, use fewer tokens or heads a call, or free other memory of the device"
-    )
+    return BoundSchedule(plan.schedule, run.operations, run.memory, run.progress, plan, plan.takes)

@@ -279,13 +279,18 @@ class CallCounts:
         transport = self._transport
         return Mark(time.perf_counter(), transport.bytes_sent, transport.bytes_received)
 
-    def count(self, driver: BaseDriver | None, mark: Mark) -> None:
-        """Counts a call that has been performed. driver: None where it took no times."""
+    def count_alone(self, started_s: float) -> None:
+        """Counts a call that needed no driver. started_s: the clock as it began."""
+        self._calls += 1
+        self._total_s += time.perf_counter() - started_s
+
+    def count(self, driver: BaseDriver, mark: Mark) -> None:
+        """Counts a call that has been performed."""
         self._calls += 1
         self._sent += self._transport.bytes_sent - mark.sent
         self._received += self._transport.bytes_received - mark.received
         self._total_s += time.perf_counter() - mark.started_s
-        if driver is not None and driver.timed:
+        if driver.timed:
             self._unread.append(driver)
             if len(self._unread) > _UNREAD_UP_TO:
                 self._read_first()

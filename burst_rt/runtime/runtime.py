@@ -258,23 +258,26 @@ class Runtime:
         """
         with self._exclusive:
             self._enter()
-            mark = self._counts.mark()
-            with _InCall(self, contract.call):
-                for task, does in steps:
-                    if self.flight is not None:
-                        self.flight.task(task.name)
-                    try:
-                        does()
-                    except BaseException as raised:
-                        failure = failure_of(task, raised, self.rank, takes)
-                        error = failure or as_device_error(raised, self.rank)
-                        self._kept.append(steps)
-                        self._break(error)
-                        if error is not raised:
-                            raise error from raised
-                        raise
+            started_s, flight = time.perf_counter(), self.flight
+            if flight is not None:
+                flight.enter(self._number, contract.call)
+            for task, does in steps:
+                if flight is not None:
+                    flight.task(task.name)
+                try:
+                    does()
+                except BaseException as raised:
+                    failure = failure_of(task, raised, self.rank, takes)
+                    error = failure or as_device_error(raised, self.rank)
+                    self._kept.append(steps)
+                    self._break(error)
+                    if error is not raised:
+                        raise error from raised
+                    raise
+            if flight is not None:
+                flight.leave()
             self.last_run = (graph, None)
-            self._counts.count(None, mark)
+            self._counts.count_alone(started_s)
 
     def _failure(
         self,
@@ -420,11 +423,12 @@ class Runtime:
         left.
         """
         self.check_usable()
-        try:
-            self.watch.require_all()
-        except BaseException as error:
-            self._break(error)
-            raise
+        if self.world_size > 1:
+            try:
+                self.watch.require_all()
+            except BaseException as error:
+                self._break(error)
+                raise
         self._number += 1
 
     def _agree(

@@ -496,4 +496,6 @@ def _state(tensors: dict[Role, torch.Tensor]) -> State:
 
 def dense(x: torch.Tensor) -> torch.Tensor:
     """x as kernels take it: itself, or a copy for a broadcast or a strided last dimension."""
+    if x.is_contiguous():
+        return x
     return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,107 +33,114 @@ from burst_rt.scheduler import Task
 __all__ = ["StraightBackward", "StraightForward"]
 
 # What is done, in order: tasks, each with what puts it onto the caller's stream.
-Steps = list[tuple[Task, Callable[[], None]]]
+Steps = tuple[tuple[Task, Callable[[], None]], ...]
 
 
 class _Shared(NamedTuple):
-    """What the calls of one plan share that have one scale and softcap."""
+    """What the calls of one plan share that have one scale and softcap, and come from one stream."""
 
     tasks: tuple[Task, ...]
     tile: Tile
-    entries: tuple[dict[object, Any], ...]  # of each task, for its kernel
+    kept: tuple[Kept, ...]  # of each task
+    shape: tuple[int, int, int, int]  # of out
     rows_shape: tuple[int, int, int]  # of lse
     wide: torch.dtype  # type of the sums
 
 
-class _Straight:
-    """The base of both directions. stream: the handle of the caller's stream."""
-
-    def __init__(
-        self, plan: Plan, scale: float | None, qkv: QKV, score_options: ScoreOptions, stream: int
-    ) -> None:
-        softcap, slopes, sinks = score_options
-        shared: _Shared | None = plan.kept.get((scale, softcap))
-        if shared is None:
-            shared = plan.keep((scale, softcap), _shared(plan, scale))
-        if slopes is not None or sinks is not None:
-            score_options = score_options.bound(plan.key.dtype, plan.key.problem.batch)
-        self.shared, self.stream = shared, stream
-        self.qkv = QKV(*map(dense, qkv))
-        self.tile = shared.tile._replace(
-            score_options=score_options, kept=Kept(shared.entries[-1], stream)
-        )
-        self.kernel, self.dtype, self.device = plan.kernel, plan.key.dtype, plan.key.device
-
-
-class StraightForward(_Straight):
+class StraightForward:
     """One forward call: `out` and `lse` hold its results once `steps` are done.
 
-    out: `[batch, tokens, heads, v's head_dim]` in q's dtype. lse: `[batch, heads, tokens]`.
+    out: `[batch, tokens, heads, v's head_dim]` in q's dtype. lse: `[batch, heads, tokens]`. scale:
+    None: 1 / sqrt(head_dim). stream: the handle of the caller's stream.
     """
 
     def __init__(
         self, plan: Plan, scale: float | None, qkv: QKV, score_options: ScoreOptions, stream: int
     ) -> None:
-        super().__init__(plan, scale, qkv, score_options, stream)
-        rows_shape, wide = self.shared.rows_shape, self.shared.wide
-        shape = (*qkv.q.shape[:3], qkv.v.shape[3])
-        self.out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.lse = torch.empty(rows_shape, dtype=wide, device=self.device)
-        acc, m, total = self.out, self.lse, self.lse
+        (task,), tile, _, shape, rows_shape, wide = _shared(plan, scale, score_options, stream)
+        dtype, device = plan.key.dtype, plan.key.device
+        self.out = out = torch.empty(shape, dtype=dtype, device=device)
+        self.lse = lse = torch.empty(rows_shape, dtype=wide, device=device)
+        acc, m, total = out, lse, lse
         if not plan.writes_results:
-            if self.dtype != wide:
-                acc = torch.empty(shape, dtype=wide, device=self.device)
-            m, total = torch.empty((2, *rows_shape), dtype=wide, device=self.device)
-        state = State(acc, m, total, self.out, self.lse)
-        (task,) = self.shared.tasks
-        self.steps: Steps = [(task, partial(self.kernel.forward, self.qkv, self.tile, state))]
+            if dtype != wide:
+                acc = torch.empty(shape, dtype=wide, device=device)
+            m, total = torch.empty((2, *rows_shape), dtype=wide, device=device)
+        state = State(acc, m, total, out, lse)
+        self.steps: Steps = ((task, partial(plan.kernel.forward, _dense(qkv), tile, state)),)
 
 
-class StraightBackward(_Straight):
-    """One backward call: `grads()` returns dq, dk and dv once `steps` are done."""
+class StraightBackward:
+    """One backward call: `grads()` returns dq, dk and dv once `steps` are done.
+
+    Arguments: those of `StraightForward`.
+    """
 
     def __init__(
         self, plan: Plan, scale: float | None, qkv: QKV, results: Results,
         score_options: ScoreOptions, stream: int,
     ) -> None:  # fmt: skip
-        super().__init__(plan, scale, qkv, score_options, stream)
-        wide = self.shared.wide
+        shared = _shared(plan, scale, score_options, stream)
+        self._dtype, device, kernel = plan.key.dtype, plan.key.device, plan.kernel
         dout = dense(results.dout)
-        rows = torch.empty((2, *self.shared.rows_shape), dtype=wide, device=self.device).unbind()
-        only = plan.writes_gradients  # else what the tile adds to is zeroed
-        make, dtype = (torch.empty, self.dtype) if only else (torch.zeros, wide)
-        self._sums = Gradients(
-            *(
-                make(x.shape, dtype=dtype, device=self.device) if needed else None
-                for x, needed in zip(qkv, plan.key.problem.needs_grad, strict=True)
-            )
+        rows = torch.empty((2, *shared.rows_shape), dtype=shared.wide, device=device).unbind()
+        # What a tile adds to is zeroed; what it writes is not.
+        only = plan.writes_gradients
+        make, dtype = (torch.empty, self._dtype) if only else (torch.zeros, shared.wide)
+        needs_q, needs_k, needs_v = plan.key.problem.needs_grad
+        q, k, v = qkv
+        self._sums = sums = Gradients(
+            make(q.shape, dtype=dtype, device=device) if needs_q else None,
+            make(k.shape, dtype=dtype, device=device) if needs_k else None,
+            make(v.shape, dtype=dtype, device=device) if needs_v else None,
         )
-        tile = self.tile._replace(first=only, last=only)
-        kept = Kept(self.shared.entries[0], stream)
-        delta, backward = self.shared.tasks
-        self.steps: Steps = [
-            (delta, partial(self.kernel.delta, results._replace(dout=dout), rows, kept)),
+        upstream = Upstream(dout, *rows)
+        self.steps: Steps = (
             (
-                backward,
-                partial(self.kernel.backward, self.qkv, Upstream(dout, *rows), tile, self._sums),
+                shared.tasks[0],
+                partial(kernel.delta, results._replace(dout=dout), rows, shared.kept[0]),
             ),
-        ]
+            (
+                shared.tasks[1],
+                partial(kernel.backward, _dense(qkv), upstream, shared.tile, sums),
+            ),
+        )
 
     def grads(self) -> Gradients:
         """dq, dk and dv in the inputs' dtype; None where one is not needed."""
-        return Gradients(*(None if x is None else x.to(self.dtype) for x in self._sums))
+        return Gradients(*[None if x is None else x.to(self._dtype) for x in self._sums])
 
 
-def _shared(plan: Plan, scale: float | None) -> _Shared:
+def _dense(qkv: QKV) -> QKV:
+    q, k, v = qkv
+    return QKV(dense(q), dense(k), dense(v))
+
+
+def _shared(plan: Plan, scale: float | None, score_options: ScoreOptions, stream: int) -> _Shared:
+    """What is kept with the plan, with the tile as this call has it."""
+    softcap, slopes, sinks = score_options
+    key = ("straight", scale, softcap, stream)
+    shared: _Shared | None = plan.kept.get(key)
+    if shared is None:
+        shared = plan.keep(key, _make_shared(plan, scale, softcap, stream))
+    if slopes is None and sinks is None:
+        return shared
+    bound = score_options.bound(plan.key.dtype, plan.key.problem.batch)
+    return shared._replace(tile=shared.tile._replace(score_options=bound))
+
+
+def _make_shared(plan: Plan, scale: float | None, softcap: float | None, stream: int) -> _Shared:
     ring = plan.choice.program
     assert isinstance(ring, Ring)
     problem, tasks = ring.problem, tuple(t for t in plan.graph.tasks if t.lane == "compute")
-    tile = tile_of(
-        ring, plan.rank, tasks[-1].op, 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
+    factor = 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
+    kept = tuple(Kept({}, stream) for _ in tasks)
+    only = plan.key.forward or plan.writes_gradients
+    tile = tile_of(ring, plan.rank, tasks[-1].op, factor)._replace(
+        first=only, last=only, score_options=ScoreOptions(softcap), kept=kept[-1]
     )
     q_len = sum(map(len, tile.q_positions))
     return _Shared(
-        tasks, tile, tuple({} for _ in tasks), (problem.batch, problem.num_heads, q_len),
-        sum_dtype(plan.key.dtype),
+        tasks, tile, kept, (problem.batch, q_len, problem.num_heads, problem.v_head_dim),
+        (problem.batch, problem.num_heads, q_len), sum_dtype(plan.key.dtype),
     )  # fmt: skip

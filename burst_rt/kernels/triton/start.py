@@ -41,25 +41,26 @@ _one_at_a_time = threading.RLock()
 class Launch:
     """A compiled kernel on a grid, with all arguments but the first ones, which are pointers."""
 
-    __slots__ = ("_rest", "_run", "_tables", "scratch")
+    __slots__ = ("_tables", "rest", "run", "scratch")
 
     def __init__(
         self, run: Callable[..., None], rest: tuple[object, ...],
         tables: Sequence[torch.Tensor], scratch: bool,
     ) -> None:  # fmt: skip
-        self._run, self._rest = run, rest
+        self.run, self.rest = run, rest
         # Not kept alive: tables have a bound, and those that were used longest ago go first.
         self._tables = [weakref.ref(table) for table in tables]
         self.scratch = scratch  # whether the launch takes memory from Triton's allocator
 
     def tables(self) -> list[torch.Tensor] | None:
-        """The tables, to be held while the launch is started; None where one is gone."""
-        tables = [table for ref in self._tables if (table := ref()) is not None]
-        return tables if len(tables) == len(self._tables) else None
-
-    def start(self, pointers: Sequence[int], stream: int) -> None:
-        """Starts the kernel. Does not wait for the device. Tables must be alive."""
-        self._run(*pointers, *self._rest, stream=stream)
+        """The tables; None where one is gone."""
+        tables = []
+        for ref in self._tables:
+            table = ref()
+            if table is None:
+                return None
+            tables.append(table)
+        return tables
 
 
 def start(
@@ -85,15 +86,16 @@ def restart(
     strided: those whose strides the kernel takes. Does not wait for the device.
     """
     pointers = [x.data_ptr() for x in tensors]
-    key = _key(kept, kind, pointers, strided)
-    launch: Launch | None = None if key is None else kept.entries.get(key)
-    tables = None if launch is None else launch.tables()
-    if launch is None or tables is None:
+    launch = kept.entries.get((kind, kept.stream, *[x.stride() for x in strided]))
+    # The tables are held while the launch is started.
+    if launch is None or _odd(pointers) or (tables := launch.tables()) is None:
         return False
     if launch.scratch:
-        copy_context().run(_with_scratch, launch.start, (pointers, kept.stream))
+        arguments = (*pointers, *launch.rest)
+        copy_context().run(_with_scratch, launch.run, arguments, stream=kept.stream)
     else:
-        launch.start(pointers, kept.stream)
+        launch.run(*pointers, *launch.rest, stream=kept.stream)
+    del tables
     return True
 
 
@@ -102,11 +104,10 @@ def keep(
     launch: Launch | None,
 ) -> None:  # fmt: skip
     """Keeps a launch for `restart`, if it can be kept. Arguments: those of `restart`."""
-    key = _key(kept, kind, [x.data_ptr() for x in tensors], strided)
-    if launch is not None and key is not None:
+    if launch is not None and not _odd([x.data_ptr() for x in tensors]):
         if len(kept.entries) >= _MOST_ENTRIES:  # by calls from many streams, say
             kept.entries.clear()
-        kept.entries[key] = launch
+        kept.entries[kind, kept.stream, *[x.stride() for x in strided]] = launch
 
 
 def launched(
@@ -131,21 +132,21 @@ def _keeps() -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) in _KEEPING
 
 
-def _key(
-    kept: Kept, kind: str, pointers: Sequence[int], strided: Sequence[torch.Tensor]
-) -> tuple[object, ...] | None:
-    """All that tells launches of one task apart; None where an address is not on 16 bytes."""
+def _odd(pointers: Sequence[int]) -> bool:
+    """Whether an address is no multiple of 16 bytes: such calls have other kernels."""
     odd = 0
     for pointer in pointers:
         odd |= pointer
-    return None if odd & 15 else (kind, kept.stream, *[x.stride() for x in strided])
+    return bool(odd & 15)
 
 
-def _with_scratch(launch: Callable[..., Launch | None], args: tuple[object, ...]) -> Launch | None:
+def _with_scratch(
+    launch: Callable[..., Launch | None], args: tuple[object, ...], **options: int
+) -> Launch | None:
     import triton
 
     triton.set_allocator(_scratch)
-    return launch(*args)
+    return launch(*args, **options)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
