@@ -95,6 +95,12 @@ class StubGpu:
         self.asked["streams entered"] += 1
         return nullcontext()
 
+    def begin(self, name: str) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
 
 class _StubWire:
     """An `OrderedTransport` whose messages go nowhere."""

@@ -39,6 +39,9 @@ class Part:
     def __getitem__(self, _: slice) -> Part:
         return self
 
+    def __len__(self) -> int:
+        return 8
+
 
 @dataclass
 class _Uses:
@@ -64,6 +67,7 @@ class FakeDevice:
         self.clocks: dict[str, Clock] = defaultdict(dict)
         self.current = "caller"
         self.num_uses = 0
+        self.streams: dict[int, str] = {}  # by handle
         self._uses: dict[object, _Uses] = defaultdict(_Uses)
 
     def enter(self) -> None:
@@ -82,6 +86,7 @@ class FakeDevice:
         return name
 
     def handle(self, stream: str) -> int:
+        self.streams[hash(stream)] = stream
         return hash(stream)
 
     def record(self, stream: str, *, timed: bool = False) -> _Event:
@@ -108,10 +113,16 @@ class FakeDevice:
         self.clocks[stream] = _merged(self.clocks[stream], clock)
 
     @contextmanager
-    def on(self, stream: str, name: str) -> Iterator[None]:
+    def on(self, stream: str) -> Iterator[None]:
         outer, self.current = self.current, stream
         yield
         self.current = outer
+
+    def begin(self, name: str) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
 
     def use(
         self, reads: Iterable[object], writes: Iterable[object], stream: str | None = None
@@ -192,8 +203,11 @@ class FakeWire:
     def exchange(
         self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]], stream: int
     ) -> None:
-        assert stream == self._device.handle(self._device.current)
-        self._device.use([part.name for part, _ in sends], [part.name for part, _ in recvs])
+        self._device.use(
+            [part.name for part, _ in sends],
+            [part.name for part, _ in recvs],
+            self._device.streams[stream],
+        )
 
     def cancel(self) -> None:
         pass

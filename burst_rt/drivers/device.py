@@ -73,8 +73,14 @@ class StreamDevice(Protocol):
         The event is at most some seconds old.
         """
 
-    def on(self, stream: Stream, name: str) -> AbstractContextManager[object]:
-        """Inside, work goes to the stream, and shows under `name` in a profile."""
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Inside, work goes to the stream."""
+
+    def begin(self, name: str) -> None:
+        """From here to `end` work shows under this name in a profile."""
+
+    def end(self) -> None:
+        """Ends what `begin` began."""
 
 
 class _PooledEvent:
@@ -178,22 +184,14 @@ class TorchDevice:
             self._origin = event, time.perf_counter()
         return self._origin
 
-    def on(self, stream: torch.cuda.Stream, name: str) -> AbstractContextManager[object]:
-        """Inside, work goes to the stream. The name is an NVTX range."""
-        return _Range(stream, name)
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        """See `StreamDevice.on`."""
+        return torch.cuda.stream(stream)
 
+    def begin(self, name: str) -> None:
+        """Begins an NVTX range."""
+        torch.cuda.nvtx.range_push(name)
 
-class _Range:
-    """Inside, a stream is current, and an NVTX range is around the launches."""
-
-    def __init__(self, stream: torch.cuda.Stream, name: str) -> None:
-        self._current = torch.cuda.stream(stream)
-        self._name = name
-
-    def __enter__(self) -> None:
-        torch.cuda.nvtx.range_push(self._name)
-        self._current.__enter__()
-
-    def __exit__(self, *raised: object) -> None:
-        self._current.__exit__(*raised)
+    def end(self) -> None:
+        """Ends it."""
         torch.cuda.nvtx.range_pop()
