@@ -21,15 +21,17 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from burst_rt.errors import BurstError, InternalError, PeerLost
-from burst_rt.scheduler.graph import Graph, Lane
+from burst_rt.scheduler.graph import CONTROL, Graph, Lane
 from burst_rt.scheduler.policy import Policy, critical_path
 
 __all__ = [
     "TRANSITIONS",
     "Abort",
+    "Batches",
     "Engine",
     "Event",
     "Finish",
@@ -115,6 +117,10 @@ Event: TypeAlias = "TaskDone | TaskFailed | PeerGone"
 Instruction: TypeAlias = "Issue | Finish | Abort"
 
 
+# Tasks in the order they are issued, each with the tasks whose events its lane waits for.
+Batches: TypeAlias = "tuple[list[tuple[int, tuple[int, ...]]], ...]"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A graph and all that engines derive from it. It is derived once, and many engines (calls) run
@@ -136,6 +142,24 @@ class Schedule:
     # Where each task waits until the task before it is done, and nothing is left to decide: for
     # each task what a driver says at its end. None elsewhere.
     line: list[list[Event]] | None
+
+    @cached_property
+    def batches(self) -> Batches | None:
+        """What an engine issues first, and what it issues once all of that is done: all the rest.
+
+        So it is where tasks wait on their streams, and only the agreement is awaited by the host.
+        None elsewhere.
+        """
+        lanes = self.graph.lanes
+        used = [lanes[name] for name in {task.lane for task in self.graph.tasks}]
+        if not all(lane.ordered or lane == CONTROL for lane in used) or any(
+            lane.max_in_flight is not None for lane in used
+        ):
+            return None
+        engine = Engine(self)
+        first = _issues(engine.start())
+        rest = _issues(engine.handle(TaskDone(task) for task, _ in first))
+        return (first, rest) if len(first) + len(rest) == len(self.graph.tasks) else None
 
     @classmethod
     def of(cls, graph: Graph, policy: Policy = critical_path) -> Schedule:
@@ -174,6 +198,10 @@ class Schedule:
             programs=programs,
             line=[[TaskDone(task)] for task in range(num_tasks)] if is_line else None,
         )
+
+
+def _issues(instructions: Iterable[Instruction]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(each.task, each.after) for each in instructions if isinstance(each, Issue)]
 
 
 _Tasks: TypeAlias = list[list[int]]  # for each task, other tasks

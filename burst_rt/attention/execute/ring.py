@@ -373,6 +373,8 @@ class BackwardRun(Run):
         for part, (start, stop) in enumerate(self.bounds(queries=True)):
             rows = self.fresh(2, batch, heads, stop - start, dtype=self.wide)
             self.bind_part(Role.ROWS, part, rows)
+        # lse and delta of each block that a tile has read, by the id of the two in one.
+        self._pairs: dict[int, tuple[torch.Tensor, ...]] = {}
         self.sums: dict[Role, torch.Tensor] = {}
         for role, needed in zip(GRADIENTS, self.problem.needs_grad, strict=True):
             if needed:
@@ -402,6 +404,7 @@ class BackwardRun(Run):
         self.storage.clear()
         self.memory.clear()
         self.tensors.clear()
+        self._pairs.clear()
         dtype = self.plan.key.dtype
         return Gradients(
             *(self.sums.pop(role).to(dtype) if role in self.sums else None for role in GRADIENTS)
@@ -409,7 +412,9 @@ class BackwardRun(Run):
 
     def _backward(self, op: BackwardTile) -> None:
         x, sums = self.reads(op), self.sums_at(op)
-        upstream = Upstream(x[Role.DOUT], *x[Role.ROWS])
+        rows = x[Role.ROWS]
+        pair = self._pairs.get(id(rows)) or self._pairs.setdefault(id(rows), rows.unbind())
+        upstream = Upstream(x[Role.DOUT], *pair)
         only = self.plan.writes_gradients  # else what the tile adds to has been zeroed
         tile = self.tile(op)._replace(first=only, last=only)
         self.kernel.backward(_qkv(x), upstream, tile, Gradients(*map(sums.get, GRADIENTS)))
@@ -485,7 +490,7 @@ def _head_dim(problem: Problem, role: Role) -> int:
 
 
 def _qkv(tensors: dict[Role, torch.Tensor]) -> QKV:
-    return QKV(*(tensors[role] for role in INPUTS))
+    return QKV(tensors[Role.Q], tensors[Role.K], tensors[Role.V])
 
 
 def _state(tensors: dict[Role, torch.Tensor]) -> State:

@@ -337,4 +337,4 @@ def launch_dkdv(
         NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None,
     )  # fmt: skip
     compiled = dkdv_kernel[grid](*qkv, *upstream, dk, dv, *rest, **constants)
-    return launched(compiled, grid, (*rest, constants["META"]), arguments.tables)
+    return launched(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

@@ -239,4 +239,4 @@ def launch_dq(
     )  # fmt: skip
     constants = constants_of(arguments, config, q, k, v, dout, ADDS=not arguments.only)
     compiled = dq_kernel[grid](*qkv, *upstream, dq, *rest, **constants)
-    return launched(compiled, grid, (*rest, constants["META"]), arguments.tables)
+    return launched(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

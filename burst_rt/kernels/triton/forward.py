@@ -267,4 +267,4 @@ def launch_forward(
     compiled = forward_kernel[grid](
         *qkv, *state, state.m if sinks is None else sinks, *rest, **constants
     )
-    return launched(compiled, grid, (*rest, constants["META"]), arguments.tables)
+    return launched(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

@@ -402,4 +402,4 @@ def launch_forward_hopper(
         *qkv, *state, state.m if sinks is None else sinks, *rest,
         META=meta, STAGES=config.num_stages, num_warps=NUM_WARPS,
     )  # fmt: skip
-    return launched(compiled, grid, (*rest, meta, config.num_stages), arguments.tables)
+    return launched(compiled, grid, (*rest, meta, config.num_stages), arguments.tables[:2])

@@ -8,7 +8,7 @@ before it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -49,7 +49,7 @@ from burst_rt.kernels.triton.launch import (
     fit_descriptors,
 )
 from burst_rt.kernels.triton.parts import ascending_groups, in_order, places_of_parts, slices_of
-from burst_rt.kernels.triton.start import Launch, keep, restart, start
+from burst_rt.kernels.triton.start import Launch, Pointers, Strides, keep, restart, start
 from burst_rt.kernels.triton.tables import (
     CutOfTile,
     bytes_of_tables,
@@ -126,10 +126,11 @@ class TritonKernel(Kernel):
 
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
-        kept, tensors = tile.kept, _of_forward(qkv, tile, state)
-        if kept is not None and restart(kept, "forward", *tensors):
+        kept = tile.kept
+        if kept is not None and restart(kept, "forward", *_of_forward(qkv, tile, state)):
             tile.progress()
             return
+        given = state
         check_places(qkv, tile)
         groups = list(in_order(tile))
         if tile.only and not (tile.mask.has_spans and len(groups) == 1):
@@ -139,7 +140,7 @@ class TritonKernel(Kernel):
             k, v = qkv.k[:, columns], qkv.v[:, columns]
             launch = self._forward_in_order(QKV(qkv.q, k, v), some, state)
         if (kept := _may_be_kept(tile)) is not None:
-            keep(kept, "forward", *tensors, launch)
+            keep(kept, "forward", *_of_forward(qkv, tile, given), launch)
 
     def _forward_in_order(self, qkv: QKV, tile: Tile, state: State) -> Launch | None:
         if tile.mask.has_spans:
@@ -194,10 +195,11 @@ class TritonKernel(Kernel):
     def delta(self, results: Results, rows: Rows, kept: Kept | None = None) -> None:
         """See `Kernel.delta`."""
         out, lse, dout, dlse = results
-        strided = (dout, out, lse, lse if dlse is None else dlse)
         top, delta = rows
-        kind, tensors = "delta" if dlse is None else "delta with dlse", (*strided, top, delta)
-        if kept is not None and restart(kept, kind, tensors, strided):
+        kind, of_dlse = ("delta", lse) if dlse is None else ("delta with dlse", dlse)
+        pointers = [x.data_ptr() for x in (dout, out, lse, of_dlse, top, delta)]
+        strides = dout.stride(), out.stride(), lse.stride(), of_dlse.stride()
+        if kept is not None and restart(kept, kind, pointers, strides):
             return
         from burst_rt.kernels.triton.delta import launch_delta
 
@@ -205,7 +207,7 @@ class TritonKernel(Kernel):
         config = _config("delta", dout)
         launch = start(top.device, launch_delta, results, (top, delta), config, _interpreting())
         if kept is not None:
-            keep(kept, kind, tensors, strided, launch)
+            keep(kept, kind, pointers, strides, launch)
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
@@ -261,12 +263,12 @@ class TritonKernel(Kernel):
             arguments = _arguments("dkdv", qkv, tile, cells)
             launch = start(device, launch_dkdv, qkv, upstream, grads, *arguments)
             if kept is not None:
-                keep(kept, "dkdv", *_of_dkdv(qkv, upstream, grads), launch)
+                keep(kept, "dkdv", *_OfBackward(qkv, upstream).writing(*both_of(grads)), launch)
         if grads.dq is not None:
             arguments = _arguments("dq", qkv, tile, cells)
             launch = start(device, launch_dq, qkv, upstream, grads.dq, *arguments)
             if kept is not None:
-                keep(kept, "dq", *_of_dq(qkv, upstream, grads.dq), launch)
+                keep(kept, "dq", *_OfBackward(qkv, upstream).writing(grads.dq), launch)
         if grads is not given:
             for x, wide_x in zip(given, grads, strict=True):
                 if x is not None and wide_x is not None:
@@ -416,34 +418,35 @@ def _may_be_kept(tile: Tile) -> Kept | None:
     return tile.kept if alone and tile.score_options.alibi_slopes is None else None
 
 
-def _of_forward(
-    qkv: QKV, tile: Tile, state: State
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """The tensors of a forward as `restart` takes them: all, and those with strides."""
+def _of_forward(qkv: QKV, tile: Tile, state: State) -> tuple[Pointers, Strides]:
+    """What differs from call to call of a forward, as `restart` takes it."""
+    q, k, v = qkv
+    acc, m, l, out, lse = state  # noqa: E741
     sinks = tile.score_options.sinks
-    return (*qkv, *state, state.m if sinks is None else sinks), (*qkv, state.acc)
+    tensors = (q, k, v, acc, m, l, out, lse, m if sinks is None else sinks)
+    return [x.data_ptr() for x in tensors], (q.stride(), k.stride(), v.stride(), acc.stride())
+
+
+class _OfBackward:
+    """The same of a backward, for each of its two kernels."""
+
+    def __init__(self, qkv: QKV, upstream: Upstream) -> None:
+        q, k, v = qkv
+        dout, lse, delta = upstream
+        self._pointers = [x.data_ptr() for x in (q, k, v, dout, lse, delta)]
+        self._strides = q.stride(), k.stride(), v.stride(), dout.stride()
+
+    def writing(self, *grads: torch.Tensor) -> tuple[Pointers, Strides]:
+        """grads: dk and dv, or dq."""
+        strides = [x.stride() for x in grads]
+        return self._pointers + [x.data_ptr() for x in grads], (*self._strides, *strides)
 
 
 def _restarted(kept: Kept, qkv: QKV, upstream: Upstream, grads: Gradients) -> Gradients:
     """Starts what is kept of a backward; returns the gradients that are left to do."""
-    dq, dk, dv = grads
-    if (dk is not None or dv is not None) and restart(
-        kept, "dkdv", *_of_dkdv(qkv, upstream, grads)
-    ):
+    of, (dq, dk, dv) = _OfBackward(qkv, upstream), grads
+    if (dk is not None or dv is not None) and restart(kept, "dkdv", *of.writing(*both_of(grads))):
         dk = dv = None
-    if dq is not None and restart(kept, "dq", *_of_dq(qkv, upstream, dq)):
+    if dq is not None and restart(kept, "dq", *of.writing(dq)):
         dq = None
     return Gradients(dq, dk, dv)
-
-
-def _of_dkdv(
-    qkv: QKV, upstream: Upstream, grads: Gradients
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    both = both_of(grads)
-    return (*qkv, *upstream, *both), (*qkv, upstream.dout, *both)
-
-
-def _of_dq(
-    qkv: QKV, upstream: Upstream, dq: torch.Tensor
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    return (*qkv, *upstream, dq), (*qkv, upstream.dout, dq)

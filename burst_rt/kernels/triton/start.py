@@ -18,13 +18,16 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from burst_rt.kernels.base import Kept
 
-__all__ = ["Launch", "keep", "launched", "restart", "start"]
+__all__ = ["Launch", "Pointers", "Strides", "keep", "launched", "restart", "start"]
+
+Pointers: TypeAlias = Sequence[int]
+Strides: TypeAlias = tuple[tuple[int, ...], ...]
 
 # Triton's versions whose compiled kernels were read to take addresses and a stream. With others
 # nothing is kept.
@@ -77,16 +80,13 @@ def start(
         return copy_context().run(_with_scratch, launch, args)
 
 
-def restart(
-    kept: Kept, kind: str, tensors: Sequence[torch.Tensor], strided: Sequence[torch.Tensor]
-) -> bool:
-    """Starts what was kept for these tensors; False where nothing was, or where it is gone.
+def restart(kept: Kept, kind: str, pointers: Pointers, strides: Strides) -> bool:
+    """Starts what was kept for such tensors; False where nothing was, or where it is gone.
 
-    kind: the kernel. tensors: those whose pointers differ from call to call, in the kernel's order.
-    strided: those whose strides the kernel takes. Does not wait for the device.
+    kind: the kernel. pointers: those that differ from call to call, in the kernel's order. strides:
+    of the tensors whose strides the kernel takes. Does not wait for the device.
     """
-    pointers = [x.data_ptr() for x in tensors]
-    launch = kept.entries.get((kind, kept.stream, *[x.stride() for x in strided]))
+    launch = kept.entries.get((kind, kept.stream, strides))
     # The tables are held while the launch is started.
     if launch is None or _odd(pointers) or (tables := launch.tables()) is None:
         return False
@@ -100,14 +100,13 @@ def restart(
 
 
 def keep(
-    kept: Kept, kind: str, tensors: Sequence[torch.Tensor], strided: Sequence[torch.Tensor],
-    launch: Launch | None,
-) -> None:  # fmt: skip
+    kept: Kept, kind: str, pointers: Pointers, strides: Strides, launch: Launch | None
+) -> None:
     """Keeps a launch for `restart`, if it can be kept. Arguments: those of `restart`."""
-    if launch is not None and not _odd([x.data_ptr() for x in tensors]):
+    if launch is not None and not _odd(pointers):
         if len(kept.entries) >= _MOST_ENTRIES:  # by calls from many streams, say
             kept.entries.clear()
-        kept.entries[kind, kept.stream, *[x.stride() for x in strided]] = launch
+        kept.entries[kind, kept.stream, strides] = launch
 
 
 def launched(
@@ -116,7 +115,8 @@ def launched(
     """What a launch by Triton's own way leaves to keep; None where it cannot be kept.
 
     compiled: what that way has returned; None in the interpreter. rest: the arguments behind the
-    pointers that differ from call to call, in the kernel's order. tables: the tensors in `rest`.
+    pointers that differ from call to call, in the kernel's order. tables: a tensor of each table in
+    `rest`.
     """
     if compiled is None or not _keeps():
         return None
@@ -132,7 +132,7 @@ def _keeps() -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) in _KEEPING
 
 
-def _odd(pointers: Sequence[int]) -> bool:
+def _odd(pointers: Pointers) -> bool:
     """Whether an address is no multiple of 16 bytes: such calls have other kernels."""
     odd = 0
     for pointer in pointers:
