@@ -234,12 +234,14 @@ class Case(NamedTuple):
 
     world_size: int
     heads: int
+    # Of a rank. Where torch's operators do their work, on a CPU, it is to be little.
+    tokens: int
     head_dim: int = 128
 
     def calls(self, ctx: Context) -> tuple[Callable[[], object], Callable[[], object]]:
         """A forward, and a backward of a forward that was made before."""
-        layout = ctx.layout(1024 * self.world_size)
-        shape = (1, 1024, self.heads, self.head_dim)
+        layout = ctx.layout(self.tokens * self.world_size)
+        shape = (1, self.tokens, self.heads, self.head_dim)
         q, k, v, dout = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(4))
         inputs = [x.requires_grad_() for x in (q, k, v)]
 
@@ -252,10 +254,10 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "one": Case(1, heads=16),
-    "ring of 2": Case(2, heads=1),
-    "ring of 8": Case(8, heads=1),
-    "ring of 64": Case(64, heads=1),
+    "one": Case(1, heads=16, tokens=1024),
+    "ring of 2": Case(2, heads=1, tokens=256),
+    "ring of 8": Case(8, heads=1, tokens=256),
+    "ring of 64": Case(64, heads=1, tokens=256),
 }
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import product
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -204,6 +204,9 @@ class Tile(NamedTuple):
     first_head: int = 0
     score_options: ScoreOptions = ScoreOptions()
     kept: Kept | None = None  # None: nothing is kept
+    # Whether the sums of dq, or those of dk and dv, hold nothing yet, not even zeros. Only kernels
+    # that `starts_sums` get such tiles.
+    new_sums: Literal["", "q", "kv"] = ""
 
     @property
     def only(self) -> bool:
@@ -288,6 +291,8 @@ class Kernel(Protocol):
     """
 
     name: str
+    # Whether `backward` takes sums that hold nothing yet (`Tile.new_sums`).
+    starts_sums: bool = False
     # Factor of the scores in the m of a state into which the kernel folds tiles.
     m_scale: float = 1.0
 

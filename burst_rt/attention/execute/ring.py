@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -241,14 +241,19 @@ class Run(SlotRun):
         """The tensors that a tile reads."""
         return self.at(op.reads, op)
 
-    def sums_at(self, op: TileOperation) -> dict[Role, torch.Tensor]:
-        """The sums that a tile adds to. With `starts_sums`, travelling sums are zeroed first."""
-        sums = self.at(op.adds, op)
+    def sums_at(self, op: TileOperation) -> tuple[dict[Role, torch.Tensor], bool]:
+        """The sums that a tile adds to, and whether those that travel hold nothing yet.
+
+        With `starts_sums` they are zeroed first, unless the kernel starts them itself.
+        """
+        sums, new = self.at(op.adds, op), False
         if op.starts_sums:
             for role, part in op.adds:
                 if part not in self.tensors:
-                    sums[role].zero_()
-        return sums
+                    new = self.kernel.starts_sums
+                    if not new:
+                        sums[role].zero_()
+        return sums, new
 
     def _view(self, role: Role, part: int, owner: int, block: int) -> torch.Tensor:
         view = self.slots.views.get((part, owner))
@@ -411,12 +416,13 @@ class BackwardRun(Run):
         )
 
     def _backward(self, op: BackwardTile) -> None:
-        x, sums = self.reads(op), self.sums_at(op)
+        x, (sums, new) = self.reads(op), self.sums_at(op)
         rows = x[Role.ROWS]
         pair = self._pairs.get(id(rows)) or self._pairs.setdefault(id(rows), rows.unbind())
         upstream = Upstream(x[Role.DOUT], *pair)
         only = self.plan.writes_gradients  # else what the tile adds to has been zeroed
-        tile = self.tile(op)._replace(first=only, last=only)
+        travelling: Literal["q", "kv"] = "q" if self.ring.queries_travel else "kv"
+        tile = self.tile(op)._replace(first=only, last=only, new_sums=travelling if new else "")
         self.kernel.backward(_qkv(x), upstream, tile, Gradients(*map(sums.get, GRADIENTS)))
 
     def make_delta(self, op: Delta) -> None:

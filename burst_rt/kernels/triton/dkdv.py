@@ -317,7 +317,7 @@ def dkdv_kernel(
 def launch_dkdv(
     qkv: QKV, upstream: Upstream, grads: Gradients, arguments: TileArguments, config: Config
 ) -> Launch | None:
-    """Starts `dkdv_kernel`, which adds to dk and dv; for the only tile of a call, it writes them.
+    """Starts `dkdv_kernel`, which adds to dk and dv; where they hold nothing yet, it writes them.
 
     One of dk and dv may be None. Returns what can be kept. Does not wait for the device.
     """
@@ -333,7 +333,7 @@ def launch_dkdv(
         arguments.scale_log2, arguments.cap_scale,
     )  # fmt: skip
     constants = constants_of(
-        arguments, config, q, k, v, dout, ADDS=not arguments.only,
+        arguments, config, q, k, v, dout, ADDS=arguments.adds("kv"),
         NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None,
     )  # fmt: skip
     compiled = dkdv_kernel[grid](*qkv, *upstream, dk, dv, *rest, **constants)

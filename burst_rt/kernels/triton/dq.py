@@ -223,7 +223,7 @@ def dq_kernel(
 def launch_dq(
     qkv: QKV, upstream: Upstream, dq: torch.Tensor, arguments: TileArguments, config: Config
 ) -> Launch | None:
-    """Starts `dq_kernel`, which adds to dq; for the only tile of a call, it writes dq.
+    """Starts `dq_kernel`, which adds to dq; where dq holds nothing yet, it writes dq.
 
     Returns what can be kept. Does not wait for the device.
     """
@@ -237,6 +237,6 @@ def launch_dq(
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale,
         arguments.scale_log2, arguments.cap_scale,
     )  # fmt: skip
-    constants = constants_of(arguments, config, q, k, v, dout, ADDS=not arguments.only)
+    constants = constants_of(arguments, config, q, k, v, dout, ADDS=arguments.adds("q"))
     compiled = dq_kernel[grid](*qkv, *upstream, dq, *rest, **constants)
     return launched(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

@@ -82,6 +82,7 @@ class TritonKernel(Kernel):
 
     name = "triton"
     m_scale = LOG2_E
+    starts_sums = True
 
     def refuses(self, work: Work) -> str | None:
         """Refuses all but the devices, types and head sizes that it can do.
@@ -223,6 +224,11 @@ class TritonKernel(Kernel):
             tile = tile._replace(first=False, kept=None)
             write_from_sums(grads, lambda sums: self.backward(qkv, upstream, tile, sums))
             return
+        if tile.new_sums and not (tile.mask.has_spans and len(groups) == 1):
+            for x in grads[:1] if tile.new_sums == "q" else grads[1:]:
+                if x is not None:
+                    x.zero_()
+            tile = tile._replace(new_sums="")
         for columns, some in groups:
             k, v = qkv.k[:, columns], qkv.v[:, columns]
             dk, dv = (None if x is None else x[:, columns] for x in grads[1:])
@@ -336,7 +342,7 @@ def _arguments(
     assert seen is not None
     arguments = TileArguments(
         seen, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
-        _interpreting(), score_options,
+        _interpreting(), score_options, tile.new_sums,
         None if score_options.alibi_slopes is None else positions_of_tile(tile, device),
     )  # fmt: skip
     return arguments, config

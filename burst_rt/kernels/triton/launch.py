@@ -69,13 +69,13 @@ class TileArguments(NamedTuple):
     last: bool
     interpret: bool  # whether Triton's interpreter runs the kernels
     score_options: ScoreOptions
+    new_sums: str  # see `Tile.new_sums`
     # int32, positions of rows and columns; None if nothing needs them
     positions: tuple[torch.Tensor, torch.Tensor] | None
 
-    @property
-    def only(self) -> bool:
-        """Whether it is the only tile of its call."""
-        return self.first and self.last
+    def adds(self, side: str) -> bool:
+        """Whether the gradients of a side, "q" or "kv", are added to sums, and not written."""
+        return not (self.first and self.last) and self.new_sums != side
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
