@@ -1,4 +1,4 @@
-"""The host's time in calls on a GPU, measured on a CPU: what Python takes, what the GPU is asked for.
+"""The host's time in calls on a GPU, without one: what Python takes, and what the GPU is asked for.
 
 A build runs in a process of its own (`gpu_stub.py`); two builds take turns. Counts carry over to a
 GPU, times do not: of those the ratio of two builds says how much less Python there is.
@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from benchmarks.options import size_option
 from burst_rt.errors import InputError
 from burst_rt.launch.measure.options import OUT
 from burst_rt.launch.measure.report import Cell, median, publish
@@ -41,35 +42,46 @@ _DIRECTIONS = ("forward", "backward")
     "--before", type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="The folder of another build, which takes turns with this one.",
 )  # fmt: skip
-@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1))
+@size_option("--repeats", 7, "Turns of each build")
 @OUT
 def command(cases: tuple[str, ...], before: Path | None, repeats: int, out: Path | None) -> None:
     """The host's time in calls on a GPU, without one: Python's time, and counts."""
     builds = {"before": before, "now": _ROOT} if before else {"now": _ROOT}
     times: list[dict[str, Cell]] = []
-    counts: list[dict[str, Cell]] = []
     with tempfile.TemporaryDirectory() as scratch:
         paths = {name: _importable(tree, Path(scratch, name)) for name, tree in builds.items()}
         for case in cases or _CASES:
             with _stubs(paths, case) as stubs:
-                asked = {name: json.loads(stub.readline()) for name, stub in stubs.items()}
-                worst = {name: json.loads(stub.readline()) for name, stub in stubs.items()}
+                asked = {name: stub.answer() for name, stub in stubs.items()}
                 readings = [_reading(stubs, turn) for turn in range(repeats)]
-            for index, direction in enumerate(_DIRECTIONS):
-                row: dict[str, Cell] = {"case": case, "direction": direction}
-                for name in builds:
-                    row[f"{name} us"] = median([r[name][index] for r in readings]) * 1e6
-                if before:
-                    row["ratio"] = median([r["now"][index] / r["before"][index] for r in readings])
-                times.append(row)
-                for name in builds:
-                    counts.append({"call": f"{case}, {direction}, {name}", **asked[name][index]})
-            for name, most in worst.items():
-                counts.append({"call": f"{case}, worst of 140 forwards, {name}", "elapsed": most})
+            times += [_times(case, index, readings) for index in range(len(_DIRECTIONS))]
+            publish(f"what a call asks the GPU for: {case}", _counts(asked), out)
     publish("host time of a call on a GPU that is not there", times, out, "thread CPU time")
-    names = sorted({name for row in counts for name in row} - {"call"})
-    table = [{"call": row["call"], **{name: row.get(name, 0) for name in names}} for row in counts]
-    publish("what a call asks the GPU for", table, out)
+
+
+def _times(case: str, index: int, readings: list[dict[str, Any]]) -> dict[str, Cell]:
+    """The row of one direction of a case."""
+    row: dict[str, Cell] = {"case": case, "direction": _DIRECTIONS[index]}
+    for name in readings[0]:
+        row[f"{name} us"] = median([reading[name][index] for reading in readings]) * 1e6
+    if len(readings[0]) > 1:
+        ratios = [reading["now"][index] / reading["before"][index] for reading in readings]
+        row["ratio"] = median(ratios)
+    return row
+
+
+def _counts(asked: dict[str, Any]) -> list[dict[str, Cell]]:
+    """A row for each thing that is asked for. asked: of each build, what each call asks for."""
+    columns = {
+        f"{direction}, {name}": counts[index]
+        for index, direction in enumerate((*_DIRECTIONS, "the worst of 140 forwards"))
+        for name, counts in asked.items()
+    }
+    things = sorted({thing for counts in columns.values() for thing in counts})
+    return [
+        {"asked": thing, **{name: counts.get(thing, 0) for name, counts in columns.items()}}
+        for thing in things
+    ]
 
 
 def _importable(tree: Path, folder: Path) -> Path:
@@ -93,19 +105,20 @@ class _Stub:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
-    def readline(self) -> str:
+    def answer(self) -> Any:
+        """The next line that the process prints."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise InputError("host: a build's process has ended early; its error is above")
-        return line
+        return json.loads(line)
 
     def seconds(self) -> Any:
         """Seconds of a forward and of a backward: medians."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        return json.loads(self.readline())
+        return self.answer()
 
 
 @contextmanager

@@ -202,7 +202,7 @@ class Plan(KernelPlan):
         )
 
     def takes(self) -> str:
-        """The memory of a call by the plan's formula, in words, and what to do if it is too much."""
+        """The memory of a call by the formula, in words, and what to do if it is too much."""
         need = self.memory()
         formula = " + ".join(f"{name} {size:,}" for name, size in need._asdict().items() if size)
         return (

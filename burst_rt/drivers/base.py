@@ -55,7 +55,8 @@ def failure_of(
     An error of this package gets the task's name. takes: `DriverOptions.takes`.
     """
     if is_out_of_memory(error):
-        why = f"rank {rank}: out of memory in {task.name!r}{f'; {takes()}' if takes else ''} ({error})"
+        need = f"; {takes()}" if takes else ""
+        why = f"rank {rank}: out of memory in {task.name!r}{need} ({error})"
         return DeviceError(why, rank=rank, task=task.name, hop=task.hop)
     if isinstance(error, BurstError):
         _name_task(error, task)

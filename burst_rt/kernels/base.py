@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import product
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -24,8 +24,8 @@ from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.problem import ScoreFlags, TileShape
 
 __all__ = [
-    "DTYPES", "PARTIALS", "QKV", "Gradients", "Kept", "Kernel", "Places", "Results", "Rows", "ScoreOptions",
-    "State", "Tile", "Upstream", "Work", "deterministic", "fold", "some_of", "sum_dtype", "too_old",
+    "DTYPES", "PARTIALS", "QKV", "Gradients", "Kept", "Kernel", "PairOfRows", "Places", "Results",
+    "ScoreOptions", "State", "Tile", "Upstream", "Work", "fold", "some_of", "sum_dtype",
     "write_from_sums",
 ]  # fmt: skip
 
@@ -171,14 +171,10 @@ class State(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a kernel may keep of one task from call to call.
+    """What a kernel may keep of one task, of one scale and softcap, from call to call."""
 
-    entries: the kernel's own, kept as long as the plan, for one task, scale and softcap. stream:
-    the handle of the current stream, which is one of the current device.
-    """
-
-    entries: dict[object, Any]
-    stream: int
+    entries: dict[object, Any]  # the kernel's own, kept as long as the plan
+    stream: int  # the handle of the current stream, which is one of the current device
 
 
 class Tile(NamedTuple):
@@ -204,9 +200,8 @@ class Tile(NamedTuple):
     first_head: int = 0
     score_options: ScoreOptions = ScoreOptions()
     kept: Kept | None = None  # None: nothing is kept
-    # Whether the sums of dq, or those of dk and dv, hold nothing yet, not even zeros. Only kernels
-    # that `starts_sums` get such tiles.
-    new_sums: Literal["", "q", "kv"] = ""
+    # The side, "q" or "kv", whose gradients' sums hold nothing yet, not even zeros (`starts_sums`).
+    new_sums: str = ""
 
     @property
     def only(self) -> bool:
@@ -278,7 +273,7 @@ class Work(NamedTuple):
 
 
 # The two rows of each query that `Kernel.delta` writes, as one tensor or as two.
-Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+PairOfRows: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 # The positions of a tile's rows and of its columns, by runs.
 Places = tuple[tuple[range, ...], tuple[range, ...]]
@@ -309,7 +304,7 @@ class Kernel(Protocol):
     def writes_results(self, work: Work, tile: TileShape) -> bool:
         """Whether `forward` leaves acc, m and l of the state of a call's only tile alone.
 
-        False, if not overridden. work: with this one tile. tile: how large it is.
+        Arguments and default: those of `writes_gradients`.
         """
         return False
 
@@ -335,7 +330,7 @@ class Kernel(Protocol):
         and whose m and l are lse.
         """
 
-    def delta(self, results: Results, rows: Rows, kept: Kept | None = None) -> None:
+    def delta(self, results: Results, rows: PairOfRows, kept: Kept | None = None) -> None:
         """Writes what `backward` needs of each query to `rows`: two of `[batch, heads, q_len]`.
 
         rows[0] is lse, or +inf where lse is -inf. Such a row saw no key; with +inf its
@@ -401,24 +396,6 @@ def write_from_sums(grads: Gradients, add: Callable[[Gradients], object]) -> Non
     for x, total in zip(grads, sums, strict=True):
         if x is not None and total is not None:
             x.copy_(total)
-
-
-def too_old(name: str, device: torch.device) -> str | None:
-    """Why a kernel cannot run on a GPU that is too old for it, or None."""
-    capability = torch.cuda.get_device_capability(device)
-    return (
-        None
-        if capability >= (8, 0)
-        else f"the {name} kernel takes GPUs of compute capability 8.0 or newer, got {capability}"
-    )
-
-
-def deterministic() -> bool:
-    """Whether torch.use_deterministic_algorithms(True) is in force, not as a warning only."""
-    return (
-        torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
 
 
 def fold(

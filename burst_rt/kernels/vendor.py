@@ -32,11 +32,10 @@ from burst_rt.kernels.base import (
     Tile,
     Upstream,
     Work,
-    deterministic,
     fold,
-    too_old,
     write_from_sums,
 )
+from burst_rt.kernels.conditions import deterministic, too_old
 from burst_rt.kernels.stand_in import stand_ins_in_16_bits
 from burst_rt.planning.masks import Piece, Shape
 from burst_rt.planning.problem import TileShape

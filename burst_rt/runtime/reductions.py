@@ -87,8 +87,8 @@ def gather_last_run(runtime: Runtime) -> list[tuple[Graph, list[Span]]]:
     timed_runs = [run for run in gathered if run is not None]
     if len(timed_runs) < len(gathered):
         raise InputError(
-            "gather_last_run: the last run on a GPU took no times, because nobody had asked for any "
-            f"on {len(gathered) - len(timed_runs)} of {len(gathered)} ranks; from now on runs take "
-            "them: make the call again"
+            "gather_last_run: the last run took no times on "
+            f"{len(gathered) - len(timed_runs)} of {len(gathered)} ranks, because nobody had asked "
+            "for times of their GPUs; from now on runs take them: make the call again"
         )
     return timed_runs

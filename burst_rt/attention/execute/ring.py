@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -45,7 +45,7 @@ from burst_rt.transport.staged import ToDevice, ToHost
 
 __all__ = [
     "RUNS", "BackwardRun", "Binding", "ForwardRun", "Run", "RunTypes", "SlotRun", "dense",
-    "tile_of",
+    "placed_tile",
 ]  # fmt: skip
 
 
@@ -217,7 +217,7 @@ class Run(SlotRun):
         key, stream = (id(op), self.scale, self.score_options.softcap), self.progress.stream
         known = self.plan.kept.get(key)
         if known is None:
-            made = tile_of(self.ring, self.rank, op, self.scale, self.first_head)
+            made = placed_tile(self.ring, self.rank, op, self.scale, self.first_head)
             known = self.plan.keep(key, (made, {}))
         tile, entries = known
         return tile._replace(
@@ -241,19 +241,14 @@ class Run(SlotRun):
         """The tensors that a tile reads."""
         return self.at(op.reads, op)
 
-    def sums_at(self, op: TileOperation) -> tuple[dict[Role, torch.Tensor], bool]:
-        """The sums that a tile adds to, and whether those that travel hold nothing yet.
-
-        With `starts_sums` they are zeroed first, unless the kernel starts them itself.
-        """
-        sums, new = self.at(op.adds, op), False
+    def sums_at(self, op: TileOperation) -> dict[Role, torch.Tensor]:
+        """The sums that a tile adds to. With `starts_sums`, travelling sums are zeroed first."""
+        sums = self.at(op.adds, op)
         if op.starts_sums:
             for role, part in op.adds:
                 if part not in self.tensors:
-                    new = self.kernel.starts_sums
-                    if not new:
-                        sums[role].zero_()
-        return sums, new
+                    sums[role].zero_()
+        return sums
 
     def _view(self, role: Role, part: int, owner: int, block: int) -> torch.Tensor:
         view = self.slots.views.get((part, owner))
@@ -416,13 +411,18 @@ class BackwardRun(Run):
         )
 
     def _backward(self, op: BackwardTile) -> None:
-        x, (sums, new) = self.reads(op), self.sums_at(op)
+        x, new = self.reads(op), ""
+        if op.starts_sums and self.kernel.starts_sums:
+            sums = self.at(op.adds, op)
+            if not all(part in self.tensors for _, part in op.adds):
+                new = "q" if self.ring.queries_travel else "kv"
+        else:
+            sums = self.sums_at(op)
         rows = x[Role.ROWS]
         pair = self._pairs.get(id(rows)) or self._pairs.setdefault(id(rows), rows.unbind())
-        upstream = Upstream(x[Role.DOUT], *pair)
         only = self.plan.writes_gradients  # else what the tile adds to has been zeroed
-        travelling: Literal["q", "kv"] = "q" if self.ring.queries_travel else "kv"
-        tile = self.tile(op)._replace(first=only, last=only, new_sums=travelling if new else "")
+        tile = self.tile(op)._replace(first=only, last=only, new_sums=new)
+        upstream = Upstream(x[Role.DOUT], *pair)
         self.kernel.backward(_qkv(x), upstream, tile, Gradients(*map(sums.get, GRADIENTS)))
 
     def make_delta(self, op: Delta) -> None:
@@ -439,7 +439,11 @@ class BackwardRun(Run):
             dout[:, start:stop],
             None if dlse is None else dlse[:, :, start:stop],
         )
-        self.kernel.delta(results, rows)
+        key, stream = ("delta", start), self.progress.stream
+        entries = self.plan.kept.get(key)
+        if entries is None:
+            entries = self.plan.keep(key, {})
+        self.kernel.delta(results, rows, None if stream is None else Kept(entries, stream))
         if self.dsinks is not None:
             assert self._sinks is not None
             # The sink is a key of probability exp(sink - lse) and of value 0: the gradient of its
@@ -470,7 +474,9 @@ def _forward_run(binding: Binding) -> ForwardRun:
 RUNS = RunTypes(_forward_run, BackwardRun)
 
 
-def tile_of(ring: Ring, rank: int, op: TileOperation, scale: float, first_head: int = 0) -> Tile:
+def placed_tile(
+    ring: Ring, rank: int, op: TileOperation, scale: float, first_head: int = 0
+) -> Tile:
     """The tile of a travelling block with a rank's shard, without what each call brings."""
     moved, stays = ring.travelling[op.owner][op.block], ring.resident[rank]
     q, kv = (moved, stays) if ring.queries_travel else (stays, moved)

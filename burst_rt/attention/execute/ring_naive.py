@@ -123,7 +123,7 @@ class RingNaiveBackwardRun(_Rows, BackwardRun):
 
     def _score_gradients(self, op: ScoreGradients) -> None:
         """dv += p^T dout, then p becomes ds = p * (dout v^T - delta) * scale."""
-        x, dv = self.reads(op), self.sums_at(op)[0].get(Role.DV)
+        x, dv = self.reads(op), self.sums_at(op).get(Role.DV)
         heads, kv_heads = self.problem.num_heads, self.problem.num_kv_heads
         dout, v = (per_head(x[role], heads, self.wide) for role in (Role.DOUT, Role.V))
         lse, delta = x[Role.ROWS][..., None]
@@ -142,7 +142,7 @@ class RingNaiveBackwardRun(_Rows, BackwardRun):
 
     def _products(self, op: Products) -> None:
         """dq += ds k, dk += ds^T q."""
-        x, (sums, _) = self.reads(op), self.sums_at(op)
+        x, sums = self.reads(op), self.sums_at(op)
         heads, kv_heads = self.problem.num_heads, self.problem.num_kv_heads
         q, k = (per_head(x[role], heads, self.wide) for role in (Role.Q, Role.K))
         for ds, rows, columns in self.parts(op):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from burst_rt.attention.execute.ring import dense, tile_of
+from burst_rt.attention.execute.ring import dense, placed_tile
 from burst_rt.attention.planner import Plan
 from burst_rt.kernels import (
     QKV,
@@ -37,7 +37,7 @@ Steps = tuple[tuple[Task, Callable[[], None]], ...]
 
 
 class _Shared(NamedTuple):
-    """What the calls of one plan share that have one scale and softcap, and come from one stream."""
+    """What calls of one plan share that have one scale and softcap, and come from one stream."""
 
     tasks: tuple[Task, ...]
     tile: Tile
@@ -136,7 +136,7 @@ def _make_shared(plan: Plan, scale: float | None, softcap: float | None, stream:
     factor = 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
     kept = tuple(Kept({}, stream) for _ in tasks)
     only = plan.key.forward or plan.writes_gradients
-    tile = tile_of(ring, plan.rank, tasks[-1].op, factor)._replace(
+    tile = placed_tile(ring, plan.rank, tasks[-1].op, factor)._replace(
         first=only, last=only, score_options=ScoreOptions(softcap), kept=kept[-1]
     )
     q_len = sum(map(len, tile.q_positions))

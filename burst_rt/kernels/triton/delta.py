@@ -10,7 +10,7 @@ from burst_rt.kernels.base import Results
 from burst_rt.kernels.triton.blocks import load_rows
 from burst_rt.kernels.triton.configs import Config, block_width
 from burst_rt.kernels.triton.launch import strides
-from burst_rt.kernels.triton.start import Launch, launched
+from burst_rt.kernels.triton.start import Launch, launch_of
 
 __all__ = ["delta_kernel", "launch_delta"]
 
@@ -101,4 +101,4 @@ def launch_delta(
         dout, out, lse, dlse_or_lse, *rows, *rest,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return launched(compiled, grid, rest)
+    return launch_of(compiled, grid, rest)

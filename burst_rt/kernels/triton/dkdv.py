@@ -24,7 +24,7 @@ from burst_rt.kernels.triton.blocks import (
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, both_of, constants_of, strides
 from burst_rt.kernels.triton.scores import ScoreArguments, places_of, subtract_slope, tanh
-from burst_rt.kernels.triton.start import Launch, launched
+from burst_rt.kernels.triton.start import Launch, launch_of
 from burst_rt.kernels.triton.work import (
     VARYING,
     line_of,
@@ -337,4 +337,4 @@ def launch_dkdv(
         NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None,
     )  # fmt: skip
     compiled = dkdv_kernel[grid](*qkv, *upstream, dk, dv, *rest, **constants)
-    return launched(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])
+    return launch_of(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

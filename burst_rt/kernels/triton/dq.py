@@ -18,7 +18,7 @@ from burst_rt.kernels.triton.blocks import load_block, put_rows, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
 from burst_rt.kernels.triton.scores import ScoreArguments, places_of, subtract_slope, tanh
-from burst_rt.kernels.triton.start import Launch, launched
+from burst_rt.kernels.triton.start import Launch, launch_of
 from burst_rt.kernels.triton.work import (
     VARYING,
     line_of,
@@ -239,4 +239,4 @@ def launch_dq(
     )  # fmt: skip
     constants = constants_of(arguments, config, q, k, v, dout, ADDS=arguments.adds("q"))
     compiled = dq_kernel[grid](*qkv, *upstream, dq, *rest, **constants)
-    return launched(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])
+    return launch_of(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

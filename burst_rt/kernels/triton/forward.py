@@ -17,7 +17,7 @@ from burst_rt.kernels.triton.blocks import load_block, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
 from burst_rt.kernels.triton.scores import ScoreArguments, places_of, subtract_slope, tanh
-from burst_rt.kernels.triton.start import Launch, launched
+from burst_rt.kernels.triton.start import Launch, launch_of
 from burst_rt.kernels.triton.work import (
     VARYING,
     line_of,
@@ -267,4 +267,4 @@ def launch_forward(
     compiled = forward_kernel[grid](
         *qkv, *state, state.m if sinks is None else sinks, *rest, **constants
     )
-    return launched(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])
+    return launch_of(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

@@ -40,7 +40,7 @@ from burst_rt.kernels.triton.producer import (
     phase_of,
     produce,
 )
-from burst_rt.kernels.triton.start import Launch, launched
+from burst_rt.kernels.triton.start import Launch, launch_of
 
 __all__ = ["NUM_WARPS", "forward_hopper_kernel", "launch_forward_hopper", "meta_of_hopper"]
 
@@ -402,4 +402,4 @@ def launch_forward_hopper(
         *qkv, *state, state.m if sinks is None else sinks, *rest,
         META=meta, STAGES=config.num_stages, num_warps=NUM_WARPS,
     )  # fmt: skip
-    return launched(compiled, grid, (*rest, meta, config.num_stages), arguments.tables[:2])
+    return launch_of(compiled, grid, (*rest, meta, config.num_stages), arguments.tables[:2])

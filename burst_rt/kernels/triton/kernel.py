@@ -19,17 +19,17 @@ from burst_rt.kernels.base import (
     Gradients,
     Kept,
     Kernel,
+    PairOfRows,
     Places,
     Results,
-    Rows,
     ScoreOptions,
     State,
     Tile,
     Upstream,
     Work,
-    too_old,
     write_from_sums,
 )
+from burst_rt.kernels.conditions import too_old
 from burst_rt.kernels.decode import Partial, SeenColumns
 from burst_rt.kernels.triton.configs import (
     CELLS,
@@ -41,15 +41,17 @@ from burst_rt.kernels.triton.configs import (
 )
 from burst_rt.kernels.triton.launch import (
     LOG2_E,
+    OfBackward,
     TileArguments,
     both_of,
     check_dense,
     check_places,
     check_state,
     fit_descriptors,
+    of_forward,
 )
 from burst_rt.kernels.triton.parts import ascending_groups, in_order, places_of_parts, slices_of
-from burst_rt.kernels.triton.start import Launch, Pointers, Strides, keep, restart, start
+from burst_rt.kernels.triton.start import Launch, keep_launch, restart, start
 from burst_rt.kernels.triton.tables import (
     CutOfTile,
     bytes_of_tables,
@@ -128,7 +130,7 @@ class TritonKernel(Kernel):
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
         kept = tile.kept
-        if kept is not None and restart(kept, "forward", *_of_forward(qkv, tile, state)):
+        if kept is not None and restart(kept, "forward", *of_forward(qkv, tile, state)):
             tile.progress()
             return
         given = state
@@ -141,7 +143,7 @@ class TritonKernel(Kernel):
             k, v = qkv.k[:, columns], qkv.v[:, columns]
             launch = self._forward_in_order(QKV(qkv.q, k, v), some, state)
         if (kept := _may_be_kept(tile)) is not None:
-            keep(kept, "forward", *_of_forward(qkv, tile, given), launch)
+            keep_launch(kept, "forward", *of_forward(qkv, tile, given), launch)
 
     def _forward_in_order(self, qkv: QKV, tile: Tile, state: State) -> Launch | None:
         if tile.mask.has_spans:
@@ -193,7 +195,7 @@ class TritonKernel(Kernel):
             _interpreting(),
         )  # fmt: skip
 
-    def delta(self, results: Results, rows: Rows, kept: Kept | None = None) -> None:
+    def delta(self, results: Results, rows: PairOfRows, kept: Kept | None = None) -> None:
         """See `Kernel.delta`."""
         out, lse, dout, dlse = results
         top, delta = rows
@@ -208,7 +210,7 @@ class TritonKernel(Kernel):
         config = _config("delta", dout)
         launch = start(top.device, launch_delta, results, (top, delta), config, _interpreting())
         if kept is not None:
-            keep(kept, kind, pointers, strides, launch)
+            keep_launch(kept, kind, pointers, strides, launch)
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
@@ -269,12 +271,14 @@ class TritonKernel(Kernel):
             arguments = _arguments("dkdv", qkv, tile, cells)
             launch = start(device, launch_dkdv, qkv, upstream, grads, *arguments)
             if kept is not None:
-                keep(kept, "dkdv", *_OfBackward(qkv, upstream).writing(*both_of(grads)), launch)
+                keep_launch(
+                    kept, "dkdv", *OfBackward(qkv, upstream).writing(*both_of(grads)), launch
+                )
         if grads.dq is not None:
             arguments = _arguments("dq", qkv, tile, cells)
             launch = start(device, launch_dq, qkv, upstream, grads.dq, *arguments)
             if kept is not None:
-                keep(kept, "dq", *_OfBackward(qkv, upstream).writing(grads.dq), launch)
+                keep_launch(kept, "dq", *OfBackward(qkv, upstream).writing(grads.dq), launch)
         if grads is not given:
             for x, wide_x in zip(given, grads, strict=True):
                 if x is not None and wide_x is not None:
@@ -424,33 +428,9 @@ def _may_be_kept(tile: Tile) -> Kept | None:
     return tile.kept if alone and tile.score_options.alibi_slopes is None else None
 
 
-def _of_forward(qkv: QKV, tile: Tile, state: State) -> tuple[Pointers, Strides]:
-    """What differs from call to call of a forward, as `restart` takes it."""
-    q, k, v = qkv
-    acc, m, l, out, lse = state  # noqa: E741
-    sinks = tile.score_options.sinks
-    tensors = (q, k, v, acc, m, l, out, lse, m if sinks is None else sinks)
-    return [x.data_ptr() for x in tensors], (q.stride(), k.stride(), v.stride(), acc.stride())
-
-
-class _OfBackward:
-    """The same of a backward, for each of its two kernels."""
-
-    def __init__(self, qkv: QKV, upstream: Upstream) -> None:
-        q, k, v = qkv
-        dout, lse, delta = upstream
-        self._pointers = [x.data_ptr() for x in (q, k, v, dout, lse, delta)]
-        self._strides = q.stride(), k.stride(), v.stride(), dout.stride()
-
-    def writing(self, *grads: torch.Tensor) -> tuple[Pointers, Strides]:
-        """grads: dk and dv, or dq."""
-        strides = [x.stride() for x in grads]
-        return self._pointers + [x.data_ptr() for x in grads], (*self._strides, *strides)
-
-
 def _restarted(kept: Kept, qkv: QKV, upstream: Upstream, grads: Gradients) -> Gradients:
     """Starts what is kept of a backward; returns the gradients that are left to do."""
-    of, (dq, dk, dv) = _OfBackward(qkv, upstream), grads
+    of, (dq, dk, dv) = OfBackward(qkv, upstream), grads
     if (dk is not None or dv is not None) and restart(kept, "dkdv", *of.writing(*both_of(grads))):
         dk = dv = None
     if dq is not None and restart(kept, "dq", *of.writing(dq)):

@@ -1,4 +1,4 @@
-"""A tile as plain arguments, which every launcher needs.
+"""A tile as plain arguments, which every launcher needs, and what of them each call changes.
 
 Here are also the strides that fit the kernels, and how tensors are loaded.
 """
@@ -10,13 +10,15 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.errors import InternalError
-from burst_rt.kernels.base import QKV, Gradients, ScoreOptions, State, Tile
+from burst_rt.kernels.base import QKV, Gradients, ScoreOptions, State, Tile, Upstream
 from burst_rt.kernels.triton.configs import Config, block_width
+from burst_rt.kernels.triton.start import Pointers, Strides
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
 __all__ = [
-    "LOG2_E", "Meta", "TileArguments", "both_of", "check_dense", "check_places", "check_state",
-    "constants_of", "fit_descriptors", "meta_of", "strides", "uses_descriptors",
+    "LOG2_E", "Meta", "OfBackward", "TileArguments", "both_of", "check_dense", "check_places",
+    "check_state", "constants_of", "fit_descriptors", "meta_of", "of_forward", "strides",
+    "uses_descriptors",
 ]  # fmt: skip
 
 LOG2_E = 1.4426950408889634
@@ -222,3 +224,27 @@ def check_dense(*tensors: torch.Tensor) -> None:
                 f"the triton kernel takes dense states, lse and delta, got {tuple(x.shape)} with "
                 f"strides {x.stride()}"
             )
+
+
+def of_forward(qkv: QKV, tile: Tile, state: State) -> tuple[Pointers, Strides]:
+    """What differs from call to call of a forward, as `restart` takes it."""
+    q, k, v = qkv
+    acc, m, l, out, lse = state  # noqa: E741
+    sinks = tile.score_options.sinks
+    tensors = (q, k, v, acc, m, l, out, lse, m if sinks is None else sinks)
+    return [x.data_ptr() for x in tensors], (q.stride(), k.stride(), v.stride(), acc.stride())
+
+
+class OfBackward:
+    """The same of a backward, for each of its two kernels."""
+
+    def __init__(self, qkv: QKV, upstream: Upstream) -> None:
+        q, k, v = qkv
+        dout, lse, delta = upstream
+        self._pointers = [x.data_ptr() for x in (q, k, v, dout, lse, delta)]
+        self._strides = q.stride(), k.stride(), v.stride(), dout.stride()
+
+    def writing(self, *grads: torch.Tensor) -> tuple[Pointers, Strides]:
+        """grads: dk and dv, or dq."""
+        strides = [x.stride() for x in grads]
+        return self._pointers + [x.data_ptr() for x in grads], (*self._strides, *strides)

@@ -24,7 +24,7 @@ import torch
 
 from burst_rt.kernels.base import Kept
 
-__all__ = ["Launch", "Pointers", "Strides", "keep", "launched", "restart", "start"]
+__all__ = ["Launch", "Pointers", "Strides", "keep_launch", "launch_of", "restart", "start"]
 
 Pointers: TypeAlias = Sequence[int]
 Strides: TypeAlias = tuple[tuple[int, ...], ...]
@@ -99,7 +99,7 @@ def restart(kept: Kept, kind: str, pointers: Pointers, strides: Strides) -> bool
     return True
 
 
-def keep(
+def keep_launch(
     kept: Kept, kind: str, pointers: Pointers, strides: Strides, launch: Launch | None
 ) -> None:
     """Keeps a launch for `restart`, if it can be kept. Arguments: those of `restart`."""
@@ -109,7 +109,7 @@ def keep(
         kept.entries[kind, kept.stream, strides] = launch
 
 
-def launched(
+def launch_of(
     compiled: Any, grid: tuple[int], rest: tuple[object, ...], tables: Sequence[torch.Tensor] = ()
 ) -> Launch | None:
     """What a launch by Triton's own way leaves to keep; None where it cannot be kept.
