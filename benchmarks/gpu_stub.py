@@ -36,7 +36,7 @@ from burst_rt.runtime.machine import Machine
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.transport import LocalWorld
 
-__all__ = ["CASES", "Case", "StubGpu", "counts_of", "stub_context", "stub_triton"]
+__all__ = ["CASES", "Case", "StubGpu", "counts_of", "note_launch", "stub_context", "stub_triton"]
 
 _CPU = torch.device("cpu")
 # Functions of torch that make a tensor, where the package calls them.
@@ -171,6 +171,7 @@ def _stub_driver(asked: Counter[str]) -> Any:
 
         def __call__(self, *arguments: Any) -> None:
             asked["launches"] += 1
+            note_launch(*arguments)
 
     def current_stream(device: int) -> int:
         asked["current stream, by Triton"] += 1
@@ -189,6 +190,10 @@ def _stub_driver(asked: Counter[str]) -> Any:
         get_active_torch_device=lambda: _CPU,
         is_active=lambda: True,
     )
+
+
+def note_launch(*arguments: object) -> None:
+    """Is told the arguments of each launch, for tests that replace it."""
 
 
 @contextmanager
