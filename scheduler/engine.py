@@ -147,19 +147,20 @@ class Schedule:
     def batches(self) -> Batches | None:
         """What an engine issues first, and what it issues once all of that is done: all the rest.
 
-        So it is where tasks wait on their streams, and only the agreement is awaited by the host.
-        None elsewhere.
+        So it is where tasks wait for each other on their streams, and the host for the agreement
+        alone. None elsewhere.
         """
-        lanes = self.graph.lanes
-        used = [lanes[name] for name in {task.lane for task in self.graph.tasks}]
-        if not all(lane.ordered or lane == CONTROL for lane in used) or any(
-            lane.max_in_flight is not None for lane in used
-        ):
-            return None
+        tasks, lanes = self.graph.tasks, self.graph.lanes
+        for task, awaited in zip(tasks, self.on_done, strict=True):
+            lane = lanes[task.lane]
+            if lane.max_in_flight is not None or (
+                lane != CONTROL and (awaited or not lane.ordered)
+            ):
+                return None
         engine = Engine(self)
         first = _issues(engine.start())
         rest = _issues(engine.handle(TaskDone(task) for task, _ in first))
-        return (first, rest) if len(first) + len(rest) == len(self.graph.tasks) else None
+        return (first, rest) if len(first) + len(rest) == len(tasks) else None
 
     @classmethod
     def of(cls, graph: Graph, policy: Policy = critical_path) -> Schedule:

@@ -50,10 +50,11 @@ def run(schedule: Schedule, driver: Driver, *, validate: bool = False) -> None:
     then the driver has been told to abort, and nothing further is issued.
     """
     try:
+        batches = None if validate else schedule.batches
         past = (
             _run_line(schedule, driver)
-            if schedule.batches is None
-            else _run_batches(schedule, schedule.batches, driver)
+            if batches is None
+            else _run_batches(schedule, batches, driver)
         )
         if past is None:
             return
@@ -100,15 +101,16 @@ def _run_batches(
     If anything other than the ends of tasks happens, returns all events so far, for an engine to
     judge.
     """
-    tasks, past, num_open = schedule.graph.tasks, list[Sequence[Event]](), 0
+    tasks, past = schedule.graph.tasks, list[Sequence[Event]]()
     for batch in batches:
+        still_open = set[int]()
         for task, after in batch:
+            still_open.add(task)
             driver.issue(tasks[task], after)
-        num_open += len(batch)
-        while num_open:
-            events = driver.wait()
-            past.append(events)
-            if not all(type(event) is TaskDone for event in events):
-                return past
-            num_open -= len(events)
+        while still_open:
+            past.append(driver.wait())
+            for event in past[-1]:
+                if type(event) is not TaskDone or event.task not in still_open:
+                    return past
+                still_open.remove(event.task)
     return None
