@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -269,7 +269,9 @@ CASES = {
 def counts_of(gpu: StubGpu, call: Callable[[], object]) -> dict[str, int]:
     """What a call asks the device and torch for."""
     gpu.asked.clear()
-    with mock.patch.multiple(torch, **{name: _counting(gpu, name) for name in _MAKERS}):
+    with ExitStack() as patches:
+        for name in _MAKERS:
+            patches.enter_context(mock.patch.object(torch, name, _counting(gpu, name)))
         call()
     return {name: number for name, number in sorted(gpu.asked.items()) if number}
 

@@ -77,7 +77,10 @@ class CudaDriver(BaseDriver):
         self._resolving = threading.Lock()  # the caller and telemetry may both want the trace
         # `_opened` cannot serve as the origin: it happens only when the caller's stream gets there.
         self.timed = options.timed
-        self._origin, self._origin_s = device.origin() if self.timed else (None, 0.0)
+        self._origin: DeviceEvent = None
+        self._origin_s = 0.0
+        if self.timed:
+            self._origin, self._origin_s = device.origin()
         self._caller = device.caller()
         self._opened = device.record(self._caller)
 

@@ -27,6 +27,7 @@ from burst_rt.kernels import (
     Upstream,
     sum_dtype,
 )
+from burst_rt.planning.operations import TileOperation
 from burst_rt.planning.strategies import Ring
 from burst_rt.scheduler import Task
 
@@ -133,10 +134,12 @@ def _make_shared(plan: Plan, scale: float | None, softcap: float | None, stream:
     ring = plan.choice.program
     assert isinstance(ring, Ring)
     problem, tasks = ring.problem, tuple(t for t in plan.graph.tasks if t.lane == "compute")
+    op = tasks[-1].op
+    assert isinstance(op, TileOperation)
     factor = 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
     kept = tuple(Kept({}, stream) for _ in tasks)
     only = plan.key.forward or plan.writes_gradients
-    tile = placed_tile(ring, plan.rank, tasks[-1].op, factor)._replace(
+    tile = placed_tile(ring, plan.rank, op, factor)._replace(
         first=only, last=only, score_options=ScoreOptions(softcap), kept=kept[-1]
     )
     q_len = sum(map(len, tile.q_positions))
