@@ -62,7 +62,7 @@ def command(cases: tuple[str, ...], before: Path | None, repeats: int, out: Path
 def _times(case: str, index: int, readings: list[dict[str, Any]]) -> dict[str, Cell]:
     """The row of one direction of a case."""
     row: dict[str, Cell] = {"case": case, "direction": _DIRECTIONS[index]}
-    for name in readings[0]:
+    for name in sorted(readings[0]):
         row[f"{name} us"] = median([reading[name][index] for reading in readings]) * 1e6
     if len(readings[0]) > 1:
         ratios = [reading["now"][index] / reading["before"][index] for reading in readings]

@@ -148,7 +148,8 @@ class Schedule:
         """What an engine issues first, and what it issues once all of that is done: all the rest.
 
         So it is where tasks wait for each other on their streams, and the host for the agreement
-        alone. None elsewhere.
+        alone. None elsewhere. Waits that follow from earlier ones are left out: a lane that has
+        waited for a task has waited for all tasks that its lane was given before.
         """
         tasks, lanes = self.graph.tasks, self.graph.lanes
         for task, awaited in zip(tasks, self.on_done, strict=True):
@@ -160,7 +161,20 @@ class Schedule:
         engine = Engine(self)
         first = _issues(engine.start())
         rest = _issues(engine.handle(TaskDone(task) for task, _ in first))
-        return (first, rest) if len(first) + len(rest) == len(tasks) else None
+        if len(first) + len(rest) != len(tasks):
+            return None
+        order = {task: place for place, (task, _) in enumerate((*first, *rest))}
+        waited: dict[tuple[int, int], int] = {}  # by lane and lane waited for: up to which place
+        for batch in (first, rest):
+            for number, (task, after) in enumerate(batch):
+                needed = []
+                for other in sorted(after, key=order.__getitem__, reverse=True):
+                    between = self.lane_of[task], self.lane_of[other]
+                    if order[other] > waited.get(between, -1):
+                        waited[between] = order[other]
+                        needed.append(other)
+                batch[number] = task, tuple(needed)
+        return first, rest
 
     @classmethod
     def of(cls, graph: Graph, policy: Policy = critical_path) -> Schedule:
