@@ -239,8 +239,7 @@ class Case(NamedTuple):
 
     world_size: int
     heads: int
-    # Of a rank. Where torch's operators do their work, on a CPU, it is to be little.
-    tokens: int
+    tokens: int  # a rank's: few, because torch's operators do their work, on a CPU
     head_dim: int = 128
 
     def calls(self, ctx: Context) -> tuple[Callable[[], object], Callable[[], object]]:

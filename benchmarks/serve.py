@@ -289,7 +289,7 @@ def _cache(ctx: burst_rt.Context, config: ModelConfig, num_layers: int, capacity
 def _kernel_s(run: tuple[Graph, BaseDriver | None] | None) -> float:
     """Seconds that a decode attended to the rank's own keys."""
     _, driver = run or (None, None)
-    assert driver is not None  # of the decode that was just made
+    assert driver is not None  # a decode was just made
     return sum(span.ended_s - span.started_s for span in driver.trace if span.name == "attend")
 
 

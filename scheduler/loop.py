@@ -50,7 +50,8 @@ def run(schedule: Schedule, driver: Driver, *, validate: bool = False) -> None:
     then the driver has been told to abort, and nothing further is issued.
     """
     try:
-        batches = None if validate else schedule.batches
+        # A line on a host needs no batches.
+        batches = None if validate or schedule.line is not None else schedule.batches
         past = (
             _run_line(schedule, driver)
             if batches is None

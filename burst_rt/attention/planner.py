@@ -219,10 +219,12 @@ class Plan(KernelPlan):
 
     @cached_property
     def straight(self) -> bool:
-        """Whether all there is to do is one tile, and nobody to wait for.
+        """Whether a call needs no driver: its one tile can go to the caller's stream."""
+        return self._one_tile and self.graph.has_ordered_lanes
 
-        Such a call needs no driver: its kernels can go to the caller's stream.
-        """
+    @cached_property
+    def _one_tile(self) -> bool:
+        """Whether all there is to do is one tile, with nobody to wait for."""
         wanted = (ForwardTile,) if self.key.forward else (Delta, BackwardTile)
         tasks = [task for task in self.graph.tasks if task.lane == "compute"]
         return (
@@ -235,7 +237,7 @@ class Plan(KernelPlan):
     @cached_property
     def writes_results(self) -> bool:
         """Whether the kernel writes results as they are wanted: there is one tile, and no sum."""
-        if not (self.key.forward and self.straight):
+        if not (self.key.forward and self._one_tile):
             return False
         tile = self.choice.program.footprint(self.rank).tile
         return self.kernel.writes_results(self.work, tile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -75,7 +75,7 @@ def run_forward(
             plan = call.forward_plan
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
-        stream = _straight_stream(call, plan)
+        stream = _straight_stream(call, plan) if plan.straight else None
         if stream is not None:
             bind = partial(StraightForward, plan, call.scale, qkv, score_options, stream)
             straight = _in_memory(call, plan, contract, bind)
@@ -104,7 +104,7 @@ def run_backward(
             plan = call.backward_plan
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
-        stream = _straight_stream(call, plan)
+        stream = _straight_stream(call, plan) if plan.straight else None
         if stream is not None:
             bind = partial(StraightBackward, plan, call.scale, qkv, results, score_options, stream)
             straight = _in_memory(call, plan, contract, bind)
@@ -164,46 +164,47 @@ class _Given(NamedTuple):
 
 
 def _bound(call: Forward, plan: Plan, make: Callable[[Binding], _R], given: _Given) -> _R:
-    """Binds a call's tensors: the run that is to be performed."""
+    """Binds a call's tensors: the run that is to be performed.
+
+    To bind takes all memory of the call but the tiles' scratch, before anything is sent. If memory
+    runs out, every rank raises DeviceError: the call is refused, which blocks at most `timeout_s`.
+    One of several calls that the ranks agreed on at once cannot be refused: there this rank fails.
+    """
     contract, qkv, score_options, results = given
-
-    def bind() -> _R:
-        return make(
-            Binding(
-                plan=plan,
-                machine=call.attention.runtime.machine,
-                scale=call.scale,
-                progress=Progress(),
-                poison=call.attention.poison,
-                qkv=qkv.detach(),
-                results=None if results is None else results.detach(),
-                score_options=score_options.bound(plan.key.dtype, plan.key.problem.batch),
-            )
+    try:
+        binding = Binding(
+            plan=plan,
+            machine=call.attention.runtime.machine,
+            scale=call.scale,
+            progress=Progress(),
+            poison=call.attention.poison,
+            qkv=qkv.detach(),
+            results=None if results is None else results.detach(),
+            score_options=score_options.bound(plan.key.dtype, plan.key.problem.batch),
         )
-
-    return _in_memory(call, plan, contract, bind)
+        return make(binding)
+    except (MemoryError, RuntimeError) as error:
+        _no_memory(call, plan, contract, error)
 
 
 def _in_memory(call: Forward, plan: Plan, contract: Contract, bind: Callable[[], _B]) -> _B:
-    """What `bind` gives, which takes all memory of the call but the tiles' scratch.
-
-    It does so before anything is sent. If memory runs out, every rank raises DeviceError: the call
-    is refused, which blocks at most `timeout_s`. One of several calls that the ranks agreed on at
-    once cannot be refused: there this rank fails.
-    """
-    runtime = call.attention.runtime
+    """What `bind` gives, which takes memory as `_bound` does."""
     try:
         return bind()
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        refused = DeviceError(
-            f"out of memory on {runtime.device}: {plan.takes()}", rank=runtime.rank
-        )
-        refused.__cause__ = error
-        if call.agreed is AgreedWhen.WITH_OTHERS:
-            runtime.fail(refused)
-        runtime.refuse(contract.call, refused)
+        _no_memory(call, plan, contract, error)
+
+
+def _no_memory(call: Forward, plan: Plan, contract: Contract, error: Exception) -> NoReturn:
+    """Raises what follows from an error of binding, on every rank if memory has run out."""
+    if not is_out_of_memory(error):
+        raise error
+    runtime = call.attention.runtime
+    refused = DeviceError(f"out of memory on {runtime.device}: {plan.takes()}", rank=runtime.rank)
+    refused.__cause__ = error
+    if call.agreed is AgreedWhen.WITH_OTHERS:
+        runtime.fail(refused)
+    runtime.refuse(contract.call, refused)
 
 
 def _straight_stream(call: Forward, plan: Plan) -> int | None:
@@ -213,9 +214,8 @@ def _straight_stream(call: Forward, plan: Plan) -> int | None:
     """
     attention = call.attention
     runtime = attention.runtime
-    if not plan.straight or call.agreed is not AgreedWhen.OPENING:
-        return None
-    if attention.poison or runtime.takes_times:
+    agreed = call.agreed is not AgreedWhen.OPENING
+    if agreed or attention.poison or runtime.takes_times:
         return None
     return runtime.machine.straight_stream()
 

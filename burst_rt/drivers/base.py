@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -103,8 +103,12 @@ class DriverOptions:
 class BaseDriver:
     """One driver performs one run of a graph. timed: whether its trace has all times.
 
+    ends_later: whether tasks may end after the run, for the host.
+
     transport: for exchanges on lanes that are not ordered; None: there are none.
     """
+
+    ends_later: ClassVar[bool] = False
 
     def __init__(self, graph: Graph, transport: Transport | None, options: DriverOptions) -> None:
         self._graph = graph
@@ -125,7 +129,8 @@ class BaseDriver:
         self.compute_s = 0.0
         self.wait_s = 0.0
         self.timed = True
-        self.stream: int | None = None  # see `Progress.stream`
+        # The handle of the stream that the present task's work goes to; None on a host.
+        self.stream: int | None = None
         self.refused = False  # True: the ranks did not agree on the call, and nothing was sent
 
     @property
@@ -417,11 +422,6 @@ class Progress:
     """
 
     driver: BaseDriver | None = None
-
-    @property
-    def stream(self) -> int | None:
-        """The handle of the stream that the present task's work goes to; None on a host."""
-        return None if self.driver is None else self.driver.stream
 
     def __call__(self) -> None:
         if self.driver is not None:

@@ -50,6 +50,8 @@ class CudaDriver(BaseDriver):
         graph has no such lanes.
     """
 
+    ends_later = True
+
     def __init__(
         self,
         schedule: Schedule,

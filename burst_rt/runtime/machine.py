@@ -290,7 +290,9 @@ class CallCounts:
         self._sent += self._transport.bytes_sent - mark.sent
         self._received += self._transport.bytes_received - mark.received
         self._total_s += time.perf_counter() - mark.started_s
-        if driver.timed:
+        if not driver.ends_later:
+            self._add(driver)
+        elif driver.timed:
             self._unread.append(driver)
             if len(self._unread) > _UNREAD_UP_TO:
                 self._read_first()
@@ -311,7 +313,9 @@ class CallCounts:
         """Adds the times of the first call, if it has ended."""
         if not self._unread[0].settled():
             return False
-        driver = self._unread.popleft()
+        self._add(self._unread.popleft())
+        return True
+
+    def _add(self, driver: BaseDriver) -> None:
         self._compute_s += driver.compute_s
         self._wait_s += driver.wait_s
-        return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -214,17 +214,21 @@ class Run(SlotRun):
 
     def tile(self, op: TileOperation) -> Tile:
         """The tile of a travelling block with the shard at home."""
-        key, stream = (id(op), self.scale, self.score_options.softcap), self.progress.stream
-        known = self.plan.kept.get(key)
-        if known is None:
-            made = placed_tile(self.ring, self.rank, op, self.scale, self.first_head)
-            known = self.plan.keep(key, (made, {}))
-        tile, entries = known
-        return tile._replace(
-            progress=self.progress,
-            score_options=self.score_options,
-            kept=None if stream is None else Kept(entries, stream),
-        )
+        kept = self.kept((id(op), self.scale, self.score_options.softcap))
+        return placed_tile(
+            self.ring, self.rank, op, scale=self.scale, progress=self.progress,
+            first_head=self.first_head, score_options=self.score_options, kept=kept,
+        )  # fmt: skip
+
+    def kept(self, key: object) -> Kept | None:
+        """What the kernel keeps of a task with the plan, where the task's work goes to a stream."""
+        driver = self.progress.driver
+        if driver is None or driver.stream is None:
+            return None
+        entries = self.plan.kept.get(key)
+        if entries is None:
+            entries = self.plan.keep(key, {})
+        return Kept(entries, driver.stream)
 
     def at(self, tensors: Tensors, op: TileOperation) -> dict[Role, torch.Tensor]:
         """The tensors that an operation names.
@@ -439,11 +443,7 @@ class BackwardRun(Run):
             dout[:, start:stop],
             None if dlse is None else dlse[:, :, start:stop],
         )
-        key, stream = ("delta", start), self.progress.stream
-        entries = self.plan.kept.get(key)
-        if entries is None:
-            entries = self.plan.keep(key, {})
-        self.kernel.delta(results, rows, None if stream is None else Kept(entries, stream))
+        self.kernel.delta(results, rows, self.kept(("delta", start)))
         if self.dsinks is not None:
             assert self._sinks is not None
             # The sink is a key of probability exp(sink - lse) and of value 0: the gradient of its
@@ -474,10 +474,8 @@ def _forward_run(binding: Binding) -> ForwardRun:
 RUNS = RunTypes(_forward_run, BackwardRun)
 
 
-def placed_tile(
-    ring: Ring, rank: int, op: TileOperation, scale: float, first_head: int = 0
-) -> Tile:
-    """The tile of a travelling block with a rank's shard, without what each call brings."""
+def placed_tile(ring: Ring, rank: int, op: TileOperation, **others: Any) -> Tile:
+    """The tile of a travelling block with a rank's shard. others: what the call brings."""
     moved, stays = ring.travelling[op.owner][op.block], ring.resident[rank]
     q, kv = (moved, stays) if ring.queries_travel else (stays, moved)
     return Tile(
@@ -485,16 +483,10 @@ def placed_tile(
         q_positions=q,
         kv_positions=kv,
         mask=ring.problem.mask,
-        scale=scale,
-        progress=_nothing,
         first=op.first,
         last=op.last,
-        first_head=first_head,
+        **others,
     )
-
-
-def _nothing() -> None:
-    """The progress of a tile beside which nothing moves."""
 
 
 def _head_dim(problem: Problem, role: Role) -> int:

@@ -42,9 +42,9 @@ class _Shared(NamedTuple):
 
     tasks: tuple[Task, ...]
     tile: Tile
-    kept: tuple[Kept, ...]  # of each task
-    shape: tuple[int, int, int, int]  # of out
-    rows_shape: tuple[int, int, int]  # of lse
+    kept: tuple[Kept, ...]  # by task
+    shape: tuple[int, int, int, int]  # out's
+    rows_shape: tuple[int, int, int]  # lse's
     wide: torch.dtype  # type of the sums
 
 
@@ -139,11 +139,16 @@ def _make_shared(plan: Plan, scale: float | None, softcap: float | None, stream:
     factor = 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
     kept = tuple(Kept({}, stream) for _ in tasks)
     only = plan.key.forward or plan.writes_gradients
-    tile = placed_tile(ring, plan.rank, op, factor)._replace(
-        first=only, last=only, score_options=ScoreOptions(softcap), kept=kept[-1]
-    )
+    tile = placed_tile(
+        ring, plan.rank, op, scale=factor, progress=_nothing, score_options=ScoreOptions(softcap),
+        kept=kept[-1],
+    )._replace(first=only, last=only)  # fmt: skip
     q_len = sum(map(len, tile.q_positions))
     return _Shared(
         tasks, tile, kept, (problem.batch, q_len, problem.num_heads, problem.v_head_dim),
         (problem.batch, problem.num_heads, q_len), sum_dtype(plan.key.dtype),
     )  # fmt: skip
+
+
+def _nothing() -> None:
+    """The progress of a tile beside which nothing moves."""

@@ -230,7 +230,7 @@ class TritonKernel(Kernel):
             for x in grads[:1] if tile.new_sums == "q" else grads[1:]:
                 if x is not None:
                     x.zero_()
-            groups = [(columns, some._replace(new_sums="")) for columns, some in groups]
+            groups = [(at, each._replace(new_sums="")) for at, each in groups]
         for columns, some in groups:
             k, v = qkv.k[:, columns], qkv.v[:, columns]
             dk, dv = (None if x is None else x[:, columns] for x in grads[1:])
