@@ -118,7 +118,8 @@ Instruction: TypeAlias = "Issue | Finish | Abort"
 
 
 # Tasks in the order they are issued, each with the tasks whose events its lane waits for.
-Batches: TypeAlias = "tuple[list[tuple[int, tuple[int, ...]]], ...]"
+_Issues: TypeAlias = "list[tuple[int, tuple[int, ...]]]"
+Batches: TypeAlias = "tuple[_Issues, _Issues]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +153,8 @@ class Schedule:
         waited for a task has waited for all tasks that its lane was given before.
         """
         tasks, lanes = self.graph.tasks, self.graph.lanes
-        for task, awaited in zip(tasks, self.on_done, strict=True):
-            lane = lanes[task.lane]
+        for node, awaited in zip(tasks, self.on_done, strict=True):
+            lane = lanes[node.lane]
             if lane.max_in_flight is not None or (
                 lane != CONTROL and (awaited or not lane.ordered)
             ):
@@ -163,18 +164,23 @@ class Schedule:
         rest = _issues(engine.handle(TaskDone(task) for task, _ in first))
         if len(first) + len(rest) != len(tasks):
             return None
-        order = {task: place for place, (task, _) in enumerate((*first, *rest))}
+        needed = self._needed_waits([*first, *rest])
+        return needed[: len(first)], needed[len(first) :]
+
+    def _needed_waits(self, issues: _Issues) -> _Issues:
+        """The same without waits that follow from earlier ones."""
+        place = {task: number for number, (task, _) in enumerate(issues)}
         waited: dict[tuple[int, int], int] = {}  # by lane and lane waited for: up to which place
-        for batch in (first, rest):
-            for number, (task, after) in enumerate(batch):
-                needed = []
-                for other in sorted(after, key=order.__getitem__, reverse=True):
-                    between = self.lane_of[task], self.lane_of[other]
-                    if order[other] > waited.get(between, -1):
-                        waited[between] = order[other]
-                        needed.append(other)
-                batch[number] = task, tuple(needed)
-        return first, rest
+        found = []
+        for task, after in issues:
+            needed = []
+            for other in sorted(after, key=place.__getitem__, reverse=True):
+                between = self.lane_of[task], self.lane_of[other]
+                if place[other] > waited.get(between, -1):
+                    waited[between] = place[other]
+                    needed.append(other)
+            found.append((task, tuple(needed)))
+        return found
 
     @classmethod
     def of(cls, graph: Graph, policy: Policy = critical_path) -> Schedule:
@@ -215,7 +221,7 @@ class Schedule:
         )
 
 
-def _issues(instructions: Iterable[Instruction]) -> list[tuple[int, tuple[int, ...]]]:
+def _issues(instructions: Iterable[Instruction]) -> _Issues:
     return [(each.task, each.after) for each in instructions if isinstance(each, Issue)]
 
 
