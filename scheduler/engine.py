@@ -171,7 +171,7 @@ class Schedule:
         """The same without waits that follow from earlier ones."""
         place = {task: number for number, (task, _) in enumerate(issues)}
         waited: dict[tuple[int, int], int] = {}  # by lane and lane waited for: up to which place
-        found = []
+        fewer = []
         for task, after in issues:
             needed = []
             for other in sorted(after, key=place.__getitem__, reverse=True):
@@ -179,8 +179,8 @@ class Schedule:
                 if place[other] > waited.get(between, -1):
                     waited[between] = place[other]
                     needed.append(other)
-            found.append((task, tuple(needed)))
-        return found
+            fewer.append((task, tuple(needed)))
+        return fewer
 
     @classmethod
     def of(cls, graph: Graph, policy: Policy = critical_path) -> Schedule:
