@@ -214,8 +214,8 @@ def _straight_stream(call: Forward, plan: Plan) -> int | None:
     """
     attention = call.attention
     runtime = attention.runtime
-    agreed = call.agreed is not AgreedWhen.OPENING
-    if agreed or attention.poison or runtime.takes_times:
+    opens = call.agreed is AgreedWhen.OPENING
+    if not opens or attention.poison or runtime.takes_times:
         return None
     return runtime.machine.straight_stream()
 
