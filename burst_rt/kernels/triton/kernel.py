@@ -201,8 +201,10 @@ class TritonKernel(Kernel):
         top, delta = rows
         kind, of_dlse = ("delta", lse) if dlse is None else ("delta with dlse", dlse)
         pointers = [x.data_ptr() for x in (dout, out, lse, of_dlse, top, delta)]
-        strides = dout.stride(), out.stride(), lse.stride(), of_dlse.stride()
-        if kept is not None and restart(kept, kind, pointers, strides):
+        layouts = (
+            dout.stride(), out.stride(), lse.stride(), of_dlse.stride(), dout.dtype, of_dlse.dtype,
+        )  # fmt: skip
+        if kept is not None and restart(kept, kind, pointers, layouts):
             return
         from burst_rt.kernels.triton.delta import launch_delta
 
@@ -210,7 +212,7 @@ class TritonKernel(Kernel):
         config = _config("delta", dout)
         launch = start(top.device, launch_delta, results, (top, delta), config, _interpreting())
         if kept is not None:
-            keep_launch(kept, kind, pointers, strides, launch)
+            keep_launch(kept, kind, pointers, layouts, launch)
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""

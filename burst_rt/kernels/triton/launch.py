@@ -12,7 +12,7 @@ import torch
 from burst_rt.errors import InternalError
 from burst_rt.kernels.base import QKV, Gradients, ScoreOptions, State, Tile, Upstream
 from burst_rt.kernels.triton.configs import Config, block_width
-from burst_rt.kernels.triton.start import Pointers, Strides
+from burst_rt.kernels.triton.start import Layouts, Pointers
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
 __all__ = [
@@ -226,7 +226,7 @@ def check_dense(*tensors: torch.Tensor) -> None:
             )
 
 
-def of_forward(qkv: QKV, tile: Tile, state: State) -> tuple[Pointers, Strides]:
+def of_forward(qkv: QKV, tile: Tile, state: State) -> tuple[Pointers, Layouts]:
     """What differs from call to call of a forward, as `restart` takes it."""
     q, k, v = qkv
     acc, m, l, out, lse = state  # noqa: E741
@@ -242,9 +242,9 @@ class OfBackward:
         q, k, v = qkv
         dout, lse, delta = upstream
         self._pointers = [x.data_ptr() for x in (q, k, v, dout, lse, delta)]
-        self._strides = q.stride(), k.stride(), v.stride(), dout.stride()
+        self._layouts = q.stride(), k.stride(), v.stride(), dout.stride(), dout.dtype
 
-    def writing(self, *grads: torch.Tensor) -> tuple[Pointers, Strides]:
+    def writing(self, *grads: torch.Tensor) -> tuple[Pointers, Layouts]:
         """grads: dk and dv, or dq."""
         strides = [x.stride() for x in grads]
-        return self._pointers + [x.data_ptr() for x in grads], (*self._strides, *strides)
+        return self._pointers + [x.data_ptr() for x in grads], (*self._layouts, *strides)

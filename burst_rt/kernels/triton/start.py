@@ -24,10 +24,11 @@ import torch
 
 from burst_rt.kernels.base import Kept
 
-__all__ = ["Launch", "Pointers", "Strides", "keep_launch", "launch_of", "restart", "start"]
+__all__ = ["Launch", "Layouts", "Pointers", "keep_launch", "launch_of", "restart", "start"]
 
 Pointers: TypeAlias = Sequence[int]
-Strides: TypeAlias = tuple[tuple[int, ...], ...]
+# Strides, and the types of tensors that a plan does not know.
+Layouts: TypeAlias = tuple[object, ...]
 
 # Triton's versions whose compiled kernels were read to take addresses and a stream. With others
 # nothing is kept.
@@ -80,13 +81,13 @@ def start(
         return copy_context().run(_with_scratch, launch, args)
 
 
-def restart(kept: Kept, kind: str, pointers: Pointers, strides: Strides) -> bool:
+def restart(kept: Kept, kind: str, pointers: Pointers, layouts: Layouts) -> bool:
     """Starts what was kept for such tensors; False where nothing was, or where it is gone.
 
-    kind: the kernel. pointers: those that differ from call to call, in the kernel's order. strides:
-    of the tensors whose strides the kernel takes. Does not wait for the device.
+    kind: the kernel. pointers: those that differ from call to call, in the kernel's order. layouts:
+    all else that may: strides that the kernel takes, types. Does not wait for the device.
     """
-    launch = kept.entries.get((kind, kept.stream, strides))
+    launch = kept.entries.get((kind, kept.stream, layouts))
     # The tables are held while the launch is started.
     if launch is None or _odd(pointers) or (tables := launch.tables()) is None:
         return False
@@ -100,13 +101,13 @@ def restart(kept: Kept, kind: str, pointers: Pointers, strides: Strides) -> bool
 
 
 def keep_launch(
-    kept: Kept, kind: str, pointers: Pointers, strides: Strides, launch: Launch | None
+    kept: Kept, kind: str, pointers: Pointers, layouts: Layouts, launch: Launch | None
 ) -> None:
     """Keeps a launch for `restart`, if it can be kept. Arguments: those of `restart`."""
     if launch is not None and not _odd(pointers):
         if len(kept.entries) >= _MOST_ENTRIES:  # by calls from many streams, say
             kept.entries.clear()
-        kept.entries[kind, kept.stream, strides] = launch
+        kept.entries[kind, kept.stream, layouts] = launch
 
 
 def launch_of(
