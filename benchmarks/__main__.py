@@ -23,6 +23,7 @@ _COMMANDS = {
     "gpu": "On one NVIDIA GPU: tile kernels, calls under masks, four ranks against one kernel.",
     "gpu-check": "All that needs an NVIDIA GPU, tests and speed, within eight minutes.",
     "head": "A vocabulary's loss without its logits: time and memory; others' beside it.",
+    "host": "The host's time in calls on a GPU, without one: Python's time, and counts.",
     "hub": "Memory of the hub's model when it watches 64 ranks for an hour.",
     "layer": "One transformer layer: a ring, all-to-all, tensor parallelism.",
     "masks": "Masks: measured, planned, and simulated on H100s.",

@@ -205,6 +205,7 @@ def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> list[
         q, k, v = (layout.shard(x).requires_grad_() for x in (whole.q, whole.k, whole.v))
         dout = layout.shard(whole.dout)
         times = []
+        ctx.stats()  # from here on, GPUs take times
         for _ in range(repeats + 1):
             torch.cuda.synchronize()
             ctx.runtime.agree({"call": "all are here"})
@@ -216,8 +217,10 @@ def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> list[
             torch.cuda.synchronize()
             times.append((middle - start, time.perf_counter() - middle))
         if ctx.rank == 0:
-            ctx.runtime.last_run[1].settle(60)  # type: ignore[index]  # something has run
-            gaps.extend(_gaps(list(ctx.runtime.last_run[1].trace)))  # type: ignore[index]
+            _, driver = ctx.runtime.last_run or (None, None)
+            assert driver is not None  # something has run, on streams of its own
+            driver.settle(60)
+            gaps.extend(_gaps(list(driver.trace)))
         return times[1:]
 
     ranks = burst_rt.run_local(world_size, rank, device="cuda", kernel="triton")
@@ -262,6 +265,7 @@ def staged(repeats: int, max_tokens: int) -> Iterator[Row]:
                 for _ in range(3)
             )
             runs = []
+            ctx.stats()  # from here on, GPUs take times
             for _ in range(repeats + 1):
                 burst_rt.burst_attention(q, k, v, layout=layout)
                 runs.append(worst_idle(ctx))

@@ -153,6 +153,7 @@ class Bench:
     def _token(
         self, cache: KVCache, new: tuple[Tensor, Tensor, Tensor], mask: Mask | None
     ) -> _Token:
+        self.ctx.stats()  # from here on, GPUs take times
         start_s = time.perf_counter()
         step = cache.step(1)
         step.attend(0, *new, mask=mask)
@@ -285,10 +286,11 @@ def _cache(ctx: burst_rt.Context, config: ModelConfig, num_layers: int, capacity
     )  # fmt: skip
 
 
-def _kernel_s(run: tuple[Graph, BaseDriver] | None) -> float:
+def _kernel_s(run: tuple[Graph, BaseDriver | None] | None) -> float:
     """Seconds that a decode attended to the rank's own keys."""
-    assert run is not None  # the decode that was just made
-    return sum(span.ended_s - span.started_s for span in run[1].trace if span.name == "attend")
+    _, driver = run or (None, None)
+    assert driver is not None  # a decode was just made
+    return sum(span.ended_s - span.started_s for span in driver.trace if span.name == "attend")
 
 
 def _torch_attention(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor) -> Tensor:

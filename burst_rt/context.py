@@ -140,7 +140,9 @@ class Context:
     def stats(self) -> Stats:
         """Counts and times of this context's attention calls so far. Does not block.
 
-        On a GPU, compute_s and wait_s cover only the calls that have ended on the device.
+        On a GPU, compute_s and wait_s cover only the calls that have ended on the device and that
+        were made after the first `stats()`: to take times costs each call some microseconds, so
+        that nobody pays for them who does not ask. With telemetry all calls take times.
         """
         return self.runtime.stats()
 
@@ -199,6 +201,10 @@ class Context:
 
     def gather_last_run(self) -> list[tuple[Graph, list[Span]]]:
         """Every rank's graph and trace of its last attention call or pipeline, in rank order.
+
+        On GPUs, an attention call takes times after the first `stats()` or `gather_last_run()` of
+        its rank, and under telemetry. Raises InputError on every rank where the last run took none
+        on some rank: make the call again.
 
         Collective; blocks at most `timeout_s` each for the device, the agreement and the gathering.
         On one host the traces share a clock, so `scheduler.exposed` can compare them.

@@ -21,15 +21,17 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from burst_rt.errors import BurstError, InternalError, PeerLost
-from burst_rt.scheduler.graph import Graph, Lane
+from burst_rt.scheduler.graph import CONTROL, Graph, Lane
 from burst_rt.scheduler.policy import Policy, critical_path
 
 __all__ = [
     "TRANSITIONS",
     "Abort",
+    "Batches",
     "Engine",
     "Event",
     "Finish",
@@ -115,6 +117,11 @@ Event: TypeAlias = "TaskDone | TaskFailed | PeerGone"
 Instruction: TypeAlias = "Issue | Finish | Abort"
 
 
+# Tasks in the order they are issued, each with the tasks whose events its lane waits for.
+_Issues: TypeAlias = "list[tuple[int, tuple[int, ...]]]"
+Batches: TypeAlias = "tuple[_Issues, _Issues]"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A graph and all that engines derive from it. It is derived once, and many engines (calls) run
@@ -136,6 +143,44 @@ class Schedule:
     # Where each task waits until the task before it is done, and nothing is left to decide: for
     # each task what a driver says at its end. None elsewhere.
     line: list[list[Event]] | None
+
+    @cached_property
+    def batches(self) -> Batches | None:
+        """What an engine issues first, and what it issues once all of that is done: all the rest.
+
+        So it is where tasks wait for each other on their streams, and the host for the agreement
+        alone. None elsewhere. Waits that follow from earlier ones are left out: a lane that has
+        waited for a task has waited for all tasks that its lane was given before.
+        """
+        tasks, lanes = self.graph.tasks, self.graph.lanes
+        for node, awaited in zip(tasks, self.on_done, strict=True):
+            lane = lanes[node.lane]
+            if lane.max_in_flight is not None or (
+                lane != CONTROL and (awaited or not lane.ordered)
+            ):
+                return None
+        engine = Engine(self)
+        first = _issues(engine.start())
+        rest = _issues(engine.handle(TaskDone(task) for task, _ in first))
+        if len(first) + len(rest) != len(tasks):
+            return None
+        needed = self._needed_waits([*first, *rest])
+        return needed[: len(first)], needed[len(first) :]
+
+    def _needed_waits(self, issues: _Issues) -> _Issues:
+        """The same without waits that follow from earlier ones."""
+        place = {task: number for number, (task, _) in enumerate(issues)}
+        waited: dict[tuple[int, int], int] = {}  # by lane and lane waited for: up to which place
+        fewer = []
+        for task, after in issues:
+            needed = []
+            for other in sorted(after, key=place.__getitem__, reverse=True):
+                between = self.lane_of[task], self.lane_of[other]
+                if place[other] > waited.get(between, -1):
+                    waited[between] = place[other]
+                    needed.append(other)
+            fewer.append((task, tuple(needed)))
+        return fewer
 
     @classmethod
     def of(cls, graph: Graph, policy: Policy = critical_path) -> Schedule:
@@ -174,6 +219,10 @@ class Schedule:
             programs=programs,
             line=[[TaskDone(task)] for task in range(num_tasks)] if is_line else None,
         )
+
+
+def _issues(instructions: Iterable[Instruction]) -> _Issues:
+    return [(each.task, each.after) for each in instructions if isinstance(each, Issue)]
 
 
 _Tasks: TypeAlias = list[list[int]]  # for each task, other tasks

@@ -1,6 +1,7 @@
-"""The loop between engine and driver, and the `Driver` protocol; a line of tasks needs no engine.
+"""The loop between engine and driver, and the `Driver` protocol.
 
-The same few lines run graphs of CPUs and of GPUs.
+The same few lines run graphs of CPUs and of GPUs. Where nothing is left to decide, as in a line of
+tasks or where all tasks go onto streams at once, no engine is asked.
 """
 
 from __future__ import annotations
@@ -8,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from burst_rt.scheduler.engine import Abort, Engine, Event, Finish, Issue, Schedule
+from burst_rt.scheduler.engine import (
+    Abort,
+    Batches,
+    Engine,
+    Event,
+    Finish,
+    Issue,
+    Schedule,
+    TaskDone,
+)
 from burst_rt.scheduler.graph import Task
 
 __all__ = ["Driver", "run"]
@@ -40,7 +50,13 @@ def run(schedule: Schedule, driver: Driver, *, validate: bool = False) -> None:
     then the driver has been told to abort, and nothing further is issued.
     """
     try:
-        past = _run_line(schedule, driver)
+        # A line on a host needs no batches.
+        batches = None if validate or schedule.line is not None else schedule.batches
+        past = (
+            _run_line(schedule, driver)
+            if batches is None
+            else _run_batches(schedule, batches, driver)
+        )
         if past is None:
             return
         tasks, engine = schedule.graph.tasks, Engine(schedule, validate=validate)
@@ -75,4 +91,27 @@ def _run_line(schedule: Schedule, driver: Driver) -> list[Sequence[Event]] | Non
         past.append(driver.wait())
         if past[-1] != end:
             return past
+    return None
+
+
+def _run_batches(
+    schedule: Schedule, batches: Batches, driver: Driver
+) -> list[Sequence[Event]] | None:
+    """Runs what is issued in two batches without an engine; None at its end.
+
+    If anything other than the ends of tasks happens, returns all events so far, for an engine to
+    judge.
+    """
+    tasks, past = schedule.graph.tasks, list[Sequence[Event]]()
+    for batch in batches:
+        still_open = set[int]()
+        for task, after in batch:
+            still_open.add(task)
+            driver.issue(tasks[task], after)
+        while still_open:
+            past.append(driver.wait())
+            for event in past[-1]:
+                if type(event) is not TaskDone or event.task not in still_open:
+                    return past
+                still_open.remove(event.task)
     return None

@@ -39,6 +39,9 @@ class Part:
     def __getitem__(self, _: slice) -> Part:
         return self
 
+    def __len__(self) -> int:
+        return 8
+
 
 @dataclass
 class _Uses:
@@ -64,6 +67,7 @@ class FakeDevice:
         self.clocks: dict[str, Clock] = defaultdict(dict)
         self.current = "caller"
         self.num_uses = 0
+        self.streams: dict[int, str] = {}  # by handle
         self._uses: dict[object, _Uses] = defaultdict(_Uses)
 
     def enter(self) -> None:
@@ -72,6 +76,9 @@ class FakeDevice:
     def enter_to_watch(self) -> None:
         pass
 
+    def is_current(self) -> bool:
+        return True
+
     def caller(self) -> str:
         return self.current
 
@@ -79,9 +86,10 @@ class FakeDevice:
         return name
 
     def handle(self, stream: str) -> int:
+        self.streams[hash(stream)] = stream
         return hash(stream)
 
-    def record(self, stream: str) -> _Event:
+    def record(self, stream: str, *, timed: bool = False) -> _Event:
         return _Event(_merged(self.clocks[stream], self.clocks["host"]))
 
     def wait(self, stream: str, event: _Event) -> None:
@@ -105,10 +113,16 @@ class FakeDevice:
         self.clocks[stream] = _merged(self.clocks[stream], clock)
 
     @contextmanager
-    def on(self, stream: str, name: str) -> Iterator[None]:
+    def on(self, stream: str) -> Iterator[None]:
         outer, self.current = self.current, stream
         yield
         self.current = outer
+
+    def begin(self, name: str) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
 
     def use(
         self, reads: Iterable[object], writes: Iterable[object], stream: str | None = None
@@ -189,8 +203,11 @@ class FakeWire:
     def exchange(
         self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]], stream: int
     ) -> None:
-        assert stream == self._device.handle(self._device.current)
-        self._device.use([part.name for part, _ in sends], [part.name for part, _ in recvs])
+        self._device.use(
+            [part.name for part, _ in sends],
+            [part.name for part, _ in recvs],
+            self._device.streams[stream],
+        )
 
     def cancel(self) -> None:
         pass

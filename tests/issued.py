@@ -30,8 +30,8 @@ class HeldDevice(FakeDevice):
         self.held: set[str] = set()  # streams on which nothing ends
         self._streams: dict[int, tuple[_Event, str]] = {}
 
-    def record(self, stream: str) -> _Event:
-        event = super().record(stream)
+    def record(self, stream: str, *, timed: bool = False) -> _Event:
+        event = super().record(stream, timed=timed)
         self._streams[id(event)] = event, stream
         return event
 

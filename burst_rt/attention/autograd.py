@@ -117,7 +117,11 @@ def _somebody_looks(*tensors: torch.Tensor) -> bool:
     """Whether a dispatch mode or a tensor subclass must see what happens to the tensors."""
     if torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling():
         return True
-    return not all(type(x) is torch.Tensor or type(x) is torch.nn.Parameter for x in tensors)
+    for x in tensors:
+        kind = type(x)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            return True
+    return False
 
 
 def _check_scores_against(call: Call, score_options: ScoreOptions) -> None:

@@ -315,8 +315,10 @@ def needs_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> NeedsGrad:
     """Whether each tensor needs a gradient: autograd is on and the tensor requires one."""
-    wants = torch.is_grad_enabled()
-    needs_q, needs_k, needs_v, needs_sinks = (
-        wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v, sinks)
-    )
-    return needs_q, needs_k, needs_v, needs_sinks
+    if not torch.is_grad_enabled():
+        return False, False, False, False
+    return _needs(q), _needs(k), _needs(v), _needs(sinks)
+
+
+def _needs(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,10 +27,10 @@ from burst_rt.attention.recent import Recent
 from burst_rt.kernels import Kernel, KernelChoice, Work, pick
 from burst_rt.planning.choose import Chooser
 from burst_rt.planning.layouts import Layout
-from burst_rt.planning.operations import BackwardTile, ForwardTile
+from burst_rt.planning.operations import BackwardTile, Delta, ForwardTile
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.recurrences import RecurrenceSizes
-from burst_rt.planning.strategies import Choice, Program
+from burst_rt.planning.strategies import Choice, Program, Ring
 from burst_rt.runtime.observer import Description
 from burst_rt.scheduler import (
     HOST_LANES,
@@ -53,6 +53,10 @@ __all__ = ["Graphs", "KernelPlan", "MemoryNeed", "Plan", "PlanKey", "Planner", "
 _DETAILED = 2 * 2
 # Maximum number of wirings that are remembered as verified.
 _KNOWN_WIRINGS = 4096
+# Maximum number of entries that runs keep with their plan. A ring of 1,024 ranks has 2,048 tiles.
+_MOST_KEPT = 8192
+
+_V = TypeVar("_V")
 
 
 class PlanKey(NamedTuple):
@@ -152,6 +156,8 @@ class Plan(KernelPlan):
     choice: Choice  # the strategy, and why it was chosen
     work: Work  # the work for which the kernel was picked
     hardware: Hardware | None  # the machine that was planned with, if there is a file for it
+    # What runs of this plan keep for the next ones. Any: each run's own.
+    kept: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def explain(self, *, tables: bool = True) -> str:
         """The plan in words: strategy and kernel with the reasons, bytes sent, memory.
@@ -195,6 +201,47 @@ class Plan(KernelPlan):
             ),
         )
 
+    def takes(self) -> str:
+        """The memory of a call by the formula, in words, and what to do if it is too much."""
+        need = self.memory()
+        formula = " + ".join(f"{name} {size:,}" for name, size in need._asdict().items() if size)
+        return (
+            f"this call takes {need.total:,} bytes beyond its inputs and outputs ({formula}). Use "
+            "more ranks, use fewer tokens or heads a call, or free other memory of the device"
+        )
+
+    def keep(self, key: object, value: _V) -> _V:
+        """Keeps a value for the next runs of this plan."""
+        if len(self.kept) >= _MOST_KEPT:  # by calls of many scales, say
+            self.kept.clear()
+        self.kept[key] = value
+        return value
+
+    @cached_property
+    def straight(self) -> bool:
+        """Whether a call needs no driver: its one tile can go to the caller's stream."""
+        return self._one_tile and self.graph.has_ordered_lanes
+
+    @cached_property
+    def _one_tile(self) -> bool:
+        """Whether all there is to do is one tile, with nobody to wait for."""
+        wanted = (ForwardTile,) if self.key.forward else (Delta, BackwardTile)
+        tasks = [task for task in self.graph.tasks if task.lane == "compute"]
+        return (
+            self.graph.world_size == 1
+            and isinstance(self.choice.program, Ring)
+            and not self.key.problem.scores.sinks_need_grad
+            and tuple(type(task.op) for task in tasks) == wanted
+        )
+
+    @cached_property
+    def writes_results(self) -> bool:
+        """Whether the kernel writes results as they are wanted: there is one tile, and no sum."""
+        if not (self.key.forward and self._one_tile):
+            return False
+        tile = self.choice.program.footprint(self.rank).tile
+        return self.kernel.writes_results(self.work, tile)
+
     @cached_property
     def writes_gradients(self) -> bool:
         """Whether the kernel writes gradients as they are wanted: there is one tile, and no sum."""
@@ -214,6 +261,8 @@ class Plan(KernelPlan):
         chunks = sum(part.size_bytes for part in self.chunks)
         table_bytes = self._table_bytes if tables else 0
         sums = held.sums - (held.spared if self.writes_gradients else 0)
+        if self.writes_results:
+            sums = 0
         return MemoryNeed(slots, sums, held.copies, scratch, table_bytes, chunks)
 
     @cached_property

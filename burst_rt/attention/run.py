@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
 from burst_rt.attention.call import Call
 from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun, run_types
+from burst_rt.attention.execute.straight import StraightBackward, StraightForward
 from burst_rt.attention.planner import Plan
 from burst_rt.attention.state import AttentionState
 from burst_rt.attention.tensor_check import check_values
@@ -31,6 +32,7 @@ __all__ = [
 
 _NONE = ScoreOptions()
 _R = TypeVar("_R", ForwardRun, BackwardRun)
+_B = TypeVar("_B")
 _NOTHING = nullcontext()
 
 
@@ -73,6 +75,12 @@ def run_forward(
             plan = call.forward_plan
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
+        stream = _straight_stream(call, plan) if plan.straight else None
+        if stream is not None:
+            bind = partial(StraightForward, plan, call.scale, qkv, score_options, stream)
+            straight = _in_memory(call, plan, contract, bind)
+            runtime.perform_straight(contract, plan.graph, straight.steps, plan.takes)
+            return straight.out, straight.lse
         make = run_types(type(plan.choice.program)).forward
         run = _bound(call, plan, make, _Given(contract, qkv, score_options))
         _, free = runtime.perform(contract, _schedule(plan, run), call.agreed)
@@ -96,6 +104,12 @@ def run_backward(
             plan = call.backward_plan
         except (ConfigError, InputError) as error:
             runtime.refuse(contract.call, error)
+        stream = _straight_stream(call, plan) if plan.straight else None
+        if stream is not None:
+            bind = partial(StraightBackward, plan, call.scale, qkv, results, score_options, stream)
+            straight = _in_memory(call, plan, contract, bind)
+            runtime.perform_straight(contract, plan.graph, straight.steps, plan.takes)
+            return straight.grads(), None
         make = run_types(type(plan.choice.program)).backward
         run = _bound(call, plan, make, _Given(contract, qkv, score_options, results))
         _, free = runtime.perform(contract, _schedule(plan, run))
@@ -156,11 +170,11 @@ def _bound(call: Forward, plan: Plan, make: Callable[[Binding], _R], given: _Giv
     runs out, every rank raises DeviceError: the call is refused, which blocks at most `timeout_s`.
     One of several calls that the ranks agreed on at once cannot be refused: there this rank fails.
     """
-    runtime, (contract, qkv, score_options, results) = call.attention.runtime, given
+    contract, qkv, score_options, results = given
     try:
         binding = Binding(
             plan=plan,
-            machine=runtime.machine,
+            machine=call.attention.runtime.machine,
             scale=call.scale,
             progress=Progress(),
             poison=call.attention.poison,
@@ -170,29 +184,42 @@ def _bound(call: Forward, plan: Plan, make: Callable[[Binding], _R], given: _Giv
         )
         return make(binding)
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        refused = DeviceError(
-            f"out of memory on {runtime.device}: {_takes(plan)}", rank=runtime.rank
-        )
-        refused.__cause__ = error
-        if call.agreed is AgreedWhen.WITH_OTHERS:
-            runtime.fail(refused)
-        runtime.refuse(contract.call, refused)
+        _no_memory(call, plan, contract, error)
+
+
+def _in_memory(call: Forward, plan: Plan, contract: Contract, bind: Callable[[], _B]) -> _B:
+    """What `bind` gives, which takes memory as `_bound` does."""
+    try:
+        return bind()
+    except (MemoryError, RuntimeError) as error:
+        _no_memory(call, plan, contract, error)
+
+
+def _no_memory(call: Forward, plan: Plan, contract: Contract, error: Exception) -> NoReturn:
+    """Raises what follows from an error of binding, on every rank if memory has run out."""
+    if not is_out_of_memory(error):
+        raise error
+    runtime = call.attention.runtime
+    refused = DeviceError(f"out of memory on {runtime.device}: {plan.takes()}", rank=runtime.rank)
+    refused.__cause__ = error
+    if call.agreed is AgreedWhen.WITH_OTHERS:
+        runtime.fail(refused)
+    runtime.refuse(contract.call, refused)
+
+
+def _straight_stream(call: Forward, plan: Plan) -> int | None:
+    """The handle of the caller's stream, if the call may take the straight way.
+
+    It may not where somebody looks on: at times, or at what is read before it is written.
+    """
+    attention = call.attention
+    runtime = attention.runtime
+    opens = call.agreed is AgreedWhen.OPENING
+    if not opens or attention.poison or runtime.takes_times:
+        return None
+    return runtime.machine.straight_stream()
 
 
 def _schedule(plan: Plan, run: ForwardRun | BackwardRun) -> BoundSchedule:
     """A plan's schedule, bound to a run's tensors."""
-    return BoundSchedule(
-        plan.schedule, run.operations, run.memory, run.progress, plan, partial(_takes, plan)
-    )
-
-
-def _takes(plan: Plan) -> str:
-    """The memory of a call by the plan's formula, in words, and what to do if it is too much."""
-    need = plan.memory()
-    formula = " + ".join(f"{name} {size:,}" for name, size in need._asdict().items() if size)
-    return (
-        f"this call takes {need.total:,} bytes beyond its inputs and outputs ({formula}). Use more "
-        "ranks, use fewer tokens or heads a call, or free other memory of the device"
-    )
+    return BoundSchedule(plan.schedule, run.operations, run.memory, run.progress, plan, plan.takes)

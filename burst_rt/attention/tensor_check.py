@@ -23,7 +23,7 @@ _WHERE = "burst_attention"
 def check_not_of_inference(*tensors: torch.Tensor | None) -> None:
     """Raises InputError for a tensor of q, k, v, sinks that autograd cannot keep."""
     for name, x in zip(("q", "k", "v", "sinks"), tensors, strict=True):
-        if isinstance(x, torch.Tensor) and x.is_inference():
+        if x is not None and isinstance(x, torch.Tensor) and x.is_inference():
             raise InputError(
                 f"{_WHERE}: {name} was made in inference mode, and another argument requires grad; "
                 f"pass {name}.clone(), or call under torch.no_grad()"

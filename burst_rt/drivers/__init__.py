@@ -6,6 +6,7 @@ from burst_rt.drivers.base import (
     Opening,
     Progress,
     as_device_error,
+    failure_of,
     is_out_of_memory,
 )
 from burst_rt.drivers.cuda import CudaDriver
@@ -15,6 +16,6 @@ from burst_rt.drivers.watchdog import Watchdog
 
 __all__ = [
     "Backoff", "BaseDriver", "CudaDriver", "DriverOptions", "HostDriver", "Opening", "Progress",
-    "SharedWatch", "Watch", "Watchdog", "as_device_error", "flat_bytes", "is_out_of_memory",
-    "raw_bytes",
+    "SharedWatch", "Watch", "Watchdog", "as_device_error", "failure_of", "flat_bytes",
+    "is_out_of_memory", "raw_bytes",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -22,7 +22,8 @@ from burst_rt.scheduler import Event, Graph, Message, Span, Task, TaskDone, Task
 from burst_rt.transport import Memory, Transport
 
 __all__ = [
-    "BaseDriver", "DriverOptions", "Opening", "Progress", "as_device_error", "is_out_of_memory",
+    "BaseDriver", "DriverOptions", "Opening", "Progress", "as_device_error", "failure_of",
+    "is_out_of_memory",
 ]  # fmt: skip
 
 
@@ -44,6 +45,22 @@ def as_device_error(error: BaseException, rank: int) -> BaseException:
     if not isinstance(error, torch.AcceleratorError):
         return error
     return DeviceError(f"rank {rank}: the device failed: {error}", rank=rank)
+
+
+def failure_of(
+    task: Task, error: BaseException, rank: int, takes: Callable[[], str] | None
+) -> DeviceError | None:
+    """The error of a task that ran out of memory; None for all other errors.
+
+    An error of this package gets the task's name. takes: `DriverOptions.takes`.
+    """
+    if is_out_of_memory(error):
+        need = f"; {takes()}" if takes else ""
+        why = f"rank {rank}: out of memory in {task.name!r}{need} ({error})"
+        return DeviceError(why, rank=rank, task=task.name, hop=task.hop)
+    if isinstance(error, BurstError):
+        _name_task(error, task)
+    return None
 
 
 class Opening(Protocol):
@@ -76,16 +93,22 @@ class DriverOptions:
     # Says how much memory the call takes, for the error when memory runs out.
     takes: Callable[[], str] | None = None
     flight: FlightRecord | None = None  # the record that the present task is written to
+    # Whether the times of the tasks on a device are taken. A host's are always taken.
+    timed: bool = True
     # Whether it is one of several runs that the ranks agreed on at once: a rank that has not come
     # to it may have gone on to another call.
     one_of_several: bool = False
 
 
 class BaseDriver:
-    """One driver performs one run of a graph.
+    """One driver performs one run of a graph. timed: whether its trace has all times.
+
+    ends_later: whether tasks may end after the run, for the host.
 
     transport: for exchanges on lanes that are not ordered; None: there are none.
     """
+
+    ends_later: ClassVar[bool] = False
 
     def __init__(self, graph: Graph, transport: Transport | None, options: DriverOptions) -> None:
         self._graph = graph
@@ -105,6 +128,9 @@ class BaseDriver:
         self._last_beat_s = time.perf_counter()
         self.compute_s = 0.0
         self.wait_s = 0.0
+        self.timed = True
+        # The handle of the stream that the present task's work goes to; None on a host.
+        self.stream: int | None = None
         self.refused = False  # True: the ranks did not agree on the call, and nothing was sent
 
     @property
@@ -220,8 +246,11 @@ class BaseDriver:
             self._about[handle] = task, m.peer
 
     def _bytes_of(self, message: Message) -> Memory:
-        start = message.offset
-        return self._options.memory[message.part][start : start + message.size_bytes]
+        memory, start = self._options.memory[message.part], message.offset
+        # A device's memory is a tensor, of which a slice takes longer than the rest of a message.
+        if start == 0 and len(memory) == message.size_bytes:
+            return memory
+        return memory[start : start + message.size_bytes]
 
     def _what_does(self, task: Task) -> Callable[..., None]:
         """The function for the task's operation. Writes the task to the flight record.
@@ -245,14 +274,10 @@ class BaseDriver:
 
         An error of this package gets the task's name first.
         """
-        if not is_out_of_memory(error):
-            if isinstance(error, BurstError):
-                _name_task(error, task)
+        failure = failure_of(task, error, self._graph.rank, self._options.takes)
+        if failure is None:
             raise error
-        rank = self._graph.rank
-        takes = f"; {self._options.takes()}" if self._options.takes else ""
-        why = f"rank {rank}: out of memory in {task.name!r}{takes} ({error})"
-        return _failed(task, DeviceError(why, rank=rank))
+        return _failed(task, failure)
 
     def _poll(self) -> list[Event]:
         events, self._landed = self._landed, []

@@ -11,6 +11,8 @@ Rules (see the lanes of `scheduler.engine`):
 * A lane's first task waits for the caller's stream, so that inputs are there. The host waits for
   the caller's stream before its first message.
 * A task waits for the events of its `after`.
+* A stream is made current once for all tasks in a row that compute on it: to change the current
+  stream takes longer than to start a kernel. Messages name their stream, and need none current.
 * `join` makes the caller's stream wait for every lane that was used, so that outputs are there and
   memory may be reused.
 """
@@ -19,13 +21,14 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from burst_rt.drivers.base import BaseDriver, DriverOptions
 from burst_rt.drivers.device import DeviceEvent, Stream, StreamDevice
 from burst_rt.drivers.watch import Backoff
 from burst_rt.errors import BurstError, InternalError, Stalled
-from burst_rt.scheduler import Event, Lane, Schedule, Task, TaskDone, TaskFailed, overlap
+from burst_rt.scheduler import Event, Schedule, Task, TaskDone, TaskFailed, overlap
 from burst_rt.transport import OrderedTransport, Transport
 
 __all__ = ["CudaDriver"]
@@ -36,7 +39,7 @@ class _Issued(NamedTuple):
 
     task: Task
     issued_s: float  # time of `time.perf_counter`
-    started: DeviceEvent  # recorded before the task's work
+    started: DeviceEvent | None  # recorded before the task's work; None: no times are taken
     ended: DeviceEvent  # recorded after the task's work
 
 
@@ -46,6 +49,8 @@ class CudaDriver(BaseDriver):
     transport, wire: for exchanges on lanes that are not ordered, and on ordered lanes; None if the
         graph has no such lanes.
     """
+
+    ends_later = True
 
     def __init__(
         self,
@@ -61,7 +66,10 @@ class CudaDriver(BaseDriver):
         # Tasks on lanes of another kind wait for these tasks, so the host must see these end. All
         # other tasks are done, for the host, once they are issued.
         self._observed = {task.id for task in self._graph.tasks if schedule.on_done[task.id]}
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, tuple[Stream, int]] = {}  # by lane, each with its handle
+        # What made a lane's stream the current one, until tasks of another lane come.
+        self._inside: AbstractContextManager[object] | None = None
+        self._inside_of: Stream | None = None
         self._issued: dict[int, _Issued] = {}
         self._under_way: list[int] = []
         self._held: list[Task] = []  # exchanges of the host that wait for the caller's stream
@@ -70,8 +78,13 @@ class CudaDriver(BaseDriver):
         self.putting: Task | None = None  # the task being put on a stream; any thread may ask
         self._resolving = threading.Lock()  # the caller and telemetry may both want the trace
         # `_opened` cannot serve as the origin: it happens only when the caller's stream gets there.
-        self._origin, self._origin_s = device.origin()
-        self._opened = device.record(device.caller())
+        self.timed = options.timed
+        self._origin: DeviceEvent = None
+        self._origin_s = 0.0
+        if self.timed:
+            self._origin, self._origin_s = device.origin()
+        self._caller = device.caller()
+        self._opened = device.record(self._caller)
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
         """Puts a task on a stream, or begins an exchange of the host; see `Driver.issue`.
@@ -81,9 +94,9 @@ class CudaDriver(BaseDriver):
         if self._failed:
             return  # an earlier task has failed, and the engine has yet to hear of the failure
         lane = self._graph.lanes[task.lane]
-        self._issued_s[task.id] = time.perf_counter()
+        issued_s = self._issued_s[task.id] = time.perf_counter()
         if lane.ordered:
-            self._put(task, lane, after)
+            self._put(task, lane.name, after, issued_s)
         elif task.is_exchange:
             self._held.append(task)
         elif task.lane == "control":
@@ -99,6 +112,7 @@ class CudaDriver(BaseDriver):
 
         So the caller must keep the memory of the run.
         """
+        self._leave()
         super().abort()
         if self._wire is not None and not self.refused:
             self._wire.cancel()
@@ -108,10 +122,10 @@ class CudaDriver(BaseDriver):
 
         Returns the event after which the call's memory may be used again.
         """
-        caller = self._device.caller()
-        for stream in self._streams.values():
-            self._device.wait(caller, self._device.record(stream))
-        return self._device.record(caller)
+        self._leave()
+        for stream, _ in self._streams.values():
+            self._device.wait(self._caller, self._device.record(stream))
+        return self._device.record(self._caller)
 
     def begun(self) -> bool:
         """Whether the caller's stream has reached this run, past the caller's own work.
@@ -150,13 +164,13 @@ class CudaDriver(BaseDriver):
         """
         if not all(self._device.happened(issued.ended) for issued in self._issued.values()):
             return False
-        for issued in self._issued.values():
+        for issued in self._issued.values() if self.timed else ():
             start_s = self._origin_s + self._device.seconds(self._origin, issued.started)
             end_s = self._origin_s + self._device.seconds(self._origin, issued.ended)
             self._ended.append((issued.task, issued.issued_s, start_s, end_s))
             if issued.task.lane == "compute":
                 self.compute_s += end_s - start_s
-        if self._issued:
+        if self._issued and self.timed:
             # The waits of the host say nothing here, so idle time is computed from the spans.
             transfer_s, hidden_s = overlap(list(self.trace))
             self.wait_s = transfer_s - hidden_s
@@ -165,44 +179,62 @@ class CudaDriver(BaseDriver):
         self.trace  # noqa: B018
         return True
 
-    def _put(self, task: Task, lane: Lane, after: tuple[int, ...]) -> None:
-        stream = self._stream(lane)
+    def _put(self, task: Task, lane: str, after: tuple[int, ...], issued_s: float) -> None:
+        device = self._device
+        stream, handle = self._streams.get(lane) or self._stream(lane)
         for other in after:
-            self._device.wait(stream, self._issued[other].ended)
-        started = self._device.record(stream)
-        failure: TaskFailed | None = None
+            device.wait(stream, self._issued[other].ended)
+        started = device.record(stream, timed=True) if self.timed else None
         self.putting = task
-        with self._device.on(stream, task.name):
-            if task.is_exchange:
-                assert self._wire is not None
-                sends = [(self._bytes_of(m), m.peer) for m in task.sends]
-                recvs = [(self._bytes_of(m), m.peer) for m in task.recvs]
-                self._wire.exchange(sends, recvs, self._device.handle(stream))
-            else:
-                does = self._what_does(task)
-                try:
-                    does(task.op)
-                except (MemoryError, RuntimeError, BurstError) as error:
-                    failure = self._failure(task, error)
+        device.begin(task.name)
+        try:
+            failure = self._start(task, stream, handle)
+        finally:
+            device.end()
         self.putting = None
         if failure is not None:
             self._failed = True
             self._landed.append(failure)
             return
         self._issued[task.id] = _Issued(
-            task, self._issued_s[task.id], started, self._device.record(stream)
+            task, issued_s, started, device.record(stream, timed=self.timed)
         )
         if task.id in self._observed:
             self._under_way.append(task.id)
         else:
             self._landed.append(TaskDone(task.id))
 
-    def _stream(self, lane: Lane) -> Stream:
-        stream = self._streams.get(lane.name)
-        if stream is None:
-            stream = self._streams[lane.name] = self._device.lane(lane.name)
-            self._device.wait(stream, self._opened)
-        return stream
+    def _start(self, task: Task, stream: Stream, handle: int) -> TaskFailed | None:
+        """Puts a task's work on its stream; the failure, if memory runs out."""
+        if task.is_exchange:
+            assert self._wire is not None
+            sends = [(self._bytes_of(m), m.peer) for m in task.sends]
+            recvs = [(self._bytes_of(m), m.peer) for m in task.recvs]
+            self._wire.exchange(sends, recvs, handle)
+            return None
+        if self._inside_of is not stream:
+            self._leave()
+            self._inside = self._device.on(stream)
+            self._inside.__enter__()
+            self._inside_of, self.stream = stream, handle
+        does = self._what_does(task)
+        try:
+            does(task.op)
+        except (MemoryError, RuntimeError, BurstError) as error:
+            return self._failure(task, error)
+        return None
+
+    def _leave(self) -> None:
+        """Makes the stream current again that was current before the run."""
+        inside, self._inside, self._inside_of, self.stream = self._inside, None, None, None
+        if inside is not None:
+            inside.__exit__(None, None, None)
+
+    def _stream(self, lane: str) -> tuple[Stream, int]:
+        stream = self._device.lane(lane)
+        self._device.wait(stream, self._opened)
+        found = self._streams[lane] = stream, self._device.handle(stream)
+        return found
 
     def _poll(self) -> list[Event]:
         if self._held and (self._caller_done or self._device.happened(self._opened)):

@@ -19,6 +19,7 @@ from burst_rt.kernels.base import (
     PARTIALS,
     QKV,
     Gradients,
+    Kept,
     Kernel,
     Results,
     ScoreOptions,
@@ -26,9 +27,9 @@ from burst_rt.kernels.base import (
     Tile,
     Upstream,
     Work,
-    deterministic,
     sum_dtype,
 )
+from burst_rt.kernels.conditions import deterministic
 from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.cpu_bf16 import CpuBf16Kernel
 from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
@@ -37,9 +38,9 @@ from burst_rt.kernels.triton import TritonKernel
 from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
 __all__ = [
-    "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "KernelChoice", "Results",
-    "ScoreOptions", "State", "Tile", "Upstream", "Work", "deterministic", "pick", "pick_decode",
-    "sum_dtype",
+    "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kept", "Kernel", "KernelChoice",
+    "Results", "ScoreOptions", "State", "Tile", "Upstream", "Work", "deterministic", "pick",
+    "pick_decode", "sum_dtype",
 ]  # fmt: skip
 
 KERNELS: dict[str, Kernel] = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -24,8 +24,8 @@ from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.problem import ScoreFlags, TileShape
 
 __all__ = [
-    "DTYPES", "PARTIALS", "QKV", "Gradients", "Kernel", "Places", "Results", "ScoreOptions",
-    "State", "Tile", "Upstream", "Work", "deterministic", "fold", "some_of", "sum_dtype", "too_old",
+    "DTYPES", "PARTIALS", "QKV", "Gradients", "Kept", "Kernel", "PairOfRows", "Places", "Results",
+    "ScoreOptions", "State", "Tile", "Upstream", "Work", "fold", "some_of", "sum_dtype",
     "write_from_sums",
 ]  # fmt: skip
 
@@ -170,6 +170,13 @@ class State(NamedTuple):
         torch.add(self.m, torch.log(self.l), out=self.lse)
 
 
+class Kept(NamedTuple):
+    """What a kernel may keep of one task, of one scale and softcap, from call to call."""
+
+    entries: dict[object, Any]  # the kernel's own, kept as long as the plan
+    stream: int  # the handle of the current stream, which is one of the current device
+
+
 class Tile(NamedTuple):
     """A tile to compute.
 
@@ -192,6 +199,9 @@ class Tile(NamedTuple):
     # The number in the whole call of the tile's first query head.
     first_head: int = 0
     score_options: ScoreOptions = ScoreOptions()
+    kept: Kept | None = None  # None: nothing is kept
+    # The side, "q" or "kv", whose gradients' sums hold nothing yet, not even zeros (`starts_sums`).
+    new_sums: str = ""
 
     @property
     def only(self) -> bool:
@@ -262,6 +272,9 @@ class Work(NamedTuple):
         return self.head_dim, self.v_head_dim or self.head_dim
 
 
+# The two rows of each query that `Kernel.delta` writes, as one tensor or as two.
+PairOfRows: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+
 # The positions of a tile's rows and of its columns, by runs.
 Places = tuple[tuple[range, ...], tuple[range, ...]]
 
@@ -273,6 +286,8 @@ class Kernel(Protocol):
     """
 
     name: str
+    # Whether `backward` takes sums that hold nothing yet (`Tile.new_sums`).
+    starts_sums: bool = False
     # Factor of the scores in the m of a state into which the kernel folds tiles.
     m_scale: float = 1.0
 
@@ -285,6 +300,13 @@ class Kernel(Protocol):
         "auto" takes only kernels that say True.
         """
         return True
+
+    def writes_results(self, work: Work, tile: TileShape) -> bool:
+        """Whether `forward` leaves acc, m and l of the state of a call's only tile alone.
+
+        Arguments and default: those of `writes_gradients`.
+        """
+        return False
 
     def writes_gradients(self, work: Work, tile: TileShape) -> bool:
         """Whether `backward` can write the gradients of a call's only tile, without wider sums.
@@ -303,11 +325,13 @@ class Kernel(Protocol):
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """Folds the pieces into the rows of `state` that they cover.
 
-        Starts the state (`State.start`) before the first tile and finishes it after the last.
+        Starts the state (`State.start`) before the first tile and finishes it after the last. With
+        the only tile of its call, a kernel that `writes_results` may get a state whose acc is out,
+        and whose m and l are lse.
         """
 
-    def delta(self, results: Results, rows: torch.Tensor) -> None:
-        """Writes what `backward` needs of each query to `rows` `[2, batch, heads, q_len]`.
+    def delta(self, results: Results, rows: PairOfRows, kept: Kept | None = None) -> None:
+        """Writes what `backward` needs of each query to `rows`: two of `[batch, heads, q_len]`.
 
         rows[0] is lse, or +inf where lse is -inf. Such a row saw no key; with +inf its
         probabilities exp(score - lse), and so its gradients, are 0. rows[1] is delta = rowsum(dout
@@ -372,24 +396,6 @@ def write_from_sums(grads: Gradients, add: Callable[[Gradients], object]) -> Non
     for x, total in zip(grads, sums, strict=True):
         if x is not None and total is not None:
             x.copy_(total)
-
-
-def too_old(name: str, device: torch.device) -> str | None:
-    """Why a kernel cannot run on a GPU that is too old for it, or None."""
-    capability = torch.cuda.get_device_capability(device)
-    return (
-        None
-        if capability >= (8, 0)
-        else f"the {name} kernel takes GPUs of compute capability 8.0 or newer, got {capability}"
-    )
-
-
-def deterministic() -> bool:
-    """Whether torch.use_deterministic_algorithms(True) is in force, not as a warning only."""
-    return (
-        torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
 
 
 def fold(

@@ -32,11 +32,10 @@ from burst_rt.kernels.base import (
     Tile,
     Upstream,
     Work,
-    deterministic,
     fold,
-    too_old,
     write_from_sums,
 )
+from burst_rt.kernels.conditions import deterministic, too_old
 from burst_rt.kernels.stand_in import stand_ins_in_16_bits
 from burst_rt.planning.masks import Piece, Shape
 from burst_rt.planning.problem import TileShape
@@ -134,6 +133,12 @@ class _VendorKernel(Kernel):
         The backward adds up in an order that differs every time.
         """
         return forward
+
+    def writes_results(self, work: Work, tile: TileShape) -> bool:
+        """See `Kernel.writes_results`: where a single call does all of the tile."""
+        (pieces,) = work.tiles
+        calls = list(_calls(pieces))
+        return not work.scores.sinks and [call.rows for call in calls] == [slice(0, tile.q_len)]
 
     def writes_gradients(self, work: Work, tile: TileShape) -> bool:
         """See `Kernel.writes_gradients`: where a single call does all of the tile."""

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 from torch.nn.functional import pad
 
-from burst_rt.kernels.base import too_old
+from burst_rt.kernels.conditions import too_old
 from burst_rt.recurrence.base import (
     Recurrence,
     RecurrenceWork,

@@ -50,8 +50,8 @@ __all__ = ["CallCounts", "Cluster", "Machine", "Mark", "SlotPool", "Slots"]
 
 # Maximum size of a set of slots that is kept between calls on the host.
 _SMALL_BYTES = 1 << 20
-# Maximum number of calls that wait for their times to be read. Reading the times costs time, so it
-# is put off until somebody asks for statistics.
+# Number of calls that wait for their times to be read. Reading the times costs time, so it is put
+# off until somebody asks for statistics; beyond that number each call reads those of one.
 _UNREAD_UP_TO = 64
 
 
@@ -131,6 +131,16 @@ class Machine:
     def caller(self) -> Stream | None:
         """The stream of the caller's work; None on the host."""
         return None if self._streams is None else self._streams.caller()
+
+    def straight_stream(self) -> int | None:
+        """The handle of the caller's stream, for work that needs no driver.
+
+        None on the host, and where another device is the current one. Does not block.
+        """
+        streams = self._streams
+        if streams is None or not streams.is_current():
+            return None
+        return streams.handle(streams.caller())
 
     def take(self, key: object, make: Callable[[], Slots]) -> Slots:
         """Slots for one call: idle slots of the same `key` (the very same object), or new slots.
@@ -269,15 +279,23 @@ class CallCounts:
         transport = self._transport
         return Mark(time.perf_counter(), transport.bytes_sent, transport.bytes_received)
 
+    def count_alone(self, started_s: float) -> None:
+        """Counts a call that needed no driver. started_s: the clock as it began."""
+        self._calls += 1
+        self._total_s += time.perf_counter() - started_s
+
     def count(self, driver: BaseDriver, mark: Mark) -> None:
         """Counts a call that has been performed."""
         self._calls += 1
         self._sent += self._transport.bytes_sent - mark.sent
         self._received += self._transport.bytes_received - mark.received
         self._total_s += time.perf_counter() - mark.started_s
-        self._unread.append(driver)
-        if len(self._unread) > _UNREAD_UP_TO:
-            self._read_times()
+        if not driver.ends_later:
+            self._add(driver)
+        elif driver.timed:
+            self._unread.append(driver)
+            if len(self._unread) > _UNREAD_UP_TO:
+                self._read_first()
 
     def stats(self) -> Stats:
         """The counts so far. On a device, times cover only the calls that have ended."""
@@ -288,7 +306,16 @@ class CallCounts:
 
     def _read_times(self) -> None:
         """Adds the times of the calls that have ended."""
-        while self._unread and self._unread[0].settled():
-            driver = self._unread.popleft()
-            self._compute_s += driver.compute_s
-            self._wait_s += driver.wait_s
+        while self._unread and self._read_first():
+            pass
+
+    def _read_first(self) -> bool:
+        """Adds the times of the first call, if it has ended."""
+        if not self._unread[0].settled():
+            return False
+        self._add(self._unread.popleft())
+        return True
+
+    def _add(self, driver: BaseDriver) -> None:
+        self._compute_s += driver.compute_s
+        self._wait_s += driver.wait_s

@@ -65,18 +65,30 @@ def _refuses(x: object) -> InputError | None:
 def gather_last_run(runtime: Runtime) -> list[tuple[Graph, list[Span]]]:
     """Every rank's graph and trace of its last run; blocks as `Context.gather_last_run` does.
 
-    Raises InputError on every rank where nothing has run yet.
+    Raises InputError on every rank where nothing has run yet, and where the last run took no times.
     """
     if runtime.last_run is None:
         runtime.refuse(
             "gather_last_run", InputError("gather_last_run: nothing has run on this context yet")
         )
     graph, driver = runtime.last_run
-    driver.settle(runtime.timeout_s)
+    timed = driver is not None and driver.timed
+    if driver is not None and timed:
+        driver.settle(runtime.timeout_s)
+    runtime.timed = True
     # Unpickling is safe: only ranks of this job send on the control group's communicator.
-    payload = pickle.dumps((graph, list(driver.trace)))
+    payload = pickle.dumps((graph, list(driver.trace)) if driver is not None and timed else None)
     pending = runtime.collective(
         {"call": "gather_last_run"}, lambda: runtime.control.allgather(payload)
     )
-    gathered: list[tuple[Graph, list[Span]]] = [pickle.loads(raw) for raw in pending.result()]
-    return gathered
+    gathered: list[tuple[Graph, list[Span]] | None] = [
+        pickle.loads(raw) for raw in pending.result()
+    ]
+    timed_runs = [run for run in gathered if run is not None]
+    if len(timed_runs) < len(gathered):
+        raise InputError(
+            "gather_last_run: the last run took no times on "
+            f"{len(gathered) - len(timed_runs)} of {len(gathered)} ranks, because nobody had asked "
+            "for times of their GPUs; from now on runs take them: make the call again"
+        )
+    return timed_runs

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn, TypeVar
 
@@ -26,6 +26,7 @@ from burst_rt.drivers import (
     Watch,
     Watchdog,
     as_device_error,
+    failure_of,
 )
 from burst_rt.drivers.device import DeviceEvent
 from burst_rt.errors import (
@@ -43,12 +44,14 @@ from burst_rt.runtime.machine import CallCounts, Machine
 from burst_rt.runtime.observer import Observer
 from burst_rt.runtime.process import process
 from burst_rt.runtime.stats import Stats
-from burst_rt.scheduler import Graph, run
+from burst_rt.scheduler import Graph, Task, run
 from burst_rt.transport import ControlGroup, LocalTransport, Pending
 
 __all__ = ["Runtime"]
 
 _P = TypeVar("_P", bound=Pending)
+# A task, and what puts its work onto the caller's stream.
+_Step = tuple[Task, Callable[[], None]]
 
 
 class _Exclusive:
@@ -123,7 +126,10 @@ class Runtime:
                 machine.wire, self.watch, timeout_s, machine.enter_to_watch, self._give_up
             )
         # The graph that the last call ran, and the driver that has the trace.
-        self.last_run: tuple[Graph, BaseDriver] | None = None
+        # Without a driver where the call needed none.
+        self.last_run: tuple[Graph, BaseDriver | None] | None = None
+        # Whether somebody has asked for the times of calls on a device: they cost each call.
+        self.timed = False
         self.broken: BaseException | None = None
         self._number = 0
         self.forward = 0  # in a backward the number of the call that is differentiated
@@ -204,6 +210,7 @@ class Runtime:
                 opening=opening, timeout_s=self.timeout_s,
                 stall_s=self.timeout_s if several else self.stall_s, takes=bound.takes,
                 flight=self.flight, one_of_several=several,
+                timed=self.takes_times or not bound.counted,
             )  # fmt: skip
             schedule, observer = bound.schedule, self.observer
             with _InCall(self, contract.call):
@@ -233,6 +240,44 @@ class Runtime:
             if bound.counted:
                 self._counts.count(driver, mark)
             return driver, free
+
+    @property
+    def takes_times(self) -> bool:
+        """Whether the times of a call's tasks are taken on a device. A host's always are."""
+        return self.timed or self.observer is not None
+
+    def perform_straight(
+        self, contract: Contract, graph: Graph, steps: Sequence[_Step], takes: Callable[[], str]
+    ) -> None:
+        """Performs a call of a rank that is alone, where nothing is sent and nothing awaited.
+
+        Does not block: the steps put their work onto the caller's stream, and take no times.
+
+        steps: the tasks of the graph, each with what it does. takes: see `BoundSchedule.takes`.
+        Raises what `perform` raises.
+        """
+        with self._exclusive:
+            self._enter()
+            started_s, flight = time.perf_counter(), self.flight
+            if flight is not None:
+                flight.enter(self._number, contract.call)
+            for task, does in steps:
+                if flight is not None:
+                    flight.task(task.name)
+                try:
+                    does()
+                except BaseException as raised:
+                    failure = failure_of(task, raised, self.rank, takes)
+                    error = failure or as_device_error(raised, self.rank)
+                    self._kept.append(steps)
+                    self._break(error)
+                    if error is not raised:
+                        raise error from raised
+                    raise
+            if flight is not None:
+                flight.leave()
+            self.last_run = (graph, None)
+            self._counts.count_alone(started_s)
 
     def _failure(
         self,
@@ -323,8 +368,10 @@ class Runtime:
     def stats(self) -> Stats:
         """Counts and times of the counted calls so far. Does not block.
 
-        On a device, compute_s and wait_s cover only the calls that have ended.
+        On a device, compute_s and wait_s cover only the calls that have ended, and that were made
+        after `stats` was called first.
         """
+        self.timed = True
         return self._counts.stats()
 
     def close(self, code: int = 0, error: str = "") -> None:
@@ -376,11 +423,12 @@ class Runtime:
         left.
         """
         self.check_usable()
-        try:
-            self.watch.require_all()
-        except BaseException as error:
-            self._break(error)
-            raise
+        if self.world_size > 1:
+            try:
+                self.watch.require_all()
+            except BaseException as error:
+                self._break(error)
+                raise
         self._number += 1
 
     def _agree(

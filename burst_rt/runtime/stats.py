@@ -13,7 +13,7 @@ class Stats(NamedTuple):
     calls: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    compute_s: float = 0.0  # seconds in compute tasks
+    compute_s: float = 0.0  # seconds in compute tasks; on a GPU see `Context.stats`
     # Seconds that the compute lane idled while a transfer was under way: exposed communication and
     # late peers together.
     wait_s: float = 0.0

@@ -231,6 +231,7 @@ class Bench:
         layout = self.ctx.layout(tokens, shape.kind)
         q, k, v, dout = inputs(shape, layout.shard_len)
         idle: dict[str, list[WorstIdle]] = {"forward": [], "backward": []}
+        self.ctx.stats()  # from here on, GPUs take times
         for _ in range(self.repeats + 1):
             out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
             for direction in idle:

@@ -78,6 +78,7 @@ class Calibration:
         max_tokens: int,
     ) -> None:
         self.ctx = ctx
+        ctx.stats()  # from here on, GPUs take times
         self.max_tokens = max_tokens
         self.heads, self.head_dim, self.dtype, self.repeats = heads, head_dim, dtype, repeats
         self.per_node = ctx.runtime.machine.ranks_per_node

@@ -17,6 +17,7 @@ from worlds import Case, attend, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal
+from burst_rt.drivers.device import TorchDevice
 from burst_rt.errors import InputError
 
 _WHOLE = torch.__version__ >= "2.13"
@@ -131,3 +132,110 @@ def test_the_cpu_gives_the_same_within_rounding() -> None:
     on_gpu = attend_over_threads(2, case, device="cuda", timeout_s=60)
     for field, error in errors_of(on_gpu, on_cpu).items():
         assert error < 2 * ERROR[torch.float32], (field, error)
+
+
+# Tests poison memory, and calls that poison it take the way of all other calls; so the tests of the
+# straight way switch that off.
+
+
+def _slow(made: torch.Tensor) -> torch.Tensor:
+    """`made`, some 25 ms later on the current stream; zeros until then."""
+    late = torch.zeros_like(made)
+    torch.cuda._sleep(50_000_000)
+    return late.copy_(made)
+
+
+@pytest.mark.parametrize("kernel", ["triton", "auto"])
+def test_one_tile_goes_to_the_callers_stream(kernel: str) -> None:
+    """A call of one rank on a side stream, right behind slow work on it, forward and backward; then
+    the same from another stream: kept launches and tables serve both.
+    """
+    with burst_rt.init(device="cuda", kernel=kernel) as ctx:
+        ctx.attention.poison = False
+        layout = ctx.layout(512)
+        ready = [torch.randn(1, 512, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+
+        def call(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+            out = burst_rt.burst_attention(q, k, v, causal=True, layout=layout)
+            assert isinstance(out, torch.Tensor)
+            return [out, *torch.autograd.grad(out, (q, k, v), inputs[3])]
+
+        wanted = call(ready)
+        torch.cuda.synchronize()
+        for _ in range(2):  # the second time launches are kept for these streams
+            for stream in (torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Stream()):
+                with torch.cuda.stream(stream):
+                    found = call([_slow(x) for x in ready])
+                    found = [x + 0 for x in found]
+                torch.cuda.synchronize()
+                for x, y in zip(found, wanted, strict=True):
+                    assert torch.equal(x, y)
+
+
+def test_memory_of_one_tile_is_its_streams() -> None:
+    """All tensors of a call are dropped right behind it, and another stream's work takes memory at
+    once: the call's results are right all the same.
+    """
+    with burst_rt.init(device="cuda", kernel="triton") as ctx:
+        ctx.attention.poison = False
+        layout = ctx.layout(2048)
+        side = torch.cuda.Stream()
+        inputs = [
+            torch.randn(1, 2048, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+        ]
+        wanted = burst_rt.burst_attention(*inputs, causal=True, layout=layout)
+        assert isinstance(wanted, torch.Tensor)
+        torch.cuda.synchronize()
+        sums = []
+        for _ in range(20):
+            late = [_slow(x) for x in inputs[:1]] + [x * 1 for x in inputs[1:]]
+            out = burst_rt.burst_attention(*late, causal=True, layout=layout)
+            assert isinstance(out, torch.Tensor)
+            sums.append(out == wanted)
+            del late, out
+            with torch.cuda.stream(side):
+                garbage = [torch.full_like(x, torch.nan) for x in inputs * 4]
+                del garbage
+        torch.cuda.synchronize()
+        assert all(bool(same.all()) for same in sums)
+
+
+def test_a_call_of_one_tile_has_no_event_until_times_are_asked_for() -> None:
+    case = _CASES["bf16"]
+    inputs = case.inputs()
+    with burst_rt.init(device="cuda", kernel="triton") as ctx:
+        ctx.attention.poison = False
+        found = attend(ctx, case, inputs)
+        assert ctx.runtime.last_run is not None
+        assert ctx.runtime.last_run[1] is None
+        with pytest.raises(InputError, match="took no times"):
+            ctx.gather_last_run()
+        timed = attend(ctx, case, inputs)
+        assert ctx.stats().calls == 4
+        ((graph, trace),) = ctx.gather_last_run()
+        assert {span.task for span in trace} == {task.id for task in graph.tasks}
+        torch.cuda.synchronize()
+        assert ctx.stats().compute_s > 0
+    for x, y in zip(found, timed, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or y is None or torch.equal(x, y)
+
+
+def test_events_are_used_again_and_again() -> None:
+    """A device makes no more events once calls are warm, and waits stay right."""
+    case = _CASES["bf16"]
+    with burst_rt.init(device="cuda", kernel="triton") as ctx:
+        ctx.attention.poison = False
+        device = ctx.runtime.machine._streams
+        assert isinstance(device, TorchDevice)
+        runs, idle = [], []
+        for _ in range(20):
+            ctx.stats()  # calls take times, which are read here
+            runs.append(attend(ctx, case, case.inputs()))
+            torch.cuda.synchronize()
+            idle.append(sum(map(len, device._idle)))
+        assert idle[-1] <= idle[4]
+    for other in runs[1:]:
+        for x, y in zip(runs[0], other, strict=True):
+            assert x is None or y is None or torch.equal(x, y)

@@ -5,14 +5,20 @@ and how a run ends.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from graphs import problem
 
-from burst_rt import errors
+from burst_rt import Causal, errors
+from burst_rt.planning.choose import choose
 from burst_rt.scheduler import (
     COMPUTE,
+    CONTROL,
+    NCCL_LANES,
     NETWORK,
     Abort,
     Driver,
@@ -483,3 +489,69 @@ def test_random_graphs_run_to_their_end_under_validation() -> None:
             ]
             instructions = engine.handle(_done(*batch))
         assert set(engine.state) == {TaskState.DONE}
+
+
+def _rings() -> Iterator[Graph]:
+    """The graphs of ranks over NCCL, of both directions."""
+    for world_size, forward in product((1, 2, 5), (True, False)):
+        for strategy in ("ring-kv", "burst", "direct", "hybrid:1"):
+            p = problem(64 * world_size, 64 * world_size, world_size, mask=Causal())
+            program = choose(p, strategy, forward=forward).program
+            for rank in range(world_size):
+                yield program.graph(rank, NCCL_LANES)
+
+
+def test_where_all_tasks_go_onto_streams_two_batches_are_what_an_engine_issues() -> None:
+    """The same tasks in the same order, each after the same ones, be it by an earlier wait."""
+    fewer = 0
+    for graph in _rings():
+        schedule = Schedule.of(graph)
+        assert schedule.batches is not None
+        with_engine, without = _ScriptedDriver({}), _ScriptedDriver({})
+        run(schedule, with_engine, validate=True)
+        run(schedule, without)
+        assert [task for task, _ in without.issued] == [task for task, _ in with_engine.issued]
+        assert len(without.issued) == len(graph.tasks)
+        assert _waited_for(schedule, without.issued) == _waited_for(schedule, with_engine.issued)
+        fewer += sum(len(after) for _, after in with_engine.issued)
+        fewer -= sum(len(after) for _, after in without.issued)
+    assert fewer > 0
+
+
+def _waited_for(
+    schedule: Schedule, issued: Sequence[tuple[int, tuple[int, ...]]]
+) -> dict[int, dict[int, int]]:
+    """By task, for each other lane: how many of its tasks have ended before the task begins."""
+    lanes, given = schedule.lane_of, defaultdict[int, list[int]](list)
+    reached, found = defaultdict[int, dict[int, int]](dict), {}
+    for task, after in issued:
+        own = lanes[task]
+        for other in after:
+            number = given[lanes[other]].index(other) + 1
+            reached[own][lanes[other]] = max(number, reached[own].get(lanes[other], 0))
+        given[own].append(task)
+        found[task] = dict(reached[own])
+    return found
+
+
+def test_there_are_no_batches_where_the_host_awaits_a_task() -> None:
+    stream, copy = replace(_STREAM, max_in_flight=1), CONTROL
+    assert _schedule(_chain(_STREAM, _COPY, _STREAM)).batches is not None
+    assert _schedule(_chain(copy, _STREAM, _COPY)).batches is not None
+    for lanes in ((_STREAM, _FREE), (_STREAM, _OTHER_DEVICE), (stream, _COPY), (_FREE, _STREAM)):
+        assert _schedule(_chain(*lanes)).batches is None
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_in_batches_an_engine_hears_of_all_but_the_ends_of_issued_tasks(at: int) -> None:
+    schedule = _schedule(_chain(CONTROL, _STREAM, _COPY, _STREAM))
+    for event, error in (
+        (TaskFailed(at, _BAD), "it burnt"),
+        (PeerGone(3, "its process died"), "rank 3 was lost: its process died"),
+        (TaskDone(7), "names no task of this graph"),
+    ):
+        driver = _ScriptedDriver({at: event})
+        with pytest.raises(errors.BurstError, match=error):
+            run(schedule, driver)
+        assert len(driver.issued) == (1 if at == 0 else 4)
+        assert driver.aborted == 1

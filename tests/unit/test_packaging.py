@@ -350,7 +350,7 @@ _PURE = {
     f"{_CORE}.policy": {f"{_CORE}.graph", "collections.abc", "typing"},
     f"{_CORE}.engine": {
         "burst_rt.errors", f"{_CORE}.graph", f"{_CORE}.policy",
-        "array", "collections.abc", "dataclasses", "enum", "heapq", "typing",
+        "array", "collections.abc", "dataclasses", "enum", "functools", "heapq", "typing",
     },
     f"{_CORE}.loop": {f"{_CORE}.engine", f"{_CORE}.graph", "collections.abc", "typing"},
     f"{_CORE}.verify": {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from burst_rt.drivers import Progress, flat_bytes
 from burst_rt.kernels import (
     QKV,
     Gradients,
+    Kept,
     Results,
     ScoreOptions,
     State,
@@ -42,7 +43,10 @@ from burst_rt.planning.strategies import Ring
 from burst_rt.runtime.machine import Machine, Slots
 from burst_rt.transport.staged import ToDevice, ToHost
 
-__all__ = ["RUNS", "BackwardRun", "Binding", "ForwardRun", "Run", "RunTypes", "SlotRun", "dense"]
+__all__ = [
+    "RUNS", "BackwardRun", "Binding", "ForwardRun", "Run", "RunTypes", "SlotRun", "dense",
+    "placed_tile",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,20 +214,21 @@ class Run(SlotRun):
 
     def tile(self, op: TileOperation) -> Tile:
         """The tile of a travelling block with the shard at home."""
-        moved, stays = self.ring.travelling[op.owner][op.block], self.ring.resident[self.rank]
-        q, kv = (moved, stays) if self.ring.queries_travel else (stays, moved)
-        return Tile(
-            pieces=op.pieces,
-            q_positions=q,
-            kv_positions=kv,
-            mask=self.problem.mask,
-            scale=self.scale,
-            progress=self.progress,
-            first=op.first,
-            last=op.last,
-            first_head=self.first_head,
-            score_options=self.score_options,
-        )
+        kept = self.kept((id(op), self.scale, self.score_options.softcap))
+        return placed_tile(
+            self.ring, self.rank, op, scale=self.scale, progress=self.progress,
+            first_head=self.first_head, score_options=self.score_options, kept=kept,
+        )  # fmt: skip
+
+    def kept(self, key: object) -> Kept | None:
+        """What the kernel keeps of a task with the plan, where the task's work goes to a stream."""
+        driver = self.progress.driver
+        if driver is None or driver.stream is None:
+            return None
+        entries = self.plan.kept.get(key)
+        if entries is None:
+            entries = self.plan.keep(key, {})
+        return Kept(entries, driver.stream)
 
     def at(self, tensors: Tensors, op: TileOperation) -> dict[Role, torch.Tensor]:
         """The tensors that an operation names.
@@ -283,14 +288,17 @@ class ForwardRun(Run):
             self.bind_input(role, x)
         dtype = self.plan.key.dtype
         out = self.fresh(*self.shape(Role.OUT), dtype=dtype)
-        acc = out if dtype == self.wide else self.fresh(*self.shape(Role.OUT), dtype=self.wide)
+        alone = dtype == self.wide or self.plan.writes_results
+        acc = out if alone else self.fresh(*self.shape(Role.OUT), dtype=self.wide)
         self.out, self.lse = out, self.fresh(*self.shape(Role.LSE), dtype=self.wide)
         self.operations |= {ForwardTile: self._forward, FinishRows: self._finish}
         self.bind_state(acc)
 
     def bind_state(self, acc: torch.Tensor) -> None:
         """Makes the running state of this rank's queries around its acc, which may be out."""
-        m, total = (self.fresh(*self.shape(Role.LSE), dtype=self.wide) for _ in range(2))
+        m = total = self.lse
+        if not self.plan.writes_results:
+            m, total = (self.fresh(*self.shape(Role.LSE), dtype=self.wide) for _ in range(2))
         self.state = State(acc, m, total, self.out, self.lse)
 
     def _forward(self, op: ForwardTile) -> None:
@@ -369,6 +377,8 @@ class BackwardRun(Run):
         for part, (start, stop) in enumerate(self.bounds(queries=True)):
             rows = self.fresh(2, batch, heads, stop - start, dtype=self.wide)
             self.bind_part(Role.ROWS, part, rows)
+        # lse and delta of each block that a tile has read, by the id of the two in one.
+        self._pairs: dict[int, tuple[torch.Tensor, ...]] = {}
         self.sums: dict[Role, torch.Tensor] = {}
         for role, needed in zip(GRADIENTS, self.problem.needs_grad, strict=True):
             if needed:
@@ -398,16 +408,25 @@ class BackwardRun(Run):
         self.storage.clear()
         self.memory.clear()
         self.tensors.clear()
+        self._pairs.clear()
         dtype = self.plan.key.dtype
         return Gradients(
             *(self.sums.pop(role).to(dtype) if role in self.sums else None for role in GRADIENTS)
         )
 
     def _backward(self, op: BackwardTile) -> None:
-        x, sums = self.reads(op), self.sums_at(op)
-        upstream = Upstream(x[Role.DOUT], *x[Role.ROWS])
+        x, new = self.reads(op), ""
+        if op.starts_sums and self.kernel.starts_sums:
+            sums = self.at(op.adds, op)
+            if not all(part in self.tensors for _, part in op.adds):
+                new = "q" if self.ring.queries_travel else "kv"
+        else:
+            sums = self.sums_at(op)
+        rows = x[Role.ROWS]
+        pair = self._pairs.get(id(rows)) or self._pairs.setdefault(id(rows), rows.unbind())
         only = self.plan.writes_gradients  # else what the tile adds to has been zeroed
-        tile = self.tile(op)._replace(first=only, last=only)
+        tile = self.tile(op)._replace(first=only, last=only, new_sums=new)
+        upstream = Upstream(x[Role.DOUT], *pair)
         self.kernel.backward(_qkv(x), upstream, tile, Gradients(*map(sums.get, GRADIENTS)))
 
     def make_delta(self, op: Delta) -> None:
@@ -424,7 +443,7 @@ class BackwardRun(Run):
             dout[:, start:stop],
             None if dlse is None else dlse[:, :, start:stop],
         )
-        self.kernel.delta(results, rows)
+        self.kernel.delta(results, rows, self.kept(("delta", start)))
         if self.dsinks is not None:
             assert self._sinks is not None
             # The sink is a key of probability exp(sink - lse) and of value 0: the gradient of its
@@ -455,12 +474,27 @@ def _forward_run(binding: Binding) -> ForwardRun:
 RUNS = RunTypes(_forward_run, BackwardRun)
 
 
+def placed_tile(ring: Ring, rank: int, op: TileOperation, **others: Any) -> Tile:
+    """The tile of a travelling block with a rank's shard. others: what the call brings."""
+    moved, stays = ring.travelling[op.owner][op.block], ring.resident[rank]
+    q, kv = (moved, stays) if ring.queries_travel else (stays, moved)
+    return Tile(
+        pieces=op.pieces,
+        q_positions=q,
+        kv_positions=kv,
+        mask=ring.problem.mask,
+        first=op.first,
+        last=op.last,
+        **others,
+    )
+
+
 def _head_dim(problem: Problem, role: Role) -> int:
     return problem.v_head_dim if role.values else problem.head_dim
 
 
 def _qkv(tensors: dict[Role, torch.Tensor]) -> QKV:
-    return QKV(*(tensors[role] for role in INPUTS))
+    return QKV(tensors[Role.Q], tensors[Role.K], tensors[Role.V])
 
 
 def _state(tensors: dict[Role, torch.Tensor]) -> State:
@@ -471,4 +505,6 @@ def _state(tensors: dict[Role, torch.Tensor]) -> State:
 
 def dense(x: torch.Tensor) -> torch.Tensor:
     """x as kernels take it: itself, or a copy for a broadcast or a strided last dimension."""
+    if x.is_contiguous():
+        return x
     return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()

@@ -10,6 +10,7 @@ from burst_rt.kernels.base import Results
 from burst_rt.kernels.triton.blocks import load_rows
 from burst_rt.kernels.triton.configs import Config, block_width
 from burst_rt.kernels.triton.launch import strides
+from burst_rt.kernels.triton.start import Launch, launch_of
 
 __all__ = ["delta_kernel", "launch_delta"]
 
@@ -81,19 +82,23 @@ def delta_kernel(
     tl.store(p_delta + in_row, tl.where(b_blind, 0.0, b_delta), mask=inside)
 
 
-def launch_delta(results: Results, rows: torch.Tensor, config: Config, interpret: bool) -> None:
-    """Starts `delta_kernel`, which writes `rows` `[2, batch, heads, q_len]`.
+def launch_delta(
+    results: Results, rows: tuple[torch.Tensor, torch.Tensor], config: Config, interpret: bool
+) -> Launch | None:
+    """Starts `delta_kernel`, which writes `rows`, each `[batch, heads, q_len]`.
 
-    Does not wait for the device.
+    Returns what can be kept. Does not wait for the device.
     """
     out, lse, dout, dlse = results
     batch, q_len, heads, head_dim = dout.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     dlse_or_lse = lse if dlse is None else dlse
-    delta_kernel[grid](
-        dout, out, lse, dlse_or_lse, rows[0], rows[1], *strides(dout), *strides(out),
-        *lse.stride(), *dlse_or_lse.stride(), heads, q_len,
-        HEAD_DIM=head_dim, BLOCK_D=block_width(head_dim), BLOCK_M=config.block_m,
-        HAS_DLSE=dlse is not None, INTERPRET=interpret,
+    rest = (
+        *strides(dout), *strides(out), *lse.stride(), *dlse_or_lse.stride(), heads, q_len,
+        head_dim, block_width(head_dim), config.block_m, dlse is not None, interpret,
+    )  # fmt: skip
+    compiled = delta_kernel[grid](
+        dout, out, lse, dlse_or_lse, *rows, *rest,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+    return launch_of(compiled, grid, rest)

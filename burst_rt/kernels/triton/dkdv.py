@@ -22,8 +22,9 @@ from burst_rt.kernels.triton.blocks import (
     zeros_for_sums,
 )
 from burst_rt.kernels.triton.configs import Config
-from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
+from burst_rt.kernels.triton.launch import TileArguments, both_of, constants_of, strides
 from burst_rt.kernels.triton.scores import ScoreArguments, places_of, subtract_slope, tanh
+from burst_rt.kernels.triton.start import Launch, launch_of
 from burst_rt.kernels.triton.work import (
     VARYING,
     line_of,
@@ -315,28 +316,25 @@ def dkdv_kernel(
 
 def launch_dkdv(
     qkv: QKV, upstream: Upstream, grads: Gradients, arguments: TileArguments, config: Config
-) -> None:
-    """Starts `dkdv_kernel`, which adds to dk and dv; for the only tile of a call, it writes them.
+) -> Launch | None:
+    """Starts `dkdv_kernel`, which adds to dk and dv; where they hold nothing yet, it writes them.
 
-    One of dk and dv may be None. Does not wait for the device.
+    One of dk and dv may be None. Returns what can be kept. Does not wait for the device.
     """
     (q, k, v), dout = qkv, upstream.dout
     batch, kv_len, kv_heads, _ = k.shape
     grid = (triton.cdiv(kv_len, config.block_n) * batch * kv_heads,)
-    # A gradient that is not needed gets the other gradient's tensor, which the kernel then does not
-    # touch for it.
-    dk = grads.dv if grads.dk is None else grads.dk
-    dv = grads.dk if grads.dv is None else grads.dv
-    assert dk is not None
-    assert dv is not None
-    dkdv_kernel[grid](
-        *qkv, *upstream, dk, dv, *arguments.tables, *arguments.places,
+    dk, dv = both_of(grads)
+    rest = (
+        *arguments.tables, *arguments.places,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk),
         *strides(dv), kv_heads, q.shape[2] // kv_heads,
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale,
         arguments.scale_log2, arguments.cap_scale,
-        **constants_of(
-            arguments, config, q, k, v, dout, ADDS=not arguments.only,
-            NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None,
-        ),
     )  # fmt: skip
+    constants = constants_of(
+        arguments, config, q, k, v, dout, ADDS=arguments.adds("kv"),
+        NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None,
+    )  # fmt: skip
+    compiled = dkdv_kernel[grid](*qkv, *upstream, dk, dv, *rest, **constants)
+    return launch_of(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

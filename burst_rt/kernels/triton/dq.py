@@ -18,6 +18,7 @@ from burst_rt.kernels.triton.blocks import load_block, put_rows, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
 from burst_rt.kernels.triton.scores import ScoreArguments, places_of, subtract_slope, tanh
+from burst_rt.kernels.triton.start import Launch, launch_of
 from burst_rt.kernels.triton.work import (
     VARYING,
     line_of,
@@ -221,19 +222,21 @@ def dq_kernel(
 
 def launch_dq(
     qkv: QKV, upstream: Upstream, dq: torch.Tensor, arguments: TileArguments, config: Config
-) -> None:
-    """Starts `dq_kernel`, which adds to dq; for the only tile of a call, it writes dq.
+) -> Launch | None:
+    """Starts `dq_kernel`, which adds to dq; where dq holds nothing yet, it writes dq.
 
-    Does not wait for the device.
+    Returns what can be kept. Does not wait for the device.
     """
     (q, k, v), dout = qkv, upstream.dout
     batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
-    dq_kernel[grid](
-        *qkv, *upstream, dq, *arguments.tables, *arguments.places,
+    rest = (
+        *arguments.tables, *arguments.places,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
         heads, heads // k.shape[2],
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale,
         arguments.scale_log2, arguments.cap_scale,
-        **constants_of(arguments, config, q, k, v, dout, ADDS=not arguments.only),
     )  # fmt: skip
+    constants = constants_of(arguments, config, q, k, v, dout, ADDS=arguments.adds("q"))
+    compiled = dq_kernel[grid](*qkv, *upstream, dq, *rest, **constants)
+    return launch_of(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

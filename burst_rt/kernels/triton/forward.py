@@ -17,6 +17,7 @@ from burst_rt.kernels.triton.blocks import load_block, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
 from burst_rt.kernels.triton.scores import ScoreArguments, places_of, subtract_slope, tanh
+from burst_rt.kernels.triton.start import Launch, launch_of
 from burst_rt.kernels.triton.work import (
     VARYING,
     line_of,
@@ -244,20 +245,26 @@ def forward_kernel(
         tl.store(p_l + in_row, b_l, mask=o_m < q_len)
 
 
-def launch_forward(qkv: QKV, state: State, arguments: TileArguments, config: Config) -> None:
-    """Starts `forward_kernel` on a tile. Does not wait for the device."""
+def launch_forward(
+    qkv: QKV, state: State, arguments: TileArguments, config: Config
+) -> Launch | None:
+    """Starts `forward_kernel` on a tile, and returns what can be kept. Does not wait."""
     q, k, v = qkv
     batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     sinks = arguments.score_options.sinks
-    forward_kernel[grid](
-        *qkv, *state, state.m if sinks is None else sinks, *arguments.tables, *arguments.places,
+    rest = (
+        *arguments.tables, *arguments.places,
         *strides(q), *strides(k), *strides(v), *strides(state.acc)[:2],
         heads, heads // k.shape[2],
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale_log2,
         arguments.cap_scale,
-        **constants_of(
-            arguments, config, *qkv,
-            FIRST=arguments.first, LAST=arguments.last, SINKS=sinks is not None,
-        ),
     )  # fmt: skip
+    constants = constants_of(
+        arguments, config, *qkv,
+        FIRST=arguments.first, LAST=arguments.last, SINKS=sinks is not None,
+    )  # fmt: skip
+    compiled = forward_kernel[grid](
+        *qkv, *state, state.m if sinks is None else sinks, *rest, **constants
+    )
+    return launch_of(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

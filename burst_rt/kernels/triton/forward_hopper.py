@@ -40,6 +40,7 @@ from burst_rt.kernels.triton.producer import (
     phase_of,
     produce,
 )
+from burst_rt.kernels.triton.start import Launch, launch_of
 
 __all__ = ["NUM_WARPS", "forward_hopper_kernel", "launch_forward_hopper", "meta_of_hopper"]
 
@@ -376,21 +377,29 @@ def meta_of_hopper(meta: Meta) -> Meta:
     )
 
 
-def launch_forward_hopper(qkv: QKV, state: State, arguments: TileArguments, config: Config) -> None:
-    """Starts `forward_hopper_kernel` on a tile. Does not wait for the device."""
+def launch_forward_hopper(
+    qkv: QKV, state: State, arguments: TileArguments, config: Config
+) -> Launch | None:
+    """Starts `forward_hopper_kernel` on a tile, and returns what can be kept. Does not wait."""
     q, k, v = qkv
     batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     sinks = arguments.score_options.sinks
-    meta = meta_of(
-        arguments, config, *qkv,
-        FIRST=arguments.first, LAST=arguments.last, SINKS=sinks is not None,
+    meta = meta_of_hopper(
+        meta_of(
+            arguments, config, *qkv,
+            FIRST=arguments.first, LAST=arguments.last, SINKS=sinks is not None,
+        )
     )  # fmt: skip
-    forward_hopper_kernel[grid](
-        *qkv, *state, state.m if sinks is None else sinks, *arguments.tables,
+    rest = (
+        *arguments.tables,
         *strides(q), *strides(k), *strides(v), *strides(state.acc)[:2],
         heads, heads // k.shape[2],
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.spans.width,
         arguments.scale_log2,
-        META=meta_of_hopper(meta), STAGES=config.num_stages, num_warps=NUM_WARPS,
     )  # fmt: skip
+    compiled = forward_hopper_kernel[grid](
+        *qkv, *state, state.m if sinks is None else sinks, *rest,
+        META=meta, STAGES=config.num_stages, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return launch_of(compiled, grid, (*rest, meta, config.num_stages), arguments.tables[:2])

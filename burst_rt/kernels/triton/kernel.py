@@ -8,20 +8,18 @@ before it.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from contextvars import copy_context
 from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 
-from burst_rt.errors import InternalError
 from burst_rt.kernels.base import (
     QKV,
     Gradients,
+    Kept,
     Kernel,
+    PairOfRows,
     Places,
     Results,
     ScoreOptions,
@@ -29,9 +27,9 @@ from burst_rt.kernels.base import (
     Tile,
     Upstream,
     Work,
-    too_old,
     write_from_sums,
 )
+from burst_rt.kernels.conditions import too_old
 from burst_rt.kernels.decode import Partial, SeenColumns
 from burst_rt.kernels.triton.configs import (
     CELLS,
@@ -41,8 +39,19 @@ from burst_rt.kernels.triton.configs import (
     takes_more,
     takes_producer,
 )
-from burst_rt.kernels.triton.launch import LOG2_E, TileArguments, fit_descriptors
+from burst_rt.kernels.triton.launch import (
+    LOG2_E,
+    OfBackward,
+    TileArguments,
+    both_of,
+    check_dense,
+    check_places,
+    check_state,
+    fit_descriptors,
+    of_forward,
+)
 from burst_rt.kernels.triton.parts import ascending_groups, in_order, places_of_parts, slices_of
+from burst_rt.kernels.triton.start import Launch, keep_launch, restart, start
 from burst_rt.kernels.triton.tables import (
     CutOfTile,
     bytes_of_tables,
@@ -61,11 +70,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
 _INTERPRETED_PROCESSORS = 4
 
-# Ranks may be threads. The interpreter keeps its current program in a global. And while a compiled
-# kernel is started for the first time, the launcher leaves it half made for a moment in which
-# another thread would use it.
-_one_at_a_time = threading.RLock()
-
 
 class TritonKernel(Kernel):
     """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256.
@@ -80,6 +84,7 @@ class TritonKernel(Kernel):
 
     name = "triton"
     m_scale = LOG2_E
+    starts_sums = True
 
     def refuses(self, work: Work) -> str | None:
         """Refuses all but the devices, types and head sizes that it can do.
@@ -104,6 +109,10 @@ class TritonKernel(Kernel):
                 return f"the triton kernel takes a head_dim of {limits}, got {head_dim}"
         return too_old(self.name, work.device) if wanted == "cuda" else None
 
+    def writes_results(self, work: Work, tile: TileShape) -> bool:
+        """See `Kernel.writes_results`: always; a tile in parts gets a state of its own."""
+        return True
+
     def writes_gradients(self, work: Work, tile: TileShape) -> bool:
         """See `Kernel.writes_gradients`: under a mask with spans."""
         return work.mask.has_spans
@@ -120,15 +129,25 @@ class TritonKernel(Kernel):
 
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
-        _check_places(qkv, tile)
-        for columns, some in in_order(tile):
-            k, v = qkv.k[:, columns], qkv.v[:, columns]
-            self._forward_in_order(QKV(qkv.q, k, v), some, state)
-
-    def _forward_in_order(self, qkv: QKV, tile: Tile, state: State) -> None:
-        if tile.mask.has_spans:
-            self._forward(qkv, tile, state, None)
+        kept = tile.kept
+        if kept is not None and restart(kept, "forward", *of_forward(qkv, tile, state)):
+            tile.progress()
             return
+        given = state
+        check_places(qkv, tile)
+        groups = list(in_order(tile))
+        if tile.only and not (tile.mask.has_spans and len(groups) == 1):
+            state = _with_sums(state)
+        launch = None
+        for columns, some in groups:
+            k, v = qkv.k[:, columns], qkv.v[:, columns]
+            launch = self._forward_in_order(QKV(qkv.q, k, v), some, state)
+        if (kept := _may_be_kept(tile)) is not None:
+            keep_launch(kept, "forward", *of_forward(qkv, tile, given), launch)
+
+    def _forward_in_order(self, qkv: QKV, tile: Tile, state: State) -> Launch | None:
+        if tile.mask.has_spans:
+            return self._forward(qkv, tile, state, None)
         for part in slices_of(qkv, tile):
             views = State(*map(part.rows, state))
             dense = State(*(x.contiguous() for x in views))
@@ -140,22 +159,26 @@ class TritonKernel(Kernel):
             for x, y in zip(views[:written], dense[:written], strict=True):
                 if x.data_ptr() != y.data_ptr():
                     x.copy_(y)
+        return None
 
-    def _forward(self, qkv: QKV, tile: Tile, state: State, cells: torch.Tensor | None) -> None:
-        _check_state(state)
+    def _forward(
+        self, qkv: QKV, tile: Tile, state: State, cells: torch.Tensor | None
+    ) -> Launch | None:
+        check_state(state)
         (arguments, config), out = _arguments("forward", qkv, tile, cells), state.out
-        launch: Callable[..., None]
+        launch: Callable[..., Launch | None]
         if config.loads == "producer":
             from burst_rt.kernels.triton.forward_hopper import launch_forward_hopper as launch
         else:
             from burst_rt.kernels.triton.forward import launch_forward as launch
-        if arguments.interpret and tile.last and out.dtype != state.acc.dtype:
+        if arguments.interpret and tile.last and out.dtype != torch.float32:
             # The interpreter rounds towards zero when it stores 16-bit numbers; torch does not.
-            out = torch.empty_like(state.acc)
-        _start(out.device, launch, qkv, state._replace(out=out), arguments, config)
+            out = torch.empty_like(state.acc, dtype=torch.float32)
+        started = start(out.device, launch, qkv, state._replace(out=out), arguments, config)
         if out is not state.out:
             state.out.copy_(out)
         tile.progress()
+        return started
 
     def decode(
         self, qkv: QKV, seen: SeenColumns, scale: float, softcap: float | None, into: Partial
@@ -167,28 +190,49 @@ class TritonKernel(Kernel):
         from burst_rt.kernels.triton.decode import launch_decode
 
         config, device = _config("decode", qkv.q, qkv.v), into.lse.device
-        _start(
+        start(
             device, launch_decode, qkv, seen, scale, softcap, into, config, _processors(device),
             _interpreting(),
         )  # fmt: skip
 
-    def delta(self, results: Results, rows: torch.Tensor) -> None:
+    def delta(self, results: Results, rows: PairOfRows, kept: Kept | None = None) -> None:
         """See `Kernel.delta`."""
+        out, lse, dout, dlse = results
+        top, delta = rows
+        kind, of_dlse = ("delta", lse) if dlse is None else ("delta with dlse", dlse)
+        pointers = [x.data_ptr() for x in (dout, out, lse, of_dlse, top, delta)]
+        layouts = (
+            dout.stride(), out.stride(), lse.stride(), of_dlse.stride(), dout.dtype, of_dlse.dtype,
+        )  # fmt: skip
+        if kept is not None and restart(kept, kind, pointers, layouts):
+            return
         from burst_rt.kernels.triton.delta import launch_delta
 
-        _check_dense(rows)
-        config = _config("delta", results.dout)
-        _start(rows.device, launch_delta, results, rows, config, _interpreting())
+        check_dense(top, delta)
+        config = _config("delta", dout)
+        launch = start(top.device, launch_delta, results, (top, delta), config, _interpreting())
+        if kept is not None:
+            keep_launch(kept, kind, pointers, layouts, launch)
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
-        _check_places(qkv, tile)
+        if tile.kept is not None:
+            grads = _restarted(tile.kept, qkv, upstream, grads)
+            if not any(x is not None for x in grads):
+                tile.progress()
+                return
+        check_places(qkv, tile)
         groups = list(in_order(tile))
         if tile.only and not (tile.mask.has_spans and len(groups) == 1):
             # The tile is done in several parts, which add up.
-            tile = tile._replace(first=False)
+            tile = tile._replace(first=False, kept=None)
             write_from_sums(grads, lambda sums: self.backward(qkv, upstream, tile, sums))
             return
+        if tile.new_sums and not (tile.mask.has_spans and len(groups) == 1):
+            for x in grads[:1] if tile.new_sums == "q" else grads[1:]:
+                if x is not None:
+                    x.zero_()
+            groups = [(at, each._replace(new_sums="")) for at, each in groups]
         for columns, some in groups:
             k, v = qkv.k[:, columns], qkv.v[:, columns]
             dk, dv = (None if x is None else x[:, columns] for x in grads[1:])
@@ -218,18 +262,25 @@ class TritonKernel(Kernel):
         from burst_rt.kernels.triton.dkdv import launch_dkdv
         from burst_rt.kernels.triton.dq import launch_dq
 
-        _check_dense(upstream.lse, upstream.delta)
+        check_dense(upstream.lse, upstream.delta)
         device, given = qkv.q.device, grads
         if _interpreting() and tile.only:
             # As in the forward: torch rounds, where the interpreter would cut digits off.
             wide = (None if x is None else torch.empty_like(x, dtype=torch.float32) for x in given)
             grads = Gradients(*wide)
+        kept = _may_be_kept(tile)
         if grads.dk is not None or grads.dv is not None:
             arguments = _arguments("dkdv", qkv, tile, cells)
-            _start(device, launch_dkdv, qkv, upstream, grads, *arguments)
+            launch = start(device, launch_dkdv, qkv, upstream, grads, *arguments)
+            if kept is not None:
+                keep_launch(
+                    kept, "dkdv", *OfBackward(qkv, upstream).writing(*both_of(grads)), launch
+                )
         if grads.dq is not None:
             arguments = _arguments("dq", qkv, tile, cells)
-            _start(device, launch_dq, qkv, upstream, grads.dq, *arguments)
+            launch = start(device, launch_dq, qkv, upstream, grads.dq, *arguments)
+            if kept is not None:
+                keep_launch(kept, "dq", *OfBackward(qkv, upstream).writing(grads.dq), launch)
         if grads is not given:
             for x, wide_x in zip(given, grads, strict=True):
                 if x is not None and wide_x is not None:
@@ -297,7 +348,7 @@ def _arguments(
     assert seen is not None
     arguments = TileArguments(
         seen, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
-        _interpreting(), score_options,
+        _interpreting(), score_options, tile.new_sums,
         None if score_options.alibi_slopes is None else positions_of_tile(tile, device),
     )  # fmt: skip
     return arguments, config
@@ -367,58 +418,23 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _start(device: torch.device, launch: Callable[..., None], *args: object) -> None:
-    """Starts a kernel on the tensors' device, since Triton starts kernels on the current device.
-
-    One thread starts kernels at a time; another thread waits for the lock. Starting a kernel does
-    not wait for the device.
-    """
-    with _one_at_a_time, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        # The launch has a context of its own, because the program may have set an allocator for its
-        # own kernels.
-        copy_context().run(_start_with_scratch, launch, args)
+def _with_sums(state: State) -> State:
+    """A state for parts that add up: new, but for its results."""
+    acc = torch.empty_like(state.acc, dtype=torch.float32)
+    return State(acc, torch.empty_like(state.lse), torch.empty_like(state.lse), *state[3:])
 
 
-def _start_with_scratch(launch: Callable[..., None], args: tuple[object, ...]) -> None:
-    import triton
-
-    triton.set_allocator(_scratch)
-    launch(*args)
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for a kernel's tensor descriptors, on the current stream.
-
-    torch gives the memory again to work that comes after the kernel on that stream.
-    """
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+def _may_be_kept(tile: Tile) -> Kept | None:
+    """Where launches of a tile are kept: of a tile in one part, without tensors of this call."""
+    alone = tile.mask.has_spans and len(ascending_groups(tile.kv_positions)) == 1
+    return tile.kept if alone and tile.score_options.alibi_slopes is None else None
 
 
-def _check_places(qkv: QKV, tile: Tile) -> None:
-    sides = (("q", qkv.q, tile.q_positions), ("kv", qkv.k, tile.kv_positions))
-    for side, x, positions in sides:
-        if sum(map(len, positions)) != x.shape[1]:
-            raise InternalError(
-                f"a tile with {x.shape[1]} {side} tokens must have as many positions, got "
-                f"{positions}"
-            )
-
-
-def _check_state(state: State) -> None:
-    """acc and out may have any strides from batch row to batch row, and from token to token."""
-    _check_dense(state.m, state.l, state.lse)
-    acc, out = state.acc, state.out
-    if acc.stride()[2:] != (acc.shape[3], 1) or out.stride() != acc.stride():
-        raise InternalError(
-            "the triton kernel takes states whose tokens are dense, and whose acc and out lie "
-            f"alike, got {tuple(acc.shape)} with strides {acc.stride()} and {out.stride()}"
-        )
-
-
-def _check_dense(*tensors: torch.Tensor) -> None:
-    for x in tensors:
-        if not x.is_contiguous():
-            raise InternalError(
-                f"the triton kernel takes dense states, lse and delta, got {tuple(x.shape)} with "
-                f"strides {x.stride()}"
-            )
+def _restarted(kept: Kept, qkv: QKV, upstream: Upstream, grads: Gradients) -> Gradients:
+    """Starts what is kept of a backward; returns the gradients that are left to do."""
+    of, (dq, dk, dv) = OfBackward(qkv, upstream), grads
+    if (dk is not None or dv is not None) and restart(kept, "dkdv", *of.writing(*both_of(grads))):
+        dk = dv = None
+    if dq is not None and restart(kept, "dq", *of.writing(dq)):
+        dq = None
+    return Gradients(dq, dk, dv)

@@ -1,4 +1,4 @@
-"""A tile as plain arguments, which every launcher needs.
+"""A tile as plain arguments, which every launcher needs, and what of them each call changes.
 
 Here are also the strides that fit the kernels, and how tensors are loaded.
 """
@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.errors import InternalError
-from burst_rt.kernels.base import ScoreOptions
+from burst_rt.kernels.base import QKV, Gradients, ScoreOptions, State, Tile, Upstream
 from burst_rt.kernels.triton.configs import Config, block_width
+from burst_rt.kernels.triton.start import Layouts, Pointers
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
 __all__ = [
-    "LOG2_E", "Meta", "TileArguments", "constants_of", "fit_descriptors", "meta_of", "strides",
+    "LOG2_E", "Meta", "OfBackward", "TileArguments", "both_of", "check_dense", "check_places",
+    "check_state", "constants_of", "fit_descriptors", "meta_of", "of_forward", "strides",
     "uses_descriptors",
 ]  # fmt: skip
 
@@ -69,13 +71,13 @@ class TileArguments(NamedTuple):
     last: bool
     interpret: bool  # whether Triton's interpreter runs the kernels
     score_options: ScoreOptions
+    new_sums: str  # see `Tile.new_sums`
     # int32, positions of rows and columns; None if nothing needs them
     positions: tuple[torch.Tensor, torch.Tensor] | None
 
-    @property
-    def only(self) -> bool:
-        """Whether it is the only tile of its call."""
-        return self.first and self.last
+    def adds(self, side: str) -> bool:
+        """Whether the gradients of a side, "q" or "kv", are added to sums, and not written."""
+        return not (self.first and self.last) and self.new_sums != side
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -121,6 +123,18 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
             f"apart, got strides {x.stride()}"
         )
     return batch, token, head
+
+
+def both_of(grads: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk and dv as a kernel gets them.
+
+    A gradient that is not needed gets the other one's tensor, which is then not touched for it.
+    """
+    dk = grads.dv if grads.dk is None else grads.dk
+    dv = grads.dk if grads.dv is None else grads.dv
+    assert dk is not None
+    assert dv is not None
+    return dk, dv
 
 
 def constants_of(
@@ -178,3 +192,59 @@ def fit_descriptors(*inputs: torch.Tensor) -> bool:
         for x in inputs
         for number in (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:3]))
     )
+
+
+def check_places(qkv: QKV, tile: Tile) -> None:
+    """Raises InternalError unless the tile has a position for each token."""
+    sides = (("q", qkv.q, tile.q_positions), ("kv", qkv.k, tile.kv_positions))
+    for side, x, positions in sides:
+        if sum(map(len, positions)) != x.shape[1]:
+            raise InternalError(
+                f"a tile with {x.shape[1]} {side} tokens must have as many positions, got "
+                f"{positions}"
+            )
+
+
+def check_state(state: State) -> None:
+    """acc and out may have any strides from batch row to batch row, and from token to token."""
+    check_dense(state.m, state.l, state.lse)
+    acc, out = state.acc, state.out
+    if acc.stride()[2:] != (acc.shape[3], 1) or out.stride() != acc.stride():
+        raise InternalError(
+            "the triton kernel takes states whose tokens are dense, and whose acc and out lie "
+            f"alike, got {tuple(acc.shape)} with strides {acc.stride()} and {out.stride()}"
+        )
+
+
+def check_dense(*tensors: torch.Tensor) -> None:
+    """Raises InternalError for tensors that are not dense."""
+    for x in tensors:
+        if not x.is_contiguous():
+            raise InternalError(
+                f"the triton kernel takes dense states, lse and delta, got {tuple(x.shape)} with "
+                f"strides {x.stride()}"
+            )
+
+
+def of_forward(qkv: QKV, tile: Tile, state: State) -> tuple[Pointers, Layouts]:
+    """What differs from call to call of a forward, as `restart` takes it."""
+    q, k, v = qkv
+    acc, m, l, out, lse = state  # noqa: E741
+    sinks = tile.score_options.sinks
+    tensors = (q, k, v, acc, m, l, out, lse, m if sinks is None else sinks)
+    return [x.data_ptr() for x in tensors], (q.stride(), k.stride(), v.stride(), acc.stride())
+
+
+class OfBackward:
+    """The same of a backward, for each of its two kernels."""
+
+    def __init__(self, qkv: QKV, upstream: Upstream) -> None:
+        q, k, v = qkv
+        dout, lse, delta = upstream
+        self._pointers = [x.data_ptr() for x in (q, k, v, dout, lse, delta)]
+        self._layouts = q.stride(), k.stride(), v.stride(), dout.stride(), dout.dtype
+
+    def writing(self, *grads: torch.Tensor) -> tuple[Pointers, Layouts]:
+        """grads: dk and dv, or dq."""
+        strides = [x.stride() for x in grads]
+        return self._pointers + [x.data_ptr() for x in grads], (*self._layouts, *strides)

@@ -1,0 +1,25 @@
+"""Conditions under which kernels may be taken: how new the GPU is, and what torch must repeat."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["deterministic", "too_old"]
+
+
+def too_old(name: str, device: torch.device) -> str | None:
+    """Why a kernel cannot run on a GPU that is too old for it, or None."""
+    capability = torch.cuda.get_device_capability(device)
+    return (
+        None
+        if capability >= (8, 0)
+        else f"the {name} kernel takes GPUs of compute capability 8.0 or newer, got {capability}"
+    )
+
+
+def deterministic() -> bool:
+    """Whether torch.use_deterministic_algorithms(True) is in force, not as a warning only."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
