@@ -1,4 +1,4 @@
-"""The stand-in for NVML's library (nvml_standin.c), compiled where a test needs it."""
+"""Stand-ins for libraries of a GPU's driver, compiled where a test needs them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,32 @@ import os
 import subprocess
 from pathlib import Path
 
-__all__ = ["build_standin", "with_standin"]
+__all__ = ["build_cuda_standin", "build_standin", "with_standin"]
 
-_SOURCE = Path(__file__).parent / "nvml_standin.c"
+_FOLDER = Path(__file__).parent
 
 
 def build_standin(folder: Path) -> Path:
-    """Compiles the library into a folder and returns the folder."""
-    command = [
-        "cc",
-        "-shared",
-        "-fPIC",
-        "-O1",
-        "-o",
-        str(folder / "libnvidia-ml.so.1"),
-        str(_SOURCE),
-    ]
+    """Compiles NVML's into a folder and returns the folder."""
+    return _compiled("nvml_standin.c", folder / "libnvidia-ml.so.1")
+
+
+def build_cuda_standin(folder: Path) -> Path:
+    """Compiles CUDA's into a folder and returns the folder. CUDA's headers are Triton's."""
+    import triton
+
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    return _compiled("cuda_standin.c", folder / "libcuda.so.1", f"-I{headers}")
+
+
+def _compiled(source: str, library: Path, *options: str) -> Path:
+    command = ["cc", "-shared", "-fPIC", "-O1", *options, "-o", str(library), str(_FOLDER / source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    return folder
+    return library.parent
 
 
 def with_standin(folder: Path, **settings: str) -> dict[str, str]:
-    """The environment of a process that finds the stand-in. settings: see nvml_standin.c."""
+    """The environment of a process that finds a stand-in. settings: see nvml_standin.c."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]))
     return dict(os.environ) | settings | {"LD_LIBRARY_PATH": path}

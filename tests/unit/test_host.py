@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from standin import build_cuda_standin, with_standin
 
 import burst_rt
 from benchmarks.gpu_stub import Case, StubGpu, counts_of, stub_context, stub_triton
@@ -270,3 +274,28 @@ def test_calls_of_many_scales_keep_a_bounded_number_of_things(
     for number in range(1, 20):
         burst_rt.burst_attention(q, k, v, layout=layout, causal=True, scale=float(number))
         assert len(plan.kept) <= 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch would find the stand-in of libcuda")
+@pytest.mark.parametrize(("world_size", "head_dim"), [(1, 128), (2, 64)])
+def test_what_is_kept_reaches_the_driver_as_triton_gives_it(
+    tmp_path: Path, world_size: int, head_dim: int
+) -> None:
+    """Through Triton's real launcher: the same parameters, with the pointers of this call."""
+    folder = build_cuda_standin(tmp_path)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, root / "tests" / "launches.py", str(world_size), str(head_dim)],
+        env=with_standin(folder, TRITON_LIBCUDA_PATH=str(folder), PYTHONPATH=str(root)),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told: dict[bool, list[tuple[str, object, int]]] = {False: [], True: []}
+    for name, kept, pointers, parameters, stream in json.loads(done.stdout):
+        assert pointers == parameters[: len(pointers)]
+        told[kept].append((name, parameters[len(pointers) :], stream))
+    forward = [launch for launch in told[False] if launch[0].startswith("forward")]
+    backward = told[False][len(forward) :]
+    assert len(forward) >= world_size
+    assert len(backward) >= 3
+    assert told[True] == [*forward, *forward, *backward]
