@@ -259,23 +259,20 @@ class Runtime:
         with self._exclusive:
             self._enter()
             started_s, flight = time.perf_counter(), self.flight
-            if flight is not None:
-                flight.enter(self._number, contract.call)
-            for task, does in steps:
-                if flight is not None:
-                    flight.task(task.name)
-                try:
-                    does()
-                except BaseException as raised:
-                    failure = failure_of(task, raised, self.rank, takes)
-                    error = failure or as_device_error(raised, self.rank)
-                    self._kept.append(steps)
-                    self._break(error)
-                    if error is not raised:
-                        raise error from raised
-                    raise
-            if flight is not None:
-                flight.leave()
+            with _InCall(self, contract.call):
+                for task, does in steps:
+                    if flight is not None:
+                        flight.task(task.name)
+                    try:
+                        does()
+                    except BaseException as raised:
+                        failure = failure_of(task, raised, self.rank, takes)
+                        error = failure or as_device_error(raised, self.rank)
+                        self._kept.append(steps)
+                        self._break(error)
+                        if error is not raised:
+                            raise error from raised
+                        raise
             self.last_run = (graph, None)
             self._counts.count_alone(started_s)
 
