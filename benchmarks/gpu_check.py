@@ -135,6 +135,17 @@ STEPS = (
         140,
         beside=True,
     ),
+    Step(
+        "recurrences, and losses of large vocabularies",
+        (
+            *_PYTEST,
+            *_SHARED,
+            "tests/gpu/test_recurrence.py",
+            "tests/interpreted/test_losses.py",
+        ),
+        140,
+        beside=True,
+    ),
     Step("memcheck", (*_SANITIZER, "memcheck", *_SMALL), 140, "compute-sanitizer", beside=True),
     Step("racecheck", (*_SANITIZER, "racecheck", *_SMALL), 140, "compute-sanitizer", beside=True),
     # The steps after this one use what it finds.

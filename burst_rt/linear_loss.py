@@ -8,7 +8,6 @@ gradients at once. (arXiv 2410.10989, section 3.2, does so on a GPU, in a kernel
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -16,11 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.errors import InputError
+from burst_rt.loss_kernels import LOSS_KERNELS, Entropy, loss_kernel
 from burst_rt.losses import plain_labels, weights_of
 from burst_rt.runtime.mean import mean_of_sums
 from burst_rt.runtime.sums import RanksOrGroup, describe_value, refuse_in
 
-__all__ = ["Entropy", "computed_in", "linear_cross_entropy", "sum_of_losses"]
+__all__ = ["computed_in", "linear_cross_entropy", "sum_of_losses"]
 
 _NAME = "linear_cross_entropy"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -34,22 +34,6 @@ _MOST_ROWS_OF_A_GPU = 2048
 # products, which are of so many bytes, stay in a CPU's caches.
 _BLOCK_BYTES = {"cpu": 16 << 20}
 _BLOCK_BYTES_OF_A_GPU = 64 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entropy:
-    """What a token's loss is, and the type in which its products are computed."""
-
-    dtype: torch.dtype
-    scale: float = 1.0
-    softcap: float | None = None
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The type of logits, once they are multiplied, and of sums."""
-        return torch.promote_types(self.dtype, torch.float32)
 
 
 def linear_cross_entropy(
@@ -66,6 +50,7 @@ def linear_cross_entropy(
     ignore_index: int = IGNORED_LABEL,
     group: RanksOrGroup | None = None,
     count: float | torch.Tensor | None = None,
+    kernel: str = "auto",
 ) -> torch.Tensor:
     """The mean cross-entropy, in nats, of all ranks' labelled tokens, without the logits.
 
@@ -87,6 +72,10 @@ def linear_cross_entropy(
     z_loss: at least 0; z_loss * lse**2 is added for each token, where lse is the log of the sum of
         its exponentials (PaLM, arXiv 2204.02311, section 5).
     group, count: as in `cross_entropy`.
+    kernel: makes a chunk's losses and the gradients of its logits. "torch" is torch's operators;
+        "liger" is Liger's Triton kernel (liger-kernel, on GPUs, of 32 bits at most, scale 1), whose
+        losses and gradients are compared with torch's before its first use on a chip. "auto" takes
+        the faster one, timed once for a chip.
 
     Returns a scalar, float32 (float64 for float64), NaN where no rank has a label. Collective;
     blocks as `mean_over_ranks` does, and on a GPU waits for labels.
@@ -95,10 +84,10 @@ def linear_cross_entropy(
     logits take. Until the backward it holds hidden's gradient, and weight's in float32 (float64 for
     float64), which is as large as a float32 weight. A weight that does not require grad has none.
     Beside these there are two float32 tensors of a chunk's logits, and a 16-bit one for 16-bit
-    products: 64 MiB of float32, or as many tokens as hidden is wide, but at most 512 on a CPU and
-    2048 on a GPU, if that is more; up to 48 MiB (192 on a GPU) for sums of 16-bit products; and
-    under autocast weight in its type. The same inputs give the same bits. Gradients of gradients
-    are refused.
+    products (with Liger's kernel what the products take, and no more): 64 MiB of float32, or as
+    many tokens as hidden is wide, but at most 512 on a CPU and 2048 on a GPU, if that is more; up
+    to 48 MiB (192 on a GPU) for sums of 16-bit products; and under autocast weight in its type. The
+    same inputs give the same bits. Gradients of gradients are refused.
 
     Raises InputError for values of other shapes, types or ranges; on every rank that waits for this
     one if group is a Context, else on this rank. A weight that FSDP2 has sharded is one: call this
@@ -113,6 +102,8 @@ def linear_cross_entropy(
         _wrong(group, f"z_loss: expected a number of at least 0, got {z_loss!r}")
     if softcap is not None and not (_is_number(softcap) and softcap > 0):
         _wrong(group, f"softcap: expected None or a number above 0, got {softcap!r}")
+    if kernel not in LOSS_KERNELS:
+        _wrong(group, f"kernel: expected one of {', '.join(LOSS_KERNELS)}, got {kernel!r}")
     if not isinstance(ignore_index, int):
         _wrong(group, f"ignore_index: expected an integer, got {ignore_index!r}")
     dtype = computed_in(hidden)
@@ -123,8 +114,13 @@ def linear_cross_entropy(
         _wrong(group, f"labels: expected {tuple(hidden.shape[:-1])}, one for each of hidden's "
                f"tokens, got {describe_value(labels)}; cut both alike")  # fmt: skip
     entropy = Entropy(
-        dtype=dtype, scale=scale, softcap=softcap, label_smoothing=label_smoothing, z_loss=z_loss
-    )
+        dtype=dtype, scale=scale, softcap=softcap, label_smoothing=label_smoothing, z_loss=z_loss,
+        kernel=kernel,
+    )  # fmt: skip
+    try:
+        loss_kernel(entropy, *_chunk(hidden, weight, entropy))
+    except InputError as error:
+        _wrong(group, str(error))
     plain = plain_labels(labels, len(weight), group, ignore_index, _NAME)
     counted = weights_of(labels, weights, group, _NAME, ignore_index).to(hidden.device)
     total = sum_of_losses(hidden, weight, bias, plain, counted, entropy)
@@ -173,10 +169,15 @@ class _Tokens(NamedTuple):
     needs: list[bool]  # which of hidden, weight and bias get gradients
 
 
-def _num_rows(classes: int, width: int, device: torch.device, dtype: torch.dtype) -> int:
-    """The number of tokens in a chunk. It follows from shapes alone, as the bits of sums do."""
-    most = _MOST_ROWS.get(device.type, _MOST_ROWS_OF_A_GPU)
-    return max(1, _CHUNK_BYTES // (classes * dtype.itemsize), min(width, most))
+def _chunk(
+    hidden: torch.Tensor, weight: torch.Tensor, entropy: Entropy
+) -> tuple[int, int, torch.device]:
+    """The tokens and classes of a chunk, and where they are. They follow from shapes alone, as the
+    bits of sums do.
+    """
+    (classes, width), device = weight.shape, hidden.device
+    most = min(width, _MOST_ROWS.get(device.type, _MOST_ROWS_OF_A_GPU))
+    return max(1, _CHUNK_BYTES // (classes * entropy.wide.itemsize), most), classes, device
 
 
 class _SumOfLosses(torch.autograd.Function):
@@ -199,12 +200,10 @@ class _SumOfLosses(torch.autograd.Function):
         d_hidden = torch.zeros_like(states, dtype=dtype) if needs[0] else None
         d_weight = torch.zeros(classes, width, **like) if needs[1] else None
         d_bias = torch.zeros(classes, **like) if needs[2] else None
-        size = _num_rows(classes, width, hidden.device, wide)
-        most = min(size, len(rows))
+        size, *_ = chunk_of = _chunk(hidden, weight, entropy)
         # All chunks write to the same memory: new memory takes time, page by page.
-        memory = [torch.empty(most, classes, **like) for _ in range(2)]
-        if dtype != wide:
-            memory.append(torch.empty(most, classes, dtype=dtype, device=hidden.device))
+        most = min(size, len(rows)), *chunk_of[1:]
+        losses_of = loss_kernel(entropy, *chunk_of).maker(entropy, *most)
         add_product = None if d_weight is None else _Adding(d_weight, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             # Casts that autocast would make for each product.
@@ -212,23 +211,21 @@ class _SumOfLosses(torch.autograd.Function):
             added = None if bias is None else bias.to(dtype)
             for at in range(0, len(rows), size):
                 chunk, of_chunk = rows[at : at + size], slice(at, at + size)
-                logits, log_p, *narrow = (x[: len(chunk)] for x in memory)
-                product = narrow[0] if narrow else logits
+                product = losses_of.product[: len(chunk)]
                 x = states[chunk].to(dtype)
                 if added is None:
                     torch.mm(x, matrix.T, out=product)
                 else:
                     torch.addmm(added, x, matrix.T, out=product)
-                if narrow:
-                    logits.copy_(product)
                 counted = None if weights is None else weights[of_chunk]
-                losses = _losses(logits, log_p, labels[of_chunk], counted, entropy, any(needs))
+                losses, d_logits = losses_of(labels[of_chunk], counted, any(needs))
                 total += losses.sum()
                 if not any(needs):
                     continue
                 if d_bias is not None:
-                    d_bias += log_p.sum(0)
-                d_logits = product.copy_(log_p) if narrow else log_p
+                    d_bias += d_logits.sum(0, dtype=wide)
+                if d_logits.dtype != dtype:
+                    d_logits = product.copy_(d_logits)
                 if d_hidden is not None:
                     d_hidden[chunk] = d_logits @ matrix
                 if add_product is not None:
@@ -273,54 +270,6 @@ class _Adding:
         for part, d_part in parts:
             product = torch.mm(d_part.T, x, out=self.product[: len(part)])
             part += self.widened[: len(part)].copy_(product)
-
-
-def _losses(
-    logits: torch.Tensor,
-    log_p: torch.Tensor,
-    labels: torch.Tensor,
-    weights: torch.Tensor | None,
-    entropy: Entropy,
-    differentiate: bool,
-) -> torch.Tensor:
-    """The losses of a chunk, times their weights, float64 `[rows, 1]`. Overwrites logits, which are
-    the products, and log_p, with the gradients of the losses' sum by the products if wanted.
-
-    With p the softmax of the logits y and e the smoothing, a loss is
-    -(1 - e) log p[label] - e mean(log p) + z lse**2, and its gradient by y is
-    (1 + 2 z lse) p - (1 - e) onehot(label) - e / classes.
-    """
-    smoothing, classes, softcap = entropy.label_smoothing, logits.shape[1], entropy.softcap
-    if softcap is not None:
-        logits.mul_(entropy.scale / softcap).tanh_().mul_(softcap)
-    elif entropy.scale != 1:
-        logits *= entropy.scale
-    torch.log_softmax(logits, 1, out=log_p)
-    of_label = log_p.gather(1, labels[:, None])
-    lse = logits.gather(1, labels[:, None]) - of_label
-    losses = of_label.double() * (smoothing - 1)
-    if smoothing:
-        losses -= smoothing * log_p.mean(1, keepdim=True)
-    if entropy.z_loss:
-        losses += entropy.z_loss * lse.square()
-    if weights is not None:
-        losses *= weights
-    if not differentiate:
-        return losses
-    gradients = log_p.exp_()
-    if entropy.z_loss:
-        gradients *= 1 + 2 * entropy.z_loss * lse
-    at = torch.arange(len(labels), device=labels.device)
-    gradients[at, labels] -= 1 - smoothing
-    if smoothing:
-        gradients -= smoothing / classes
-    if softcap is not None:
-        gradients *= logits.div_(softcap).square_().neg_().add_(1)
-    if weights is not None:
-        gradients *= weights.to(gradients.dtype) * entropy.scale
-    elif entropy.scale != 1:
-        gradients *= entropy.scale
-    return losses
 
 
 def _check_tensors(hidden: object, weight: object, bias: object, group: object) -> None:

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from burst_rt.errors import InputError
 from burst_rt.hf.shard import KEYWORD
-from burst_rt.linear_loss import Entropy, computed_in, sum_of_losses
+from burst_rt.linear_loss import computed_in, sum_of_losses
+from burst_rt.loss_kernels import Entropy
 from burst_rt.losses import plain_labels
 from burst_rt.runtime.sums import RanksOrGroup
 

@@ -375,6 +375,12 @@ _WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "scale": ((_X, _W, _Y), {"scale": torch.nan}, "scale: expected a finite number, got nan"),
     "smoothing": ((_X, _W, _Y), {"label_smoothing": 2}, "label_smoothing: .* 0 to 1, got 2"),
     "z-loss": ((_X, _W, _Y), {"z_loss": -1.0}, "z_loss: expected .* at least 0, got -1.0"),
+    "kernel": ((_X, _W, _Y), {"kernel": "cce"}, "kernel: expected one of auto, torch, liger, got"),
+    "Liger on a CPU": (
+        (_X, _W, _Y),
+        {"kernel": "liger"},
+        "kernel 'liger' was asked for, but Liger's kernel takes CUDA tensors, got cpu; use 'auto'",
+    ),
     "index": ((_X, _W, _Y), {"ignore_index": None}, "ignore_index: expected an integer, got None"),
     "count": ((_X, _W, _Y), {"count": 0}, "count must be a number above 0, .* got 0"),
 }

@@ -330,7 +330,7 @@ _FLOORS = (
     ("attention", "serving", "recurrence"),
     ("telemetry",),
     ("dashboard",),
-    ("context", "batches", "losses", "linear_loss", "trees", "hf", "local", ""),
+    ("context", "batches", "losses", "loss_kernels", "linear_loss", "trees", "hf", "local", ""),
     ("launch", "conformance"),
 )
 _HEIGHT = {
