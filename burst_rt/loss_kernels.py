@@ -1,17 +1,19 @@
-"""Losses of a chunk's logits, and their gradients: by torch's operators or by Liger's kernel.
+"""What makes losses of a linear head: torch's operators, Liger's kernel, or Apple's.
 
 Liger's Triton kernel reads a row of logits twice and writes its gradient in their place. torch's
 operators read and write it some ten times. Before Liger's is first used for a class of losses, its
 results are compared with those of torch's operators, and both are timed. "auto" takes the faster.
 
-The kernel is no public interface of its package, so that another release may have another. Known
-here is that of liger-kernel 0.8. Apple's cut-cross-entropy (25.1.1) is not used: its blocks add
-16-bit gradients to one sum as they come, so that bits would not repeat.
+Liger's kernel is no public interface of its package, so that another release may have another.
+Known here is that of liger-kernel 0.8.
+
+Apple's cut-cross-entropy (arXiv 2411.09009) has no logits in memory at all. Its blocks add 16-bit
+gradients to one sum as they come, so that bits do not repeat: it is taken by name only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -33,17 +35,19 @@ from burst_rt.kernels.speed import (
     seconds_in_turn,
 )
 
-__all__ = ["LOSS_KERNELS", "Entropy", "LossKernel", "LossMaker", "loss_kernel"]
+__all__ = [
+    "LOSS_KERNELS", "Entropy", "LossKernel", "LossMaker", "check_cut", "cut_losses", "loss_kernel",
+]  # fmt: skip
 
 Tensor = torch.Tensor
-LOSS_KERNELS = ("auto", "torch", "liger")
+LOSS_KERNELS = ("auto", "torch", "liger", "cce")
 _KIND = "loss-speed"  # the answers' name in `remembered`
 # The largest error of a result, relative to the largest value. Rounding to bfloat16 makes 4e-3. A
 # sign, a term or a factor that is not as it is known here makes more than 1e-1.
 _ALLOWED = 2e-2
 _COMPARED = 64  # rows
 # Tests under Triton's interpreter set another.
-_LIGERS_DEVICE = "cuda"
+_DEVICE_TYPE = "cuda"
 _LIGERS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What the package itself takes for these: wider blocks spill registers.
 _LIGERS_BLOCK, _LIGERS_WARPS = 32768, 32
@@ -119,15 +123,25 @@ def loss_kernel(entropy: Entropy, rows: int, classes: int, device: torch.device)
 
 def _liger_refuses(entropy: Entropy, device: torch.device) -> str | None:
     """The first reason why Liger's kernel cannot be used, or None."""
-    if device.type != _LIGERS_DEVICE:
-        return f"Liger's kernel takes {_LIGERS_DEVICE.upper()} tensors, got {device}"
-    if entropy.dtype not in _LIGERS_DTYPES:
-        return f"Liger's kernel takes at most 32 bits, got {entropy.dtype}"
     if entropy.scale != 1:
         return f"Liger's kernel does not scale logits, got scale={entropy.scale}"
-    if find_spec("liger_kernel") is None:
-        return "Liger is not installed (pip install liger-kernel)"
-    return too_old("liger", device) if device.type == "cuda" else None
+    return _refused("Liger", "liger-kernel", _LIGERS_DTYPES, entropy, device)
+
+
+def _refused(
+    whose: str,
+    package: str,
+    dtypes: tuple[torch.dtype, ...],
+    entropy: Entropy,
+    device: torch.device,
+) -> str | None:
+    if device.type != _DEVICE_TYPE:
+        return f"{whose}'s kernel takes {_DEVICE_TYPE.upper()} tensors, got {device}"
+    if entropy.dtype not in dtypes:
+        return f"{whose}'s kernel takes {', '.join(map(str, dtypes))}, got {entropy.dtype}"
+    if find_spec(package.replace("-", "_")) is None:
+        return f"{package} is not installed (pip install {package})"
+    return too_old(package, device) if device.type == "cuda" else None
 
 
 def _figures(
@@ -163,8 +177,14 @@ def _wrong(entropy: Entropy, rows: int, classes: int, device: torch.device) -> s
         return error_in_words(error)
     except failures() as error:
         return error_in_words(error)
-    for what, x, y in zip(("losses", "gradients"), made, true, strict=True):
-        off = float((x.double() - y.double()).abs().max() / y.double().abs().max())
+    return _difference(made, true)
+
+
+def _difference(made: Sequence[Tensor], true: Sequence[Tensor]) -> str | None:
+    """What is wrong with losses and their gradients, or None."""
+    for what, x, y in zip(("losses", *["gradients"] * len(made)), made, true, strict=False):
+        x, y = x.detach().double(), y.detach().double()
+        off = float((x - y).abs().max() / y.abs().max())
         if not off < _ALLOWED:
             return f"its {what} are {off:.0%} off those of torch's operators"
     return None
@@ -301,3 +321,64 @@ class _LigerLosses:
 _MAKERS: dict[str, Callable[[Entropy, int, int, torch.device], LossMaker]] = {
     "torch": _TorchLosses, "liger": _LigerLosses,
 }  # fmt: skip
+
+
+def check_cut(entropy: Entropy, classes: int, device: torch.device, biased: bool) -> None:
+    """Raises InputError where Apple's kernels cannot make these losses, or make others here than
+    torch's operators do; that is tried once for a kind of losses.
+    """
+    terms = {
+        "bias": biased, "scale": entropy.scale != 1, "label_smoothing": entropy.label_smoothing,
+        "z_loss": entropy.z_loss,
+    }  # fmt: skip
+    unknown = ", ".join(name for name, given in terms.items() if given)
+    refused = f"it has no {unknown}" if unknown else _cut_refuses(entropy, classes, device)
+    if refused is not None:
+        raise InputError(f"kernel 'cce' was asked for, but {refused}; use 'auto'")
+
+
+def cut_losses(entropy: Entropy, states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The losses of rows, float32 `[rows]`, by Apple's kernels. Differentiable.
+
+    states: `[rows, width]`. weight: `[classes, width]`. labels: `[rows]`. No gradient is left out
+    for being small.
+    """
+    with torch.autocast(states.device.type, enabled=False):
+        losses: Tensor = import_module("cut_cross_entropy").linear_cross_entropy(
+            states.to(entropy.dtype), weight.to(entropy.dtype), labels,
+            softcap=entropy.softcap, reduction="none", filter_eps=None, impl="cce",
+        )  # fmt: skip
+    return losses
+
+
+@lru_cache(maxsize=64)
+def _cut_refuses(entropy: Entropy, classes: int, device: torch.device) -> str | None:
+    """The first reason why Apple's kernels cannot be used, or what is wrong with their results."""
+    dtypes = (torch.bfloat16, torch.float16)
+    refused = _refused("Apple", "cut-cross-entropy", dtypes, entropy, device)
+    if refused is not None:
+        return refused
+    try:
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            results = _cut_and_true(entropy, classes, device)
+    except (AttributeError, TypeError, ValueError, AssertionError) as error:
+        return error_in_words(error)
+    except failures() as error:
+        return error_in_words(error)
+    return _difference(*results)
+
+
+def _cut_and_true(entropy: Entropy, classes: int, device: torch.device) -> list[tuple[Tensor, ...]]:
+    """Losses and gradients of some rows, by Apple's kernels and by torch's operators."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(count, 64, generator=generator).to(device, entropy.dtype).requires_grad_()
+        for count in (_COMPARED, classes)
+    )
+    labels = torch.randint(classes, (_COMPARED,), generator=generator).to(device)
+    logits = (x / 8).float() @ weight.float().T
+    if entropy.softcap is not None:
+        logits = entropy.softcap * torch.tanh(logits / entropy.softcap)
+    true = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    made = cut_losses(entropy, x / 8, weight, labels)
+    return [(y, *torch.autograd.grad(y.sum(), [x, weight])) for y in (made, true)]

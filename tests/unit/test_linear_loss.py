@@ -375,7 +375,11 @@ _WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "scale": ((_X, _W, _Y), {"scale": torch.nan}, "scale: expected a finite number, got nan"),
     "smoothing": ((_X, _W, _Y), {"label_smoothing": 2}, "label_smoothing: .* 0 to 1, got 2"),
     "z-loss": ((_X, _W, _Y), {"z_loss": -1.0}, "z_loss: expected .* at least 0, got -1.0"),
-    "kernel": ((_X, _W, _Y), {"kernel": "cce"}, "kernel: expected one of auto, torch, liger, got"),
+    "kernel": (
+        (_X, _W, _Y),
+        {"kernel": "x"},
+        "kernel: expected one of auto, torch, liger, cce, got 'x'",
+    ),
     "Liger on a CPU": (
         (_X, _W, _Y),
         {"kernel": "liger"},
