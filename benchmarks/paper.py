@@ -12,7 +12,8 @@ import click
 
 from burst_rt.launch.measure.options import OUT
 from burst_rt.launch.measure.report import Cell, publish
-from burst_rt.launch.plan.model import MODELS, Question, forecast_model, published_mask
+from burst_rt.launch.plan.model import Question, forecast_model, published_mask
+from burst_rt.launch.plan.models import MODELS
 from burst_rt.planning.machines import load_hardware
 
 __all__ = ["FIRST_TOKEN_S", "FITTED", "OUT_OF_MEMORY", "STRATEGIES", "command"]

@@ -25,7 +25,7 @@ from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.measure.options import OUT
 from burst_rt.launch.measure.report import Cell, publish
 from burst_rt.launch.plan.layers import SpreadLayer
-from burst_rt.launch.plan.model import MODELS, Model, parse_model
+from burst_rt.launch.plan.models import MODELS, Model, parse_model
 from burst_rt.planning.choose import choose, fastest_strategy
 from burst_rt.planning.forecast import Forecast, of_choice
 from burst_rt.planning.machines import load_hardware

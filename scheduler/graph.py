@@ -391,6 +391,33 @@ class GraphBuilder:
             )
         )
 
+    def insert(self, tasks: Iterable[Task], parts: Sequence[Part], *, first_tag: int = 0) -> None:
+        """Adds tasks of another graph, which its own builder has checked.
+
+        parts: of this builder, in place of the parts of the other graph, in their order, at least
+        as large. first_tag: is added to the tags of messages.
+        """
+        number = [part.id for part in parts]
+
+        def moved(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+            return tuple(
+                Message(number[m.part], m.peer, m.tag + first_tag, m.size_bytes, m.offset)
+                for m in messages
+            )
+
+        for task in tasks:
+            accesses = (task.reads, task.writes, task.accumulates)
+            reads, writes, accumulates = (
+                tuple(dict.fromkeys([number[part] for part in access])) for access in accesses
+            )
+            self._add(
+                Task(
+                    id=len(self._tasks), name=task.name, lane=task.lane, op=task.op, reads=reads,
+                    writes=writes, accumulates=accumulates, sends=moved(task.sends),
+                    recvs=moved(task.recvs), cost=task.cost, hop=task.hop,
+                )
+            )  # fmt: skip
+
     @property
     def buffers(self) -> Mapping[str, Buffer]:
         """The buffers that have been declared so far, by name."""

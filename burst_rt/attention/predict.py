@@ -22,6 +22,9 @@ __all__ = ["machine_like", "predicted_s"]
 _PREDICT_UP_TO = 16
 # Names of the machines of `planning/machines`, and the words in the name of such a device.
 _MACHINES = {
+    "gb200-nvl72": ("GB200",),
+    "b200-sxm": ("B200",),
+    "mi300x": ("MI300X",),
     "h200-sxm": ("H200",),
     "h100-sxm": ("H100", "HBM3"),
     "a100-sxm": ("A100", "SXM"),

@@ -1,6 +1,6 @@
 """Machine files: a `Hardware` as TOML, read and written.
 
-Four machines are shipped (`burst_rt/planning/machines/*.toml`) with the vendors' nominal figures.
+Seven machines are shipped (`burst_rt/planning/machines/*.toml`) with the vendors' nominal figures.
 Any other is a file of the user's own, which `burst-rt calibrate` writes. A field of a file has the
 name of the field of the dataclasses in `burst_rt.scheduler.simulator.hardware` that it sets.
 """
@@ -37,7 +37,8 @@ def to_toml(hardware: Hardware) -> str:
 def load_hardware(name_or_path: str | Path) -> Hardware:
     """The shipped machine of that name, or the machine in the TOML file at that path.
 
-    Shipped are "a100-pcie", "a100-sxm", "h100-sxm" and "h200-sxm". The beginning of a name is
+    Shipped are "a100-pcie", "a100-sxm", "h100-sxm", "h200-sxm", "b200-sxm", "gb200-nvl72" and
+    "mi300x". The beginning of a name is
     enough where only one name begins so ("h100"). Raises InputError for an unknown name or a
     missing file, ConfigError for a file with a missing, unknown or wrong field.
     """

@@ -5,9 +5,10 @@ One sentence of an answer is one claim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from burst_rt.errors import InputError
 from burst_rt.launch.plan.layers import TENSOR_PARALLEL
@@ -15,11 +16,13 @@ from burst_rt.launch.plan.model import (
     EVERY_UP_TO,
     ModelForecast,
     Question,
+    SpreadModel,
+    candidates_of,
     fewest_ranks,
-    forecast_model,
     tile_of,
 )
 from burst_rt.planning.choose import CANDIDATES
+from burst_rt.planning.layouts import FOLLOWING
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["COMPARED", "Answer", "best_worlds", "compare"]
@@ -27,6 +30,10 @@ __all__ = ["COMPARED", "Answer", "best_worlds", "compare"]
 # The strategies that are compared; the last two are for comparing only.
 COMPARED = (*CANDIDATES, *TENSOR_PARALLEL)
 _UP_TO = 512
+# The most ranks of which all strategies are simulated: in a second or two.
+_ALL_UP_TO = 16
+# Larger nodes are several hosts that one NVLink joins.
+_MOST_OF_A_HOST = 16
 # Rounded quotient of two times that count as equal.
 _EQUAL = "1.00"
 _NOT_OURS = "burst_attention has no {}: it is Megatron-LM's."
@@ -69,7 +76,7 @@ class Answer:
     @property
     def rank_seconds(self) -> float | None:
         """The time of all ranks together: what the best one costs in devices."""
-        if self.best is None or self.best.time_s is None:
+        if self.best is None:
             return None
         return self.world_size * self.best.time_s
 
@@ -86,20 +93,56 @@ class Answer:
         """Sentences that say what to take and why."""
         return tuple(self._sentences())
 
+    @cached_property
+    def how_to_run(self) -> tuple[str, ...]:
+        """Lines of a program that does what is forecast for the best, and how it is started."""
+        best, world = self.best, self.world_size
+        if best is None or best.strategy in TENSOR_PARALLEL or world == 1:
+            return ()
+        question, per_node = self.question, min(self.hardware.node.ranks, world)
+        context = question.ranks_of_context(world)
+        shape = f"({world // context}, {context})"
+        lines = [
+            'mesh = torch.distributed.init_device_mesh("cuda", '
+            f'{shape}, mesh_dim_names=("dp", "cp"))'
+        ]
+        if best.activations is not None and question.shard == "fsdp":
+            lines += [
+                'everyone = mesh["dp", "cp"]._flatten("dp_cp")',
+                "for part in (*layers, model): fully_shard(part, mesh=everyone)",
+            ]
+        mask = ", mask=mask" if best.layout in FOLLOWING else ""
+        shown = "causal=True" if question.mask == "causal" else "mask=mask"
+        lines += [
+            'ctx = burst_rt.init(group=mesh["cp"])',
+            f'layout = ctx.layout({question.seq_len}, "{best.layout}"{mask})',
+            f'burst_rt.burst_attention(q, k, v, layout=layout, strategy="{best.strategy}", '
+            f"{shown})",
+        ]
+        nodes = -(-world // per_node)
+        start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} train.py"
+        if per_node > _MOST_OF_A_HOST:
+            start = "torchrun train.py on every host"
+        return (f"To run it: {start}, where train.py has", *(f"    {line}" for line in lines))
+
     def _sentences(self) -> Iterator[str]:
         best = self.best
         if not self.found:
             reasons = "; ".join(dict.fromkeys(self.refused.values()))
             yield f"Take none: no strategy is possible on {_ranks(self.world_size)}: {reasons}."
             return
-        if best is None or best.time_s is None:
+        if best is None:
             yield from self._of_none()
             return
         has_no_layout = best.layout == "zigzag" or best.strategy in TENSOR_PARALLEL
         on = "" if has_no_layout else f" with the {best.layout} layout"
         total = self.world_size * best.time_s
         together = f", {total:,.{0 if total >= 100 else 1}f} s of all ranks together"
-        yield f"Take {best.strategy}{on}: {best.time_s:.3g} s{together * (self.world_size > 1)}."
+        least = "at least " * (not best.simulated)
+        yield (
+            f"Take {best.strategy}{on}: {least}{best.time_s:.3g} s"
+            f"{together * (self.world_size > 1)}."
+        )
         if best.strategy in TENSOR_PARALLEL:
             yield from self._of_own(best.strategy, best.time_s)
         yield from self._of_others(best.time_s)
@@ -116,12 +159,24 @@ class Answer:
             f"Take none: on {_ranks(self.world_size)} no strategy fits into a device's "
             f"{limit:,.1f} GB."
         )
-        yield (
-            f"None fits on any number of ranks up to {_UP_TO}."
-            if fewest is None
-            else f"The fewest ranks on which one fits are {fewest}, with {strategy}."
-            f"{_tried(fewest)}"
-        )
+        if fewest is not None:
+            yield (
+                f"The fewest ranks on which one fits are {fewest}, with {strategy}.{_tried(fewest)}"
+            )
+        else:
+            yield f"None fits on any number of ranks up to {_UP_TO}."
+        least = self.found[0]
+        if self.question.phase == "train" and self.question.shard != "fsdp":
+            sharded = replace(self.question, shard="fsdp", layout=least.layout)
+            there = SpreadModel(sharded, least.strategy, self.world_size, self.hardware)
+            fits = "fits" if there.fits else "does not fit, either"
+            yield (
+                f"With --shard fsdp, {least.strategy} takes {there.memory_bytes / 1e9:,.1f} GB in "
+                f"place of {least.memory_bytes / 1e9:,.1f}, which {fits}."
+            )
+        else:
+            lacking = (least.memory_bytes - self.hardware.device.memory_bytes) / 1e9
+            yield f"{least.strategy} lacks {lacking:,.1f} GB on {_ranks(self.world_size)}."
 
     def _of_others(self, best_s: float) -> Iterator[str]:
         """The sentences on strategies that do the same, and on the next one."""
@@ -129,13 +184,13 @@ class Answer:
         if len(same) > 1:
             names = " and ".join(f.strategy for f in same[1:])
             yield f"Here {names} {'does' if len(same) == 2 else 'do'} the same."
-        if others and others[0][0].time_s:
-            times = f"{others[0][0].time_s / best_s:.2f}"
-            name = others[0][0].strategy
+        if others:
+            times, name = f"{others[0][0].time_s / best_s:.2f}", others[0][0].strategy
+            least = "at least " * (not others[0][0].simulated)
             yield (
                 f"The next, {name}, is less than 1 % slower: take either."
-                if times == _EQUAL
-                else f"The next, {name}, takes {times} times as long."
+                if times == _EQUAL and not least
+                else f"The next, {name}, takes {least}{times} times as long."
             )
 
     def _of_own(self, taken: str, time_s: float) -> Iterator[str]:
@@ -144,7 +199,7 @@ class Answer:
         """
         yield _NOT_OURS.format(taken)
         fastest = next((f for f in self.found if f.strategy not in TENSOR_PARALLEL), None)
-        if fastest is None or fastest.time_s is None:
+        if fastest is None:
             yield "None of its own strategies fits here."
         else:
             yield (
@@ -166,22 +221,43 @@ class Answer:
 
 
 def compare(
-    question: Question, hardware: Hardware, world_size: int, strategies: Iterable[str] = COMPARED
+    question: Question,
+    hardware: Hardware,
+    world_size: int,
+    going_through: Callable[[Sequence[SpreadModel]], Iterable[SpreadModel]] = iter,
 ) -> Answer:
     """Forecasts the strategies. The answer names the strategies that cannot use these ranks, with
     the reason.
+
+    On many ranks, a strategy that takes at least as long as the fastest, by its bound, is not
+    simulated. On very many, only one is whose ranks do the same. going_through: shows progress.
     """
-    forecasts: list[ModelForecast] = []
+    candidates: list[SpreadModel] = []
     refused: dict[str, str] = {}
-    for strategy in strategies:
+    for strategy in COMPARED:
         try:
-            forecasts.append(forecast_model(question, strategy, world_size, hardware))
+            kinds = candidates_of(question, strategy, world_size, hardware)
+            candidates += sorted(kinds, key=lambda candidate: candidate.bound.rank)
         except InputError as error:
             refused[strategy] = error.message.removeprefix(f"{strategy}: ")
-    # Among the strategies that do not fit, the one that lacks least memory comes first.
-    forecasts.sort(key=lambda f: (f.out_of_memory, f.time_s or f.memory_bytes, f.sent_bytes))
-    best = forecasts[0] if forecasts and not forecasts[0].out_of_memory else None
-    return Answer(question, hardware, world_size, forecasts, refused, best)
+    candidates.sort(key=lambda candidate: candidate.bound.rank)
+    forecasts: dict[str, ModelForecast] = {}  # the best of each strategy
+    best_s = {False: inf, True: inf}  # by whether memory lacks
+    for candidate in going_through(candidates):
+        forecast = candidate.bound
+        limit_s = best_s[forecast.out_of_memory] if world_size > _ALL_UP_TO else inf
+        if candidate.simulates and forecast.time_s < limit_s:
+            forecast = candidate.simulated(limit_s)
+        if forecast.simulated:
+            for lacks in {forecast.out_of_memory, True}:
+                best_s[lacks] = min(best_s[lacks], forecast.time_s)
+        name = forecast.strategy
+        # A layout that was not simulated may be faster than the one that was.
+        known = forecasts.get(name, forecast)
+        forecasts[name] = min(known, forecast, key=lambda f: f.rank._replace(bounded=False))
+    in_order = sorted(forecasts.values(), key=lambda f: f.rank)
+    best = in_order[0] if in_order and not in_order[0].out_of_memory else None
+    return Answer(question, hardware, world_size, in_order, refused, best)
 
 
 def best_worlds(answers: Sequence[Answer]) -> Iterator[str]:

@@ -19,7 +19,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.launch.plan.model import Model
+from burst_rt.launch.plan.models import Model
 from burst_rt.launch.plan.structure import inactive_weights, kinds_in_words, layers_of
 
 __all__ = ["FAMILIES", "read_config"]

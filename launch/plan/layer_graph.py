@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from burst_rt.launch.plan.layer_sizes import Spread
 from burst_rt.launch.plan.recurrence_graph import RecurrenceGraph
+from burst_rt.launch.plan.shards import Travel, ring_bytes
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, Product, Sublayer
 from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.planning.strategies import AGREE, Program
@@ -23,7 +24,7 @@ from burst_rt.runtime.collectives import (
     even_parts,
     reduce_scatter,
 )
-from burst_rt.scheduler import Buffer, Cost, Graph, GraphBuilder, Lane, Message, Op, Part
+from burst_rt.scheduler import Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part
 
 __all__ = ["LayerGraph"]
 
@@ -40,16 +41,17 @@ class LayerGraph:
     def __init__(self, layer: Spread, rank: int, lanes: tuple[Lane, ...]) -> None:
         self.layer, self.dim, self.rank, self.lanes = layer, layer.sizes.dim, rank, lanes
         self.rows, self.own_rows = layer.rows(rank), layer.own_rows(rank)
-        self.g = GraphBuilder(rank, layer.world_size, (*lanes, _SUMS))
+        self.g = GraphBuilder(rank, layer.world_size * layer.copies, (*lanes, _SUMS))
         self.tag = 0
         self.agreed = self.g.buffer("agreed")
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
 
-    def forward(self, with_attention: bool) -> Graph:
+    def forward(self, with_attention: bool, again: bool) -> Graph:
         """The graph of the forward: x becomes the layer's output.
 
-        Without attention, attention's outputs are there already.
+        Without attention, attention's outputs are there already. again: the weights are, too.
         """
+        self._move_weights([] if again else ["gather weights"])
         x = self.g.buffer("x", initialised=True)
         for sublayer in self.layer.sizes.sublayers:
             name, core = sublayer.name, sublayer.core
@@ -63,15 +65,16 @@ class LayerGraph:
             )
             self._product(sublayer.into, reads=self._gather(normed), writes=[wide])
             if isinstance(core, Attention):
-                attention = _Inserted(
-                    self.g, self.layer.program(forward=True), self.rank, self.lanes
-                )
-                self._element(
-                    "rotate", "rotate", self._rotated(core), reads=[wide], writes=attention.bound
-                )
+                rotated = self._rotated(core)
                 if with_attention:
+                    program = self.layer.program(forward=True)
+                    attention = _Inserted(self.g, program, self.rank, self.lanes)
+                    narrow = attention.bound
+                    self._element("rotate", "rotate", rotated, reads=[wide], writes=narrow)
                     attention.insert(self.agreed)
-                narrow: list[Part] = attention.bound
+                else:
+                    narrow = [self.g.buffer("attention narrow")[0]]
+                    self._element("rotate", "rotate", rotated, reads=[wide], writes=narrow)
             else:
                 narrow = [self.g.buffer(f"{name} narrow")[0]]
                 if isinstance(core, FeedForward):
@@ -92,6 +95,7 @@ class LayerGraph:
 
     def backward(self) -> Graph:
         """The graph of the backward: the gradient of the output becomes "dx"."""
+        self._move_weights(["gather weights", "scatter gradients"])
         order = self.layer.sizes.sublayers[::-1]
         dout = self._tokens(f"{order[0].name} dout", initialised=True)
         for sublayer, after in pairwise(order):
@@ -145,10 +149,58 @@ class LayerGraph:
             writes=[self._own(dx)],
             accumulates=[norm_grad],
         )
-        if self.layer.num_summed(sublayer):
+        summed = self.layer.num_summed(sublayer)
+        if summed and self.layer.tensor_parallel:
             self.tag = all_reduce(
                 self.g, norm_grad, tag=self.tag, reads=[self.agreed], lane=_SUMS.name
             )
+        elif summed:
+            name = f"{sublayer.name} gradients"
+            reads = [self.agreed, norm_grad, grads]
+            arrived = self._travel(f"{name} reduced", summed, reads, gathers=False)
+            self._travel(f"{name} gathered", summed, arrived, gathers=True)
+
+    def _move_weights(self, names: Sequence[str]) -> None:
+        """Adds what goes between ranks that shard weights, while the layer computes: the next
+        layer's weights, and the last one's gradients.
+        """
+        if self.layer.gathers_weights:
+            for name in names:
+                count = self.layer.sizes.num_weights
+                self._travel(name, count, [self.agreed], gathers=name == "gather weights")
+
+    def _travel(
+        self, name: str, count: int, reads: Sequence[Buffer | Part], *, gathers: bool
+    ) -> list[Part]:
+        """Adds a gather, or a reduce-scatter, of `count` numbers over all ranks; see `ring_bytes`.
+        Returns what arrives.
+        """
+        layer, per_node, world = self.layer, self.layer.ranks_per_node, self.g.world_size
+        parts = [n * layer.input_bytes for n in even_parts(count, layer.num_ranks)]
+
+        def sent_by(rank: int) -> Travel:
+            part = parts[(rank + gathers) % len(parts)]
+            return ring_bytes(count * layer.input_bytes, part, layer.num_ranks, per_node)
+
+        # The same for all contexts of a node, of which each has the graphs of the first.
+        ring = self._neighbours(world if per_node == 1 else self.layer.ranks_alike)
+        across = (self.rank + per_node) % world, (self.rank - per_node) % world
+        sends, recvs = [], []
+        for way, (to, by) in (("near", ring), ("far", across)):
+            leaving, coming = (getattr(sent_by(rank), way) for rank in (self.rank, by))
+            if leaving and coming and to != self.rank:
+                out = self.g.buffer(f"{name} {way} out", size_bytes=leaving, initialised=True)
+                sends.append((out[0], to))
+                recvs.append((self.g.buffer(f"{name} {way} in", size_bytes=coming)[0], by))
+        if sends:
+            self.tag += 1
+            self.g.exchange(name, sends=sends, recvs=recvs, tag=self.tag, reads=reads)
+        return [part for part, _ in recvs]
+
+    def _neighbours(self, size: int) -> tuple[int, int]:
+        """The rank after and the rank before, round a ring of `size` consecutive ranks."""
+        first, place = self.rank - self.rank % size, self.rank % size
+        return first + (place + 1) % size, first + (place - 1) % size
 
     # Buffers.
 
@@ -177,14 +229,14 @@ class LayerGraph:
         ]
 
     def _evenly(self, count: int) -> list[int]:
-        return [part * self.layer.input_bytes for part in even_parts(count, self.layer.world_size)]
+        return [part * self.layer.input_bytes for part in even_parts(count, self.g.world_size)]
 
     def _gradients(self, sublayer: Sublayer) -> tuple[Buffer, Buffer]:
         """Buffers of gradients: of the norm's weight, and of the two products' weights.
 
         The two are one buffer where both are summed over the ranks, or neither is.
         """
-        summed = self.layer.num_summed(sublayer)
+        summed = self.layer.num_summed(sublayer) if self.layer.gathers else 0
         sizes = self._evenly(summed) if summed else [0]
         name = f"{sublayer.name} gradients"
         norm = self.g.buffer(name, parts=len(sizes), size_bytes=sizes, initialised=True)
@@ -279,41 +331,10 @@ class _Inserted:
 
     def insert(self, agreed: Buffer) -> None:
         """Adds the program's tasks, except the agreement."""
+        agree, *tasks = self.graph.tasks
+        assert agree.op == AGREE
+        for part in agree.writes:
+            self.parts[part] = agreed[0]
         # The collectives of a direction take fewer tags than this: each half has at most five
         # collectives, and one of the five has twice the hops.
-        first_tag = 16 * self.g.world_size
-        for task in self.graph.tasks:
-            if task.op == AGREE:
-                for part in task.writes:
-                    self.parts[part] = agreed[0]
-                continue
-            reads = self._here(task.reads)
-            if task.op is not None:
-                op = Op(task.op.name)
-                self.g.compute(
-                    task.name,
-                    op,
-                    reads=reads,
-                    writes=self._here(task.writes),
-                    accumulates=self._here(task.accumulates),
-                    cost=task.cost,
-                    lane=task.lane,
-                    hop=task.hop,
-                )
-                continue
-            tag = first_tag + max(m.tag for m in (*task.sends, *task.recvs))
-            self.g.exchange(
-                task.name,
-                sends=self._messages(task.sends),
-                recvs=self._messages(task.recvs),
-                tag=tag,
-                reads=reads,
-                lane=task.lane,
-                hop=task.hop,
-            )
-
-    def _here(self, parts: Iterable[int]) -> list[Part]:
-        return [self.parts[part] for part in parts]
-
-    def _messages(self, of: Sequence[Message]) -> list[tuple[Part, int, int, int]]:
-        return [(self.parts[m.part], m.peer, m.size_bytes, m.offset) for m in of]
+        self.g.insert(tasks, self.parts, first_tag=16 * self.g.world_size)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import gcd
 
 from burst_rt.errors import InputError, InternalError
+from burst_rt.launch.plan.shards import Shard
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes, Product, Sublayer
 from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import FOLLOWING, Layout, make_layout
@@ -119,9 +121,11 @@ class Spread:
     # The layout of the sequence, for attention strategies. Tensor parallelism with a split sequence
     # is contiguous.
     kind: str = "zigzag"
-    ranks_per_node: int = 1  # as for `choose`
+    ranks_per_node: int = 1  # 1 where nodes are not equally large
     # The mask that a balanced layout follows, where a layer's own mask allows less. None: `mask`.
     placed_by: Mask | None = None
+    shard: Shard = "zero1"
+    replicas: int = 1  # groups of `world_size` ranks, each with batches of its own
 
     def __post_init__(self) -> None:
         if not self.tensor_parallel:
@@ -170,6 +174,36 @@ class Spread:
         """Number of ranks that share the heads and the feed-forward's width."""
         return self.world_size if self.tensor_parallel else 1
 
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether a layer's weights are gathered before it computes."""
+        return self.shard == "fsdp" and not self.tensor_parallel and self.num_ranks > 1
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of all replicas."""
+        return self.world_size * self.replicas
+
+    @property
+    def copies(self) -> int:
+        """The replicas that are simulated: as few as fill two nodes, between which weights go."""
+        if self.tensor_parallel:
+            return 1
+        wanted = -(-2 * self.ranks_per_node // self.world_size)
+        even = (
+            n for n in range(wanted, self.replicas) if not n * self.world_size % self.ranks_per_node
+        )
+        return next(even, self.replicas)
+
+    @property
+    def ranks_alike(self) -> int:
+        """The most ranks of a node among which a ring has a place in every context, too."""
+        return (
+            gcd(self.ranks_per_node, self.world_size)
+            if self.world_size > 1
+            else self.ranks_per_node
+        )
+
     @cached_property
     def layout(self) -> Layout:
         """The layout of the tokens outside attention and feed-forward."""
@@ -199,7 +233,7 @@ class Spread:
         """The number of elements of those weights, in any layer."""
         if self.tensor_parallel:
             return sublayer.vectors if self.gathers else 0
-        return sublayer.weights
+        return 0 if self.gathers_weights else sublayer.weights
 
     def program(self, *, forward: bool) -> Program:
         """Attention's program; see `choice`."""
@@ -243,4 +277,5 @@ class Spread:
             needs_grad=(True, True, True),
         )
         strategy = "ring-kv" if self.tensor_parallel else self.strategy
-        return choose(problem, strategy, forward=forward, ranks_per_node=self.ranks_per_node)
+        per_node = gcd(self.ranks_per_node, self.world_size)
+        return choose(problem, strategy, forward=forward, ranks_per_node=per_node)

@@ -18,7 +18,8 @@ spread in one of these ways:
 * any strategy of `planning/strategies`: the sequence is split and every rank holds all weights.
   Only attention communicates, and recurrences send their states along the positions, except that
   training sums the gradients of all weights over the ranks. Here it does so once a backward.
-  Inference has no such sum, and several micro-batches need only one.
+  Inference has no such sum, and several micro-batches need only one. Where weights are sharded
+  (`shards.py`), they are gathered instead, and the gradients scattered.
 
 Sums of activations and gradients travel in the inputs' type, as Megatron's do.
 
@@ -30,15 +31,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from burst_rt.launch.plan.layer_graph import LayerGraph
 from burst_rt.launch.plan.layer_sizes import HALVES, TENSOR_PARALLEL, LayerShape, Spread
 from burst_rt.planning.forecast import working_bytes
+from burst_rt.planning.strategies.hybrid import Hybrid
 from burst_rt.scheduler import HOST_LANES, Graph, Lane, Schedule
 from burst_rt.scheduler.simulator import Hardware, Rotated, Simulated, simulate
 
 __all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
+
+
+# Shards whose lengths differ by this share of the longest take the same time.
+_SAME = 1e-3
 
 
 class LayerMemory(NamedTuple):
@@ -72,21 +79,34 @@ class SpreadLayer(Spread):
         forward: bool,
         lanes: tuple[Lane, ...] = HOST_LANES,
         attention: bool = True,
+        again: bool = False,
     ) -> Graph:
         """The graph of one rank in one direction.
 
-        attention: False for the forward as checkpointing computes it again where it has kept
-        attention's outputs: everything but attention.
+        again: the forward as checkpointing computes it again in the backward, for which weights
+        have been gathered. attention: False where it has kept attention's outputs: everything but
+        attention.
         """
         builder = LayerGraph(self, rank, lanes)
-        return builder.forward(attention) if forward else builder.backward()
+        return builder.forward(attention, again) if forward else builder.backward()
 
-    def schedules(self, *, forward: bool, attention: bool = True) -> list[Schedule | Rotated]:
-        """The schedules of all ranks, as `simulate` takes them; attention: as for `graph`.
+    def schedules(
+        self, *, forward: bool, attention: bool = True, again: bool = False, fold: int = 1
+    ) -> list[Schedule | Rotated]:
+        """The schedules of all ranks, as `simulate` takes them; attention, again: as for `graph`.
 
-        All ranks share one schedule where all ranks do the same.
+        All ranks share one schedule where all ranks do the same; replicas share theirs. fold: the
+        number of consecutive ranks that do the same, of which only the first has a schedule.
         """
-        first = self.graph(0, forward=forward, attention=attention)
+        graph = partial(self.graph, forward=forward, attention=attention, again=again)
+        if fold > 1:
+            firsts = [Schedule.of(graph(rank)) for rank in range(0, self.world_size, fold)]
+            return [
+                Rotated(of_rank, number * self.world_size, fold)
+                for number in range(self.copies)
+                for of_rank in firsts
+            ]
+        first = graph(0)
         # Under tensor parallelism attention is the same on all ranks; only messages may differ.
         sizes: dict[str, set[int]] = defaultdict(set)
         for part in first.parts:
@@ -95,29 +115,54 @@ class SpreadLayer(Spread):
         schedule = Schedule.of(first)
         if self.tensor_parallel and even and self.world_size > 1:
             return [Rotated(schedule, rank) for rank in range(self.world_size)]
-        return [
-            schedule,
-            *(
-                Schedule.of(self.graph(rank, forward=forward, attention=attention))
-                for rank in range(1, self.world_size)
-            ),
+        if self.world_size == 1:  # Only weights travel: each rank has neighbours of its own.
+            return [schedule, *(Schedule.of(graph(rank)) for rank in range(1, self.copies))]
+        one = [schedule, *(Schedule.of(graph(rank)) for rank in range(1, self.world_size))]
+        return one + [
+            Rotated(of_rank, number * self.world_size)
+            for number in range(1, self.copies)
+            for of_rank in one
         ]
 
     def seconds(self, hardware: Hardware, *, forward: bool) -> float:
         """Seconds that one direction takes on a machine: the end of a simulated run."""
         return self.simulated(hardware, forward=forward).end_s
 
-    def simulated(self, hardware: Hardware, *, forward: bool, attention: bool = True) -> Simulated:
+    def simulated(
+        self, hardware: Hardware, *, forward: bool, attention: bool = True, again: bool = False
+    ) -> Simulated:
         """A simulated run of one direction of all ranks on a machine, without spans.
 
-        attention: as for `graph`.
+        attention, again: as for `graph`.
         """
         kernel = None if self.sizes.attention is None else self.choice(forward=forward).kernel
+        fold = self._fold(hardware, forward)
+        folded = hardware.folded() if fold > 1 else None
         return simulate(
-            self.schedules(forward=forward, attention=attention),
-            hardware,
+            self.schedules(forward=forward, attention=attention, again=again, fold=fold),
+            folded or hardware,
             seconds=lambda task: hardware.device.seconds(task, kernel),
         )
+
+    def num_simulated(self, hardware: Hardware, *, forward: bool) -> int:
+        """The ranks of a simulated run."""
+        return self.world_size * self.copies // self._fold(hardware, forward)
+
+    def _fold(self, hardware: Hardware, forward: bool) -> int:
+        """The number of consecutive ranks that do the same at the same time; one is simulated.
+
+        Ranks of a node do where they spread the heads among themselves, and only there.
+        """
+        per_node, layout = hardware.node.ranks, self.layout
+        lengths = [layout.shard_len(rank) for rank in range(layout.world_size)]
+        uneven = max(lengths) - min(lengths) > max(lengths) * _SAME
+        if self.tensor_parallel or self.ranks_per_node != per_node or uneven:
+            return 1
+        if self.sizes.recurrence is not None or self.sizes.attention is None:
+            return 1
+        program = self.program(forward=forward)
+        spread = isinstance(program, Hybrid) and program.group_size == per_node < self.world_size
+        return per_node if spread and hardware.folded() is not None else 1
 
     def sent_bytes(self, rank: int, *, forward: bool) -> int:
         """Bytes that a rank sends in one direction, counted from the graph, so always exact.

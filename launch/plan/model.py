@@ -6,27 +6,28 @@ The layer comes from `burst_rt.launch.plan.layers`. Times leave out the embeddin
 row of logits a sequence; their weights are counted), the sampler, and the optimizer's step.
 
 Memory counts the weights of all layers and 16-bit activations. Training also holds gradients, and
-AdamW's 12 bytes a weight (float32 weight and two moments) spread over the ranks. ZeRO stage 1
-spreads them so, and sends no more bytes than the sum of gradients that is counted here. Activations
-that do not fit are computed again in the backward, layer by layer: all but attention, if its
-outputs fit (`burst_rt.checkpoint`), else all. Every rank holds all experts of a mixture (a part of
-each under tensor parallelism). The gradients of weights that layers share are summed once for each
-of these layers.
+AdamW's 12 bytes a weight, each whole or sharded (`shards.py`). Activations that do not fit are
+computed again in the backward, layer by layer: all but attention, if its outputs fit
+(`burst_rt.checkpoint`), else all. Every rank holds all experts of a mixture (a part of each under
+tensor parallelism). The gradients of weights that layers share are summed once for each of these
+layers.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
-from math import prod
-from typing import Literal, TypeAlias, get_args
+from math import inf, prod
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from burst_rt.errors import InputError
-from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerMemory, LayerShape, SpreadLayer
-from burst_rt.launch.plan.sublayers import Attention, LayerSizes
+from burst_rt.launch.plan.bounds import LayerPass, Taken, bound_of
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerMemory, SpreadLayer
+from burst_rt.launch.plan.models import Model, sizes_of
+from burst_rt.launch.plan.shards import Shard, held_bytes
+from burst_rt.launch.plan.sublayers import Attention
 from burst_rt.launch.plan.words import parse_mask
 from burst_rt.planning.choose import CANDIDATES, LAYOUTS
 from burst_rt.planning.masks import Causal, Mask, SlidingWindow
@@ -34,9 +35,20 @@ from burst_rt.planning.strategies import check_name
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
-    "ACTIVATIONS", "ATTENTION", "EVERY_UP_TO", "MODELS", "Activations", "Model", "ModelForecast",
-    "Phase", "Question", "fewest_ranks", "forecast_model", "parse_model", "parse_strategy",
-    "published_mask", "tile_of",
+    "ACTIVATIONS",
+    "ATTENTION",
+    "EVERY_UP_TO",
+    "Activations",
+    "ModelForecast",
+    "Phase",
+    "Question",
+    "SpreadModel",
+    "candidates_of",
+    "fewest_ranks",
+    "forecast_model",
+    "parse_strategy",
+    "published_mask",
+    "tile_of",
 ]  # fmt: skip
 
 Phase: TypeAlias = Literal["first-token", "train"]
@@ -51,104 +63,8 @@ ATTENTION = (*CANDIDATES, "ring-q", "ring-naive", "burst-untiled")
 # Maximum world size up to which `fewest_ranks` tries every number of ranks.
 EVERY_UP_TO = 64
 _INPUT_BYTES = 2
-_ADAMW_BYTES = 12
-
-
-@dataclass(frozen=True)
-class Model:
-    """A decoder."""
-
-    name: str
-    layers: tuple[tuple[int, LayerShape | LayerSizes], ...]  # how many of each kind
-    # Weights that no layer has: embedding and head. Less than none, where layers share theirs.
-    outside: int
-    inactive: int = 0  # weights of experts to which one token does not go
-    about: str = ""  # what its configuration says, in one line
-
-    @property
-    def num_layers(self) -> int:
-        return sum(count for count, _ in self.layers)
-
-    @property
-    def num_weights(self) -> int:
-        """The weights of all layers, of the embedding and of the head."""
-        weights = (count * _sizes(layer).num_weights for count, layer in self.layers)
-        return sum(weights) + self.outside
-
-    @property
-    def layer(self) -> LayerShape:
-        """The layer of a Llama-like model, whose layers are all alike. Raises InputError."""
-        (_, layer), *others = self.layers
-        if others or not isinstance(layer, LayerShape):
-            raise InputError(f"{self.name}: expected a model by its sizes")
-        return layer
-
-
-def _sizes(layer: LayerShape | LayerSizes) -> LayerSizes:
-    return layer if isinstance(layer, LayerSizes) else layer.sizes
-
-
-def _llama(name: str, num_layers: int, layer: LayerShape, vocab_size: int) -> Model:
-    """A Llama-like decoder; embedding and head have a matrix each."""
-    return Model(name, ((num_layers, layer),), 2 * vocab_size * layer.dim)
-
-
-# H. Touvron et al., "LLaMA", arXiv 2302.13971, table 2; widths of the feed-forward from the
-# published checkpoints.
-MODELS = {
-    "llama-7b": _llama("llama-7b", 32, LayerShape(4096, 32, 32, 128, 11008), 32000),
-    "llama-13b": _llama("llama-13b", 40, LayerShape(5120, 40, 40, 128, 13824), 32000),
-}
-# Names of the sizes by which a model may be given, and of the sizes that may be left out.
-_SIZES = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab")
-_OPTIONAL = ("kv_heads", "head_dim", "vocab")
-
-
-def parse_model(text: str) -> Model:
-    """A model by its name in MODELS, or by its sizes.
-
-    Sizes look like "layers=32,dim=4096,heads=32,kv_heads=8,head_dim=128,ffn=14336,vocab=128256".
-    kv_heads, head_dim and vocab may be left out, and are then heads, dim / heads and 32000. Raises
-    InputError that names the size at fault.
-    """
-    if text in MODELS:
-        return MODELS[text]
-    if "=" not in text:
-        raise InputError(
-            f"--model: expected one of {sorted(MODELS)} or sizes such as "
-            f"'layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256', got {text!r}, which "
-            "is no path of a config.json or of its folder either"
-        )
-    given: dict[str, int] = {}
-    for word in text.split(","):
-        name, _, value = word.partition("=")
-        if name not in _SIZES:
-            raise InputError(f"--model: expected sizes from {', '.join(_SIZES)}, got {name!r}")
-        if not re.fullmatch("[1-9][0-9]{0,11}", value):
-            raise InputError(
-                f"--model: {name}: expected a whole number from 1 to 999,999,999,999, written out, "
-                f"got {value[:40]!r}"
-            )
-        if name in given:
-            raise InputError(f"--model: {name}: expected it once, got it again as {value!r}")
-        given[name] = int(value)
-    missing = [name for name in _SIZES if name not in given and name not in _OPTIONAL]
-    if missing:
-        raise InputError(f"--model: {', '.join(missing)} missing in {text!r}; add it")
-    heads = given["heads"]
-    if "head_dim" not in given and given["dim"] % heads:
-        raise InputError(
-            f"--model: head_dim: expected dim / heads to be a whole number, got {given['dim']} / "
-            f"{heads}; give head_dim"
-        )
-    shape = LayerShape(
-        given["dim"],
-        heads,
-        given.get("kv_heads", heads),
-        given.get("head_dim", given["dim"] // heads),
-        given["ffn"],
-    )
-    return _llama(text, given["layers"], shape, given.get("vocab", 32000))
+# The most ranks that are simulated: twice as many take four times as long.
+_SIMULATED_UP_TO = 256
 
 
 @dataclass(frozen=True)
@@ -164,6 +80,27 @@ class Question:
     layout: str = "zigzag"
     # What becomes of activations in training; None: the first of ACTIVATIONS that fits.
     activations: Activations | None = None
+    shard: Shard = "zero1"  # what training shards
+    # Ranks that share a sequence; the others have batches of their own. None: all.
+    context: int | None = None
+
+    def ranks_of_context(self, world_size: int) -> int:
+        """The ranks that share a sequence. Raises InputError where the others cannot, too."""
+        context = self.context or world_size
+        if world_size % context:
+            raise InputError(
+                f"--context: expected a divisor of --world {world_size}, got {context}"
+            )
+        return context
+
+
+class Rank(NamedTuple):
+    """See `ModelForecast.rank`."""
+
+    lacking: int  # bytes held where they do not fit
+    bounded: bool
+    time_s: float
+    sent_bytes: int
 
 
 @dataclass(frozen=True)
@@ -174,12 +111,20 @@ class ModelForecast:
     layout: str
     mask: str
     phase: Phase
-    time_s: float | None  # None where the model does not fit into memory
+    time_s: float
     idle_s: float  # seconds for which the rank's device is idle
     sent_bytes: int
     memory_bytes: int
     out_of_memory: bool
     activations: Activations | None  # None but in training
+    # False: it takes at least time_s, and was not simulated.
+    simulated: bool = True
+
+    @property
+    def rank(self) -> Rank:
+        """The best has the least: it fits, or lacks least memory; then it is the fastest."""
+        lacking = self.memory_bytes if self.out_of_memory else 0
+        return Rank(lacking, not self.simulated, self.time_s, self.sent_bytes)
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -216,44 +161,105 @@ def forecast_model(
 ) -> ModelForecast:
     """Simulates one layer of each kind, and multiplies by the number of layers of that kind.
 
+    Raises InputError for a strategy and sizes that do not go together.
+    """
+    candidates = candidates_of(question, strategy, world_size, hardware)
+    return min((each.simulated() for each in candidates), key=lambda f: f.rank)
+
+
+def candidates_of(
+    question: Question, strategy: str, world_size: int, hardware: Hardware
+) -> list[SpreadModel]:
+    """A strategy in the layout that was asked for, or in each.
+
     Tensor parallelism has no layout: a rank has the whole sequence, or a contiguous part of it.
     Raises InputError for a strategy and sizes that do not go together.
     """
+    kinds: tuple[str, ...] = (question.layout,)
     if question.layout == "auto":
-        kinds: tuple[str, ...] = LAYOUTS if strategy not in TENSOR_PARALLEL else LAYOUTS[:1]
-        if any(_sizes(layer).recurrence for _, layer in question.model.layers):
+        kinds = LAYOUTS if strategy not in TENSOR_PARALLEL else LAYOUTS[:1]
+        if any(sizes_of(layer).recurrence for _, layer in question.model.layers):
             kinds = tuple(kind for kind in kinds if kind != "striped")
-        forecasts = [
-            forecast_model(replace(question, layout=kind), strategy, world_size, hardware)
-            for kind in kinds
-        ]
-        return min(forecasts, key=lambda f: (f.out_of_memory, f.time_s or 0.0))
-    layers = _layers(question, strategy, world_size, hardware)
-    limit = hardware.device.memory_bytes
-    memory, taken = _need(question, layers, limit)
-    passes = [
-        tuple(count * number for number in one)
-        for count, layer in layers
-        for one in _passes(layer, hardware, taken)
+    return [
+        SpreadModel(replace(question, layout=kind), strategy, world_size, hardware)
+        for kind in kinds
     ]
-    time_s, idle_s, sent = map(sum, zip(*passes, strict=True))
-    fits = memory <= limit
-    if strategy in ("hybrid", "two-level"):
-        # Where kinds of layers differ in the ranks of a group, the name says none.
-        names = {layer.choice(forward=True).strategy for layer in _attending(layers)}
-        strategy = names.pop() if len(names) == 1 else strategy
-    return ModelForecast(
-        strategy,
-        layers[0][1].layout.kind,
-        question.mask,
-        question.phase,
-        time_s if fits else None,
-        idle_s,
-        int(sent),
-        memory,
-        not fits,
-        taken,
-    )
+
+
+class SpreadModel:
+    """A model under one strategy, in one layout, before it is simulated: its memory, its bound."""
+
+    def __init__(
+        self, question: Question, strategy: str, world_size: int, hardware: Hardware
+    ) -> None:
+        self.question, self.strategy, self._hardware = question, strategy, hardware
+        self._layers = _layers(question, strategy, world_size, hardware)
+        self.limit = hardware.device.memory_bytes
+        self.memory_bytes, self._taken = _need(question, self._layers, self.limit)
+        if strategy in ("hybrid", "two-level"):
+            # Where kinds of layers differ in the ranks of a group, the name says none.
+            names = {layer.choice(forward=True).strategy for layer in _attending(self._layers)}
+            self.strategy = names.pop() if len(names) == 1 else strategy
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.limit
+
+    @property
+    def simulates(self) -> bool:
+        """Whether a simulation takes at most a minute or so."""
+        return all(
+            layer.num_simulated(self._hardware, forward=forward) <= _SIMULATED_UP_TO
+            for _, layer in self._layers
+            for forward in (True, False)
+        )
+
+    @cached_property
+    def bound(self) -> ModelForecast:
+        """What it takes at least."""
+        return self._forecast(self._bounds)
+
+    def simulated(self, limit_s: float = inf) -> ModelForecast:
+        """The forecast; a bound where that shows that more than `limit_s` is taken."""
+        known = dict(self._bounds)
+        # A forward has fewer tasks than a backward, and is done before it.
+        for run in sorted(known, key=lambda run: not run.forward):
+            if self._seconds(known) > limit_s:
+                return self._forecast(known)
+            known[run] = run.simulated(self._hardware)
+        return self._forecast(known)
+
+    @cached_property
+    def _bounds(self) -> dict[LayerPass, Taken]:
+        runs = {run: None for _, layer in self._layers for run in _runs(layer, self._taken)}
+        return {run: bound_of(run, self._hardware) for run in runs}
+
+    def _passes(self, known: Mapping[LayerPass, Taken]) -> list[tuple[int, Taken]]:
+        """How often each pass is made, and what it takes."""
+        return [
+            (count, known[run])
+            for count, layer in self._layers
+            for run in _runs(layer, self._taken)
+        ]
+
+    def _seconds(self, known: Mapping[LayerPass, Taken]) -> float:
+        return sum(count * taken.time_s for count, taken in self._passes(known))
+
+    def _forecast(self, known: Mapping[LayerPass, Taken]) -> ModelForecast:
+        passes = self._passes(known)
+        return ModelForecast(
+            self.strategy,
+            self._layers[0][1].layout.kind,
+            self.question.mask,
+            self.question.phase,
+            self._seconds(known),
+            sum(count * taken.idle_s for count, taken in passes),
+            sum(count * taken.sent_bytes for count, taken in passes),
+            self.memory_bytes,
+            not self.fits,
+            self._taken,
+            all(taken.simulated for _, taken in passes),
+        )
 
 
 def fewest_ranks(
@@ -266,6 +272,8 @@ def fewest_ranks(
     """
     limit = hardware.device.memory_bytes
     per_node = hardware.node.ranks
+    if _held_at_least(question, strategy) > limit:
+        return None
     # "hybrid:8" is what "hybrid" is on one number of ranks.
     name = strategy.partition(":")[0]
     every = range(1, min(up_to, EVERY_UP_TO) + 1)
@@ -284,6 +292,18 @@ def fewest_ranks(
     return None
 
 
+def _held_at_least(question: Question, strategy: str) -> int:
+    """Bytes that a rank holds on however many ranks, in weights, gradients and states."""
+    model = question.model
+    if strategy in TENSOR_PARALLEL:
+        return 0
+    inside = model.num_weights - model.outside
+    if question.phase != "train":
+        return _INPUT_BYTES * (inside + model.outside)
+    largest = max(sizes_of(layer).num_weights for _, layer in model.layers)
+    return held_bytes(question.shard, inside, max(0, model.outside), largest, ranks=1 << 40)
+
+
 def tile_of(
     question: Question, strategy: str, world_size: int, hardware: Hardware
 ) -> tuple[int, int] | None:
@@ -299,6 +319,7 @@ _Layers: TypeAlias = list[tuple[int, SpreadLayer]]
 
 def _layers(question: Question, strategy: str, world_size: int, hardware: Hardware) -> _Layers:
     """How many layers of each kind, and the kind spread over the ranks."""
+    context = question.ranks_of_context(world_size)
     per_node = min(hardware.node.ranks, world_size)
     even = per_node if world_size % per_node == 0 else 1
     asked = parse_mask(question.mask)
@@ -308,14 +329,16 @@ def _layers(question: Question, strategy: str, world_size: int, hardware: Hardwa
             SpreadLayer(
                 layer,
                 question.seq_len,
-                world_size,
+                context,
                 strategy,
                 question.batch,
                 _INPUT_BYTES,
-                _allowed(asked, _sizes(layer).attention, question.seq_len),
+                _allowed(asked, sizes_of(layer).attention, question.seq_len),
                 question.layout,
                 even,
                 asked,
+                question.shard if question.phase == "train" else "none",
+                world_size // context,
             ),
         )
         for count, layer in question.model.layers
@@ -350,7 +373,7 @@ def _need(
     first = layers[0][1]
     rank = max(range(first.world_size), key=first.rows)
     held = [layer.memory(rank, backward=training, working=working) for _, layer in layers]
-    need = partial(_memory_bytes, question.model, layers, rank, held)
+    need = partial(_memory_bytes, question, layers, rank, held)
     if not training:
         return need(None), None
     *larger, smallest = ACTIVATIONS
@@ -359,32 +382,20 @@ def _need(
     return need(taken), taken
 
 
-def _passes(
-    layer: SpreadLayer, hardware: Hardware, taken: Activations | None
-) -> list[tuple[float, float, int]]:
-    """What one layer's directions take: the forward, and in training the others."""
-    passes = [_direction(layer, hardware, forward=True)]
+def _runs(layer: SpreadLayer, taken: Activations | None) -> list[LayerPass]:
+    """A layer's directions: the forward, and in training the others."""
+    runs = [LayerPass(layer, forward=True)]
     if taken is not None:
-        passes.append(_direction(layer, hardware, forward=False))
+        runs.append(LayerPass(layer, forward=False))
     if taken == "attention kept":
-        passes.append(_direction(layer, hardware, forward=True, attention=False))
+        runs.append(LayerPass(layer, forward=True, attention=False, again=True))
     elif taken == "computed again":
-        passes.append(passes[0])
-    return passes
-
-
-def _direction(
-    layer: SpreadLayer, hardware: Hardware, *, forward: bool, attention: bool = True
-) -> tuple[float, float, int]:
-    """Seconds, the longest idle seconds, the most bytes sent; attention: as for `layer.graph`."""
-    run = layer.simulated(hardware, forward=forward, attention=attention)
-    idle_s = max(rank.idle_s for rank in run.ranks)
-    sent_bytes = max(rank.sent_bytes for rank in run.ranks)
-    return run.end_s, idle_s, sent_bytes
+        runs.append(LayerPass(layer, forward=True, again=layer.gathers_weights))
+    return runs
 
 
 def _memory_bytes(
-    model: Model,
+    question: Question,
     layers: _Layers,
     rank: int,
     held: list[LayerMemory],
@@ -393,7 +404,7 @@ def _memory_bytes(
     """Bytes of a rank. held: the bytes of a layer of each kind. activations: None for the first
     token.
     """
-    share = layers[0][1].share
+    model, share = question.model, layers[0][1].share
     counts = [count for count, _ in layers]
     num_weights = _total(counts, (one.weights // _INPUT_BYTES for one in held))
     num_weights += model.outside // share
@@ -403,14 +414,17 @@ def _memory_bytes(
         cached = _total(counts, (layer.cached_bytes(rank) for _, layer in layers))
         passing = max(one.activations for one in held)
         return num_weights * _INPUT_BYTES + cached + passing + working
-    states = _ADAMW_BYTES * model.num_weights // layers[0][1].world_size
+    largest = max(one.weights // _INPUT_BYTES for one in held)
+    outside = model.outside // share
+    ranks = layers[0][1].num_ranks // share
+    states = held_bytes(question.shard, num_weights - outside, outside, largest, ranks)
     kept = [one.activations for one in held]
     if activations != "kept":
         with_attention = activations == "attention kept"
         kept = [layer.checkpointed_bytes(rank, attention=with_attention) for _, layer in layers]
     # One layer's activations are all there while its backward runs.
     whole = max(one.activations - each for one, each in zip(held, kept, strict=True))
-    return 2 * num_weights * _INPUT_BYTES + states + _total(counts, kept) + whole + working
+    return states + _total(counts, kept) + whole + working
 
 
 def _total(counts: Iterable[int], sizes: Iterable[int]) -> int:

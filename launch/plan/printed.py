@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from burst_rt.launch.plan.compare import Answer, best_worlds
-from burst_rt.launch.plan.model import Model, ModelForecast, Phase, Question
+from burst_rt.launch.plan.model import ModelForecast, Phase, Question, SpreadModel
+from burst_rt.launch.plan.models import Model
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
@@ -21,9 +22,9 @@ __all__ = [
     "print_machine",
     "print_model",
     "print_worlds",
+    "progress",
     "question_to_json",
-    "strategy_progress",
-    "where",
+        "where",
 ]  # fmt: skip
 
 # Number of columns of a table that is not printed on a terminal.
@@ -39,6 +40,7 @@ def answer_to_json(answer: Answer) -> dict[str, object]:
         "layout": best.layout if best else None,
         "rank_seconds": answer.rank_seconds,
         "why": " ".join(answer.why),
+        "run": list(answer.how_to_run),
         "fewest_ranks": fewest,
         "fewest_ranks_with": strategy,
         "tile": answer.tile,
@@ -95,20 +97,24 @@ def question_to_json(question: Question, hardware: Hardware, world: int) -> dict
         "batch": question.batch,
         "hardware": hardware.name,
         "ranks_per_node": min(world, hardware.node.ranks),
+        "shard": question.shard if question.phase == "train" else None,
+        "context": question.ranks_of_context(world),
     }
 
 
 def about_model(question: Question, layout: str) -> str:
     """The start of a title. If each strategy has its own layout, the layouts are in a column."""
     of = "" if layout == "auto" else f", {layout} layout"
-    asked = f"{question.phase}, {question.seq_len:,} tokens, {question.mask}"
+    sharded = f" with {question.shard}" * (question.phase == "train" and question.shard != "none")
+    asked = f"{question.phase}{sharded}, {question.seq_len:,} tokens, {question.mask}"
     return f"{question.model.name}, {asked}{of}"
 
 
-def where(world: int, hardware: Hardware) -> str:
-    """The end of a title: the ranks and their nodes."""
+def where(world: int, hardware: Hardware, context: int | None = None) -> str:
+    """The end of a title: the ranks and their nodes. context: ranks that share a sequence."""
     nodes = -(-world // hardware.node.ranks)
-    return f"{world} ranks on {nodes} node{'s' * (nodes > 1)} of {hardware.name}"
+    of = "" if context in (None, world) else f" in contexts of {context}"
+    return f"{world} ranks{of} on {nodes} node{'s' * (nodes > 1)} of {hardware.name}"
 
 
 def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
@@ -145,9 +151,11 @@ def print_forecasts(
 
 
 def _cells(f: ModelForecast) -> tuple[str, ...]:
-    time = "out of memory" if f.time_s is None else _seconds(f.time_s)
     sent, memory = (f"{size / 1e9:,.1f}" for size in (f.sent_bytes, f.memory_bytes))
-    return time, _seconds(f.idle_s), sent, memory, f.activations or ""
+    held = f"{memory} (too much)" if f.out_of_memory else memory
+    least = "" if f.simulated else "> "
+    times = (f"{least}{_seconds(time_s)}" for time_s in (f.time_s, f.idle_s))
+    return *times, sent, held, f.activations or ""
 
 
 def print_worlds(answers: list[Answer], title: str, layout: str) -> None:
@@ -171,19 +179,19 @@ def _seconds(value: float) -> str:
 
 
 @contextmanager
-def strategy_progress(total: int) -> Iterator[Callable[[str, Sequence[str]], Iterator[str]]]:
-    """Yields what goes through strategies; shows on a terminal how far along they are."""
+def progress() -> Iterator[Callable[[str, Sequence[SpreadModel]], Iterator[SpreadModel]]]:
+    """Yields what goes through candidates; shows on a terminal how far along they are."""
     from rich.progress import Progress  # here: 8 ms that `--help` does not wait for
 
     with Progress(
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
     ) as bar:
-        task = bar.add_task("simulating", total=total)
 
-        def strategies_of(what: str, strategies: Sequence[str]) -> Iterator[str]:
-            for strategy in strategies:
-                bar.update(task, description=f"{what}, {strategy}")
-                yield strategy
+        def going_through(what: str, candidates: Sequence[SpreadModel]) -> Iterator[SpreadModel]:
+            task = bar.add_task(what, total=len(candidates))
+            for candidate in candidates:
+                bar.update(task, description=f"{what}, {candidate.strategy}")
+                yield candidate
                 bar.advance(task)
 
-        yield strategies_of
+        yield going_through

@@ -16,7 +16,7 @@ Resources that a rank's transfers pass; all transfers on a resource share it in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from burst_rt.scheduler.graph import Cost, Task
@@ -137,3 +137,14 @@ class Hardware:
     device: Device
     node: Node
     nics: Nics | None = None
+
+    def folded(self) -> Hardware | None:
+        """The machine of a simulation that has one rank for each node, whose ranks all do the same
+        at the same time; None where they share more than cards. See `Rotated`.
+        """
+        node, nics = self.node, self.nics
+        if node.switch or node.cores or node.host_memory or nics is None:
+            return None
+        share = nics.link.bytes_per_s * nics.count / node.ranks
+        link = replace(nics.link, bytes_per_s=min(share, nics.link.bytes_per_s))
+        return replace(self, node=replace(node, ranks=1), nics=Nics(1, link))

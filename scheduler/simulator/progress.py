@@ -28,10 +28,14 @@ __all__ = [
 class Rotated:
     """Rank 0's schedule on rank `shift` of a world in which all ranks do the same: its peers are
     rank 0's, `shift` further on, around.
+
+    stands_for: so many consecutive ranks, which do the same at the same time. Only one of them is
+    simulated: what they send each other it sends itself. `Hardware.folded` is its machine.
     """
 
     schedule: Schedule
-    shift: int
+    shift: int = 0
+    stands_for: int = 1
 
 
 class Kind(IntEnum):
@@ -53,7 +57,9 @@ class TaskTables:
     first, as drivers post them.
     """
 
-    def __init__(self, schedule: Schedule, seconds: Callable[[Task], float]) -> None:
+    def __init__(
+        self, schedule: Schedule, seconds: Callable[[Task], float], stands_for: int = 1
+    ) -> None:
         graph = schedule.graph
         lanes = [name for name, lane in graph.lanes.items() if lane.ordered]
         tasks = graph.tasks
@@ -76,7 +82,7 @@ class TaskTables:
             for outgoing, messages in ((False, task.recvs), (True, task.sends)):
                 for m in messages:
                     tag = 0 if ordered >= 0 else m.tag
-                    posted.append((outgoing, m.peer, tag, m.part, m.size_bytes))
+                    posted.append((outgoing, m.peer // stands_for, tag, m.part, m.size_bytes))
             self.messages.append(posted)
 
 

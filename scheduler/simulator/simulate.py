@@ -117,13 +117,12 @@ class Simulation:
         plans: dict[int, TaskTables] = {}
         self._ranks: list[SimulatedRank] = []
         for number, given in enumerate(schedules):
-            schedule, shift = (
-                (given.schedule, given.shift) if isinstance(given, Rotated) else (given, 0)
-            )
-            graph = schedule.graph
+            turned = given if isinstance(given, Rotated) else Rotated(given)
+            schedule, fold = turned.schedule, turned.stands_for
+            graph, shift = schedule.graph, turned.shift // fold
             if (
-                graph.world_size != len(schedules)
-                or (graph.rank + shift) % graph.world_size != number
+                graph.world_size != len(schedules) * fold
+                or (graph.rank // fold + shift) % len(schedules) != number
             ):
                 raise InputError(
                     "simulate: expected the schedule of each rank of one world, in order; got at "
@@ -131,7 +130,7 @@ class Simulation:
                     f"{graph.world_size}, shifted by {shift} ranks"
                 )
             if id(schedule) not in plans:
-                plans[id(schedule)] = TaskTables(schedule, seconds)
+                plans[id(schedule)] = TaskTables(schedule, seconds, fold)
             self._ranks.append(SimulatedRank(number, plans[id(schedule)], shift, engine(schedule)))
         self._network = None if hardware is None else Network(hardware, len(schedules))
         self._traffic = Traffic()

@@ -17,7 +17,7 @@ from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.scheduler import Cost, GraphBuilder, Op
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node, Rate, Switch
 
-_SHIPPED = ["a100-pcie", "a100-sxm", "h100-sxm", "h200-sxm"]
+_SHIPPED = ["a100-pcie", "a100-sxm", "b200-sxm", "gb200-nvl72", "h100-sxm", "h200-sxm", "mi300x"]
 _RATE = Rate(launch_s=1e-6, flops_per_s=1e12, bytes_per_s=1e11, efficiency=0.5)
 _LINK = Link(latency_s=0.0, bytes_per_s=1e10, efficiency=0.75, duplex="half")
 _RATES = {

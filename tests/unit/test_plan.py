@@ -21,17 +21,16 @@ from burst_rt.launch.plan.layers import LayerShape, SpreadLayer
 from burst_rt.launch.plan.model import (
     ACTIVATIONS,
     ATTENTION,
-    MODELS,
     ModelForecast,
     Phase,
     Question,
     fewest_ranks,
     forecast_model,
-    parse_model,
     parse_strategy,
     published_mask,
     tile_of,
 )
+from burst_rt.launch.plan.models import MODELS, parse_model
 from burst_rt.launch.plan.words import parse_mask, parse_tokens
 from burst_rt.planning.choose import LAYOUTS
 from burst_rt.planning.machines import load_hardware, to_toml
@@ -66,7 +65,7 @@ def test_what_the_paper_ran_out_of_memory_with_does_so_here(strategy: str, first
     for tokens in FIRST_TOKEN_S:
         found = _forecast(strategy, 8, tokens, _A100, "first-token", mask="full")
         assert found.out_of_memory is (tokens >= first)
-        assert (found.time_s is None) is found.out_of_memory
+        assert found.time_s > 0
 
 
 def test_a_training_step_is_a_forward_and_a_backward_and_sums_gradients() -> None:
@@ -121,7 +120,7 @@ def test_a_model_by_its_sizes() -> None:
     assert model.layer == LayerShape(4096, 32, 8, 128, 14336)
     assert model.num_weights == pytest.approx(8.03e9, rel=0.01)
     for wrong, said in {
-        "gpt": r"expected one of \['llama-13b', 'llama-7b'\] or sizes .*,vocab=128256', got 'gpt'",
+        "gpt": r"expected one of \[.*'llama-7b', .*\] or sizes .*,vocab=128256', got 'gpt'",
         "layers=32": "dim, heads, ffn missing in 'layers=32'",
         "layers=2,layers=3,dim=8,heads=2,ffn=8": "layers: expected it once, got it again as '3'",
         "layers=2,dim=4096,heads=33,ffn=8": "head_dim: expected dim / heads to be .* 4096 / 33",
@@ -379,6 +378,7 @@ def test_plan_says_what_to_take_and_why() -> None:
 
 
 _LONG = f"--hardware h100-sxm --model {_LLAMA_3_8B} --seq 1M"
+_ZERO = f"{_LONG} --shard zero1"
 
 
 def _planned(words: str) -> Any:
@@ -388,7 +388,7 @@ def _planned(words: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("phase", "world"), [("train", 12), ("first-token", 5)], ids=["train", "first-token"]
+    ("phase", "world"), [("train", 8), ("first-token", 5)], ids=["train", "first-token"]
 )
 def test_no_plan_needs_more_ranks_than_it_has(phase: str, world: int) -> None:
     said = _planned(f"{_LONG} --phase {phase} --world {world}")
@@ -403,14 +403,14 @@ def _that_fit(said: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_where_none_fits_the_strategy_that_needs_fewest_ranks_is_named() -> None:
-    said = _planned(f"{_LONG} --world 8")
+    said = _planned(f"{_ZERO} --world 8")
     assert (said["take"], _that_fit(said)) == (None, [])
     assert said["fewest_ranks"] == 12
-    fit = {row["strategy"] for row in _that_fit(_planned(f"{_LONG} --world 12"))}
+    fit = {row["strategy"] for row in _that_fit(_planned(f"{_ZERO} --world 12"))}
     assert said["fewest_ranks_with"] in fit
     # burst takes the most memory of the rings; and no other strategy fits on fewer.
     assert "burst" not in fit
-    assert _that_fit(_planned(f"{_LONG} --world 11")) == []
+    assert _that_fit(_planned(f"{_ZERO} --world 11")) == []
     assert f"are 12, with {said['fewest_ranks_with']}." in said["why"]
     # Those that do not fit stand in the order of what they lack.
     memory = [row["memory_bytes"] for row in said["strategies"]]
@@ -437,7 +437,7 @@ def test_above_64_ranks_whole_nodes_are_tried() -> None:
 
 def test_several_numbers_of_ranks_are_compared() -> None:
     """Few ranks compute attention again, and cost more time of devices than more ranks do."""
-    about = f"--hardware h100-sxm --model {_LLAMA_3_8B} --seq 512K"
+    about = f"--hardware h100-sxm --model {_LLAMA_3_8B} --seq 512K --shard zero1"
     few, some, more = said = _planned(f"{about} --world 4,9,10")
     assert [each["world"] for each in said] == [4, 9, 10]
     assert few["rank_seconds"] is None

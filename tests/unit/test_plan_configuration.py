@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.launch.main import cli
 from burst_rt.launch.plan.configuration import FAMILIES, read_config
-from burst_rt.launch.plan.model import Model, Question, forecast_model, parse_model
+from burst_rt.launch.plan.model import Question, forecast_model
+from burst_rt.launch.plan.models import MODELS, Model, parse_model
 from burst_rt.launch.plan.printed import print_model
 from burst_rt.launch.plan.structure import layers_of
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes
@@ -114,6 +115,15 @@ _MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _sizes_of_qwen3(
+    dim: int, layers: int, heads: int, kv_heads: int, **more: int
+) -> dict[str, Any]:
+    return {
+        "hidden_size": dim, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": 128, "vocab_size": 151936, **more,
+    }  # fmt: skip
+
+
 def _read(folder: Path, family: str, **fields: Any) -> Model:
     AutoConfig.for_model(family, **fields).save_pretrained(folder)
     return read_config(folder, family)
@@ -158,6 +168,43 @@ def test_totals_are_those_that_were_published(
     model = _read(tmp_path, family)
     assert model.num_weights == pytest.approx(total, rel=0.01)
     assert model.num_weights - model.inactive == pytest.approx(active, rel=0.01)
+
+
+# What the published config.json of each has, where a family's defaults are another's.
+_NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral-8x7b": ("mixtral", {}),
+    "deepseek-v3": ("deepseek_v3", {}),
+    "gpt-oss-120b": ("gpt_oss", {}),
+    "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "qwen3.5-9b": ("qwen3_5_text", {}),
+    "qwen3-8b": ("qwen3", _sizes_of_qwen3(4096, 36, 32, 8, intermediate_size=12288)),
+    "qwen3-32b": ("qwen3", _sizes_of_qwen3(5120, 64, 64, 8, intermediate_size=25600)),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        _sizes_of_qwen3(2048, 48, 32, 4, moe_intermediate_size=768, num_experts=128),
+    ),
+    "qwen3-235b-a22b": (
+        "qwen3_moe",
+        _sizes_of_qwen3(4096, 94, 64, 4, moe_intermediate_size=1536, num_experts=128),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _NAMED)
+def test_models_by_name_are_those_of_their_configurations(tmp_path: Path, name: str) -> None:
+    family, sizes = _NAMED[name]
+    read, named = _read(tmp_path, family, **sizes), MODELS[name]
+    read_layers, named_layers = ({x: n for n, x in model.layers} for model in (read, named))
+    assert read_layers == named_layers
+    assert (read.num_weights, read.inactive) == (named.num_weights, named.inactive)
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [("llama-3-8b", 8.03e9), ("llama-3-70b", 70.6e9), ("llama-3-405b", 405.9e9)],
+)
+def test_llama_3_has_as_many_weights_as_were_published(name: str, total: float) -> None:
+    assert MODELS[name].num_weights == pytest.approx(total, rel=2e-3)
 
 
 @pytest.mark.parametrize("family", _MODELS)

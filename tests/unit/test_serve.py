@@ -25,7 +25,7 @@ from benchmarks.prefill import (
 from benchmarks.serve import PARTS, Bench, Rows
 from burst_rt import Context, run_local
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.launch.plan.model import MODELS, Model, parse_model
+from burst_rt.launch.plan.models import MODELS, Model, parse_model
 from burst_rt.launch.train.config import ModelConfig
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Full
