@@ -187,11 +187,15 @@ class Answer:
         if others:
             times, name = f"{others[0][0].time_s / best_s:.2f}", others[0][0].strategy
             least = "at least " * (not others[0][0].simulated)
-            yield (
-                f"The next, {name}, is less than 1 % slower: take either."
-                if times == _EQUAL and not least
-                else f"The next, {name}, takes {least}{times} times as long."
-            )
+            if least and others[0][0].time_s < best_s:
+                yield (
+                    f"So many ranks were not simulated with {name}, which takes at least "
+                    f"{others[0][0].time_s:.3g} s."
+                )
+            elif times == _EQUAL and not least:
+                yield f"The next, {name}, is less than 1 % slower: take either."
+            else:
+                yield f"The next, {name}, takes {least}{times} times as long."
 
     def _of_own(self, taken: str, time_s: float) -> Iterator[str]:
         """The sentences for tensor parallelism, which is here only for comparing: they name a

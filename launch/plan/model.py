@@ -232,7 +232,13 @@ class SpreadModel:
     @cached_property
     def _bounds(self) -> dict[LayerPass, Taken]:
         runs = {run: None for _, layer in self._layers for run in _runs(layer, self._taken)}
-        return {run: bound_of(run, self._hardware) for run in runs}
+        bounds = {run: bound_of(run, self._hardware) for run in runs}
+        if not self.simulates:
+            # What graphs are made of takes a gigabyte where ranks are a thousand.
+            for layer in _attending(self._layers):
+                for forward in (True, False):
+                    layer.program(forward=forward).forget()
+        return bounds
 
     def _passes(self, known: Mapping[LayerPass, Taken]) -> list[tuple[int, Taken]]:
         """How often each pass is made, and what it takes."""
