@@ -8,6 +8,7 @@ attention's state, and telemetry.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from burst_rt.job.ending import error_line, exit_code_of
 from burst_rt.kernels import KERNELS, PARTIALS
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.recurrences import RECURRENCE_KERNELS, RecurrenceSizes
+from burst_rt.runtime.calibrated import HARDWARE_VARIABLE
 from burst_rt.runtime.connections import Comm, Group
 from burst_rt.runtime.joining import check_seconds, join
 from burst_rt.runtime.objects import all_gather, first, together
@@ -247,6 +249,7 @@ def init(
     partials: str = "exact",
     check_finite: bool = False,
     telemetry: bool | None = None,
+    survey: bool | None = None,
 ) -> Context:
     """Joins a group of ranks and returns this rank's context.
 
@@ -275,6 +278,10 @@ def init(
         torch's bfloat16 attention. Errors then grow with the number of ranks.
     check_finite: whether inputs with NaN or infinities are refused, which costs a pass over them.
     telemetry: whether this rank asks for telemetry; None: the environment decides.
+    survey: whether the ranks measure what decides between strategies, where no machine file fits
+        (`burst-rt calibrate` writes one); strategy="auto" then goes by forecasts, and not by bytes.
+        Takes up to 3 s; on one host, later jobs find the figures. None: in jobs of several
+        processes on CPUs, unless BURST_RT_SURVEY is 0 or BURST_RT_HARDWARE is set.
 
     Raises InputError (an option), ConfigError (no MPI library in an MPI job, a device that is not
     there), ContractMismatch (options differ between ranks), Stalled. Where ranks do not come to
@@ -303,10 +310,6 @@ def init(
     machine, within_s = joined.machine, joined.within_s
     machine.enter()
     runtime = Runtime(machine, joined.control, timeout_s=timeout_s, stall_s=stall_s)
-    attention = AttentionState(
-        runtime, kernel=kernel, partials=partials, check_finite=check_finite,
-        recurrence_kernel=recurrence_kernel,
-    )  # fmt: skip
     terms = {
         "call": "init",
         "timeout_s": str(timeout_s),
@@ -316,11 +319,33 @@ def init(
         "partials": partials,
         "check_finite": str(check_finite),
         "device": machine.device.type,
+        "survey": str(survey),
     }
     try:
         runtime.agree(terms, within_s=within_s)
+        if _surveys(survey, runtime, threads=joined.presence.thread is not None):
+            from burst_rt.attention.survey import survey as measured  # with the simulator
+
+            machine.hardware = measured(runtime)
     except BurstError:
         runtime.close()
         raise
+    attention = AttentionState(
+        runtime, kernel=kernel, partials=partials, check_finite=check_finite,
+        recurrence_kernel=recurrence_kernel,
+    )  # fmt: skip
     follow(runtime, joined.presence, asked=telemetry, within_s=within_s)
     return Context(runtime, attention)
+
+
+def _surveys(asked: bool | None, runtime: Runtime, *, threads: bool) -> bool:
+    """Whether the ranks of a new context measure their machine; the same on every rank."""
+    machine = runtime.machine
+    if runtime.world_size == 1 or machine.hardware is not None or machine.choice.staged:
+        return False
+    if asked is not None:
+        return asked
+    chosen = os.environ.get(HARDWARE_VARIABLE) or os.environ.get("BURST_RT_SURVEY") == "0"
+    # The environment of rank 0 decides.
+    mine = not (threads or chosen or machine.device.type != "cpu")
+    return bool(all_gather(runtime, mine)[0])

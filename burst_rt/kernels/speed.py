@@ -108,6 +108,7 @@ class TileProblem:
         top, delta = torch.zeros(2, 1, heads, tokens, dtype=wide, device=device)
         self._upstream = Upstream(dout, top.fill_(10.0), delta)
         self._work = work._replace(tiles=(pieces,))
+        self.num_heads = heads
         self._shape = TileShape(1, heads, heads, work.head_dim, tokens, tokens)
 
     def _backward(self, kernel: Kernel) -> tuple[Tile, list[torch.Tensor]]:

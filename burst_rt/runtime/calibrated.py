@@ -19,7 +19,7 @@ from burst_rt.remembered import cache_folder
 if TYPE_CHECKING:
     from burst_rt.scheduler.simulator import Hardware
 
-__all__ = ["HARDWARE_VARIABLE", "calibrated_path", "find_hardware", "fit_to_job"]
+__all__ = ["HARDWARE_VARIABLE", "calibrated_path", "find_hardware", "fit_to_job", "plan_with"]
 
 HARDWARE_VARIABLE = "BURST_RT_HARDWARE"
 
@@ -27,6 +27,12 @@ HARDWARE_VARIABLE = "BURST_RT_HARDWARE"
 def calibrated_path(device_type: str) -> Path:
     """The file that `burst-rt calibrate` writes for devices of this type ("cpu", "cuda")."""
     return cache_folder() / f"hardware-{device_type}.toml"
+
+
+def plan_with(path: Path) -> None:
+    """Has this process plan with a file, if it is there and the environment names none."""
+    if path.is_file():
+        os.environ.setdefault(HARDWARE_VARIABLE, str(path))
 
 
 def find_hardware(device_type: str) -> Hardware | None:

@@ -24,6 +24,7 @@ from burst_rt.launch.train.claim import look
 from burst_rt.launch.train.config import (
     DTYPES,
     LAYOUTS,
+    MACHINE_FILE,
     ProgressMode,
     RunOptions,
     TrainConfig,
@@ -31,6 +32,7 @@ from burst_rt.launch.train.config import (
     require_transformers,
 )
 from burst_rt.launch.where import machine_options, telemetry_options
+from burst_rt.runtime.calibrated import plan_with
 
 __all__ = ["eval_command", "export_command", "train_command"]
 
@@ -146,6 +148,8 @@ def train_command(
     from burst_rt.launch.train.loop import train
     from burst_rt.launch.world import job_world
 
+    if resume and out is not None:
+        plan_with(out / MACHINE_FILE)
     with job_world() as world:
         summary = train(world, config, options, chosen)
     if summary is not None and as_json:

@@ -23,8 +23,8 @@ from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import STRATEGIES, check_name
 
 __all__ = [
-    "CHECKPOINT_NAME", "DTYPES", "LAYOUTS", "ModelConfig", "ProgressMode", "RunOptions",
-    "TrainConfig", "mesh_shape", "option_name", "require_model", "require_text",
+    "CHECKPOINT_NAME", "DTYPES", "LAYOUTS", "MACHINE_FILE", "ModelConfig", "ProgressMode",
+    "RunOptions", "TrainConfig", "mesh_shape", "option_name", "require_model", "require_text",
     "require_transformers",
 ]  # fmt: skip
 
@@ -32,6 +32,8 @@ DTYPES = ("float32", "bfloat16")
 LAYOUTS = tuple(sorted(KINDS))
 # The names of the folders in a run's `checkpoints`.
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+# The file of a run that says what its strategies were planned with.
+MACHINE_FILE = "machine.toml"
 
 ProgressMode = Literal["auto", "bar", "lines", "none"]
 

@@ -1,4 +1,4 @@
-"""The folder of a run: `metrics.jsonl`, `loss.png`, `checkpoints/`, `model/`.
+"""The folder of a run: `metrics.jsonl`, `loss.png`, `machine.toml`, `checkpoints/`, `model/`.
 
 Only rank 0 touches the disk. Its failure is a ConfigError on every rank.
 """
@@ -14,7 +14,9 @@ from burst_rt.context import Context
 from burst_rt.job.reports import say_resume
 from burst_rt.launch.train.checkpoint import Checkpoint, save_checkpoint, save_folder
 from burst_rt.launch.train.claim import Claim, claim
+from burst_rt.launch.train.config import MACHINE_FILE
 from burst_rt.launch.train.report import MetricsFile, StepRecord, plot_loss
+from burst_rt.planning.machines import to_toml
 
 __all__ = ["RunFolder"]
 
@@ -62,9 +64,16 @@ class RunFolder:
 
         def save() -> None:
             save_checkpoint(self.path, checkpoint, keep=keep)
+            self._save_machine()
             say_resume(self.resume_command)
 
         self._world.first(save)
+
+    def _save_machine(self) -> None:
+        """Write what strategies were planned with, so that a run that is resumed plans alike."""
+        hardware, path = self._world.runtime.machine.hardware, self.path / MACHINE_FILE
+        if hardware is not None and not path.exists():
+            path.write_text(to_toml(hardware), encoding="utf-8")
 
     def save_model(self, save: Callable[[Path], object]) -> None:
         """Let `save` write the folder of the trained model."""

@@ -18,9 +18,11 @@ from hosts import Hosts, Running, hosts
 import burst_rt
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
+from burst_rt.planning.machines import parse_hardware
 from burst_rt.telemetry.read.record import Record, replay
 
 _TROUBLE = str(Path(__file__).parent / "programs" / "host_trouble.py")
+_SURVEY = str(Path(__file__).parent / "programs" / "host_survey.py")
 # On a busy machine four ranks take long to start.
 _START_S = 120.0
 # From a call's deadline to the end of the rank's process.
@@ -83,6 +85,21 @@ def _start(
     if by == "mpirun":
         return [here.mpirun([sys.executable, "-P", *program], settings)]
     return here.torchrun(program, settings)
+
+
+@pytest.mark.parametrize("by", ["mpirun", "torchrun"])
+def test_a_job_measures_the_network_between_its_hosts(tmp_path: Path, by: By) -> None:
+    settings = {"BURST_RT_HARDWARE": "", "XDG_CACHE_HOME": str(tmp_path)}
+    with hosts(2, tmp_path, "200mbit") as here:
+        jobs = _start(here, by, [_SURVEY], settings)
+        assert [job.wait(_START_S) for job in jobs] == [0] * len(jobs), jobs[0].text
+    said = "".join(job.out for job in jobs)
+    machine = parse_hardware(said[said.index("name =") :], "said")
+    assert machine.node.ranks == 2
+    assert machine.nics is not None
+    # Two ranks share 25 MB/s.
+    assert 6e6 < machine.nics.link.bytes_per_s < 19e6
+    assert machine.node.link.bytes_per_s > 2 * machine.nics.link.bytes_per_s
 
 
 class _End(NamedTuple):
