@@ -43,10 +43,10 @@ _KIND = "survey"  # the answers' name in `remembered`
 _LINK_S = 0.8
 _MESSAGE_BYTES = (1 << 14, 1 << 18, 1 << 22)
 _REPEATS = 3
-_TOKENS = 1024  # of a tile, whose head has _HEAD_DIM channels
+_TOKENS = 1024  # a tile has so many queries and keys
 _HEAD_DIM = 64
-_NUMBERS = 1 << 22  # of a tensor that is added to another
-_WIDTH = 512  # of matrices that are multiplied
+_NUMBERS = 1 << 22  # two tensors of so many are added
+_WIDTH = 512  # the matrices that are multiplied are square
 
 
 def survey(runtime: Runtime) -> Hardware:
@@ -119,13 +119,11 @@ def _rates(runtime: Runtime) -> dict[str, Rate]:
     for name, products in (("forward", 2), ("backward", 5)):
         work = Work(device, dtype, _HEAD_DIM, Full(), forward=name == "forward", ring_size=2)
         kernel = pick(work).kernel
-        took = {}
-        for tokens in (64, _TOKENS):
-            problem = TileProblem(work, tokens=tokens, alone=False)
-            took[tokens] = _seconds(runtime, partial(problem.run, kernel))
-        flops = 2 * products * _TOKENS**2 * problem.num_heads * _HEAD_DIM
-        launch_s = min(took[64], took[_TOKENS] / 2)
-        rates[name] = Rate(_rounded(launch_s), _rounded(flops / (took[_TOKENS] - launch_s)))
+        small, large = (TileProblem(work, tokens=n, alone=False) for n in (64, _TOKENS))
+        small_s, large_s = (_seconds(runtime, partial(x.run, kernel)) for x in (small, large))
+        flops = 2 * products * _TOKENS**2 * large.num_heads * _HEAD_DIM
+        launch_s = min(small_s, large_s / 2)
+        rates[name] = Rate(_rounded(launch_s), _rounded(flops / (large_s - launch_s)))
     x, y = (torch.zeros(_NUMBERS, device=device) for _ in range(2))
     added_s = _seconds(runtime, partial(torch.add, x, y, out=x))
     rates["default"] = Rate(1e-6, bytes_per_s=_rounded(3 * x.nbytes / added_s))
