@@ -54,3 +54,23 @@ def test_every_rank_gets_the_odd_ranks_error(num_ranks: int, by: Launcher, tmp_p
     # All ranks raise in the same words.
     for same in zip(*by_rank, strict=True):
         assert len({entry["message"] for entry in same}) == 1, same
+
+
+@pytest.mark.parametrize(("num_ranks", "by"), [(2, "burst-rt run"), (3, "torchrun")])
+def test_a_wrong_argument_is_refused_as_the_list_says(
+    num_ranks: int, by: Launcher, tmp_path: Path
+) -> None:
+    program = _PROGRAM.parent / "refused_alike.py"
+    job = run_job(program, num_ranks, [str(tmp_path)], by=by, warm="torch")
+    assert job.exit_code == 0, job.text
+    said = [(tmp_path / f"{rank}.json").read_text(encoding="utf-8") for rank in range(num_ranks)]
+    assert len(set(said)) == 1
+    seen = json.loads(said[0])
+    assert len({(entry["call"], entry["argument"]) for entry in seen}) > 150
+    wrong = []
+    for entry in seen:
+        alone = entry["kind"].startswith("local; only") and entry["odd"] is not None
+        raising = [not alone or rank == entry["odd"] for rank in range(num_ranks)]
+        if entry["outcomes"] != ["InputError" if raises else "fine" for raises in raising]:
+            wrong.append(entry)
+    assert not wrong, wrong

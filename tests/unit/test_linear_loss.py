@@ -375,7 +375,11 @@ _WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "scale": ((_X, _W, _Y), {"scale": torch.nan}, "scale: expected a finite number, got nan"),
     "smoothing": ((_X, _W, _Y), {"label_smoothing": 2}, "label_smoothing: .* 0 to 1, got 2"),
     "z-loss": ((_X, _W, _Y), {"z_loss": -1.0}, "z_loss: expected .* at least 0, got -1.0"),
-    "index": ((_X, _W, _Y), {"ignore_index": None}, "ignore_index: expected an integer, got None"),
+    "index": (
+        (_X, _W, _Y),
+        {"ignore_index": None},
+        "ignore_index: expected an integer of 64 bits, got None",
+    ),
     "count": ((_X, _W, _Y), {"count": 0}, "count must be a number above 0, .* got 0"),
 }
 
