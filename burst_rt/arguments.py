@@ -12,7 +12,17 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, wraps
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 import torch
 
@@ -49,7 +59,7 @@ def wrong_kind(
     known, in_order = _kinds_of(function)
     for name, value in (*zip(in_order, args, strict=False), *kwargs.items()):
         kind = known.get(name)
-        if kind is not None and not _fits(kind.kind, value):
+        if kind is not None and not kind.fits(value):
             where = function.__qualname__.removesuffix(".__init__")
             return InputError(
                 f"{where}: {name}: expected {kind.words}; got {_shown(value)}; "
@@ -81,9 +91,12 @@ def _shown(value: object) -> str:
     return words if len(words) < 60 else f"{words[:57]}..."
 
 
+_Test: TypeAlias = Callable[[object], bool]
+
+
 class _Kind(NamedTuple):
-    kind: Any  # what the annotation means
-    words: str
+    fits: _Test
+    words: str  # the annotation
 
 
 @lru_cache
@@ -102,29 +115,29 @@ def _kinds_of(function: Callable[..., Any]) -> tuple[dict[str, _Kind], tuple[str
             kind = eval(annotation, function.__globals__)
         except (NameError, TypeError):  # imported, or spelled, for type checkers only
             continue
-        kinds[name] = _Kind(kind, annotation)
+        kinds[name] = _Kind(_test_of(kind), annotation)
     return kinds, tuple(in_order)
 
 
-def _fits(kind: Any, value: object) -> bool:
-    """Whether the value is of the kind that an annotation means."""
-    plain = _PLAIN.get(kind) if isinstance(kind, type) else None
-    if plain is not None:
-        return plain(value)
+def _test_of(kind: Any) -> _Test:
+    """The test of values for what an annotation means."""
     origin, inside = get_origin(kind), get_args(kind)
+    if kind in _TESTS:
+        return _TESTS[kind]
     if origin in (Union, UnionType):
-        return any(_fits(each, value) for each in inside)
+        tests = [_test_of(each) for each in inside]
+        return lambda value: any(test(value) for test in tests)
     if origin is Literal:
-        return isinstance(value, str) and value in inside
-    if origin is Callable or origin is get_origin(Callable[..., Any]):
-        return callable(value) and (inside[0] is ... or _takes(value, len(inside[0])))
+        return lambda value: isinstance(value, str) and value in inside
+    if origin is Callable:
+        takes, *_ = inside
+        return lambda value: callable(value) and (takes is ... or _takes(value, len(takes)))
     if origin is tuple:
-        return isinstance(value, tuple) and (... in inside or len(value) == len(inside))
+        return lambda value: isinstance(value, tuple) and len(value) == len(inside)
     if origin is Sequence:
-        return _is_sequence(value)
-    if isinstance(origin, type):
-        return isinstance(value, origin) and not isinstance(value, (str, bytes))
-    return isinstance(value, kind) if isinstance(kind, type) else True
+        return _is_sequence
+    kind = origin or kind
+    return (lambda value: isinstance(value, kind)) if isinstance(kind, type) else lambda _: True
 
 
 def _is_integer(value: object) -> bool:
@@ -173,7 +186,10 @@ def _takes(function: Callable[..., object], count: int) -> bool:
     return True
 
 
-_PLAIN: dict[type, Callable[[object], bool]] = {
+_TESTS: dict[Any, _Test] = {
+    None: lambda value: value is None,
+    NoneType: lambda value: value is None,
+    object: lambda value: True,
     int: _is_integer,
     float: is_real,
     torch.Tensor: lambda x: isinstance(x, torch.Tensor) and not (x.is_nested or x.is_quantized),

@@ -597,7 +597,11 @@ def test_options_that_differ_between_ranks_are_refused_by_init(
             ConfigError,
             "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'tpu'",
         ),
-        ({"timeout_s": 0}, InputError, "timeout_s must be a positive, finite number of seconds, got 0"),
+        (
+            {"timeout_s": 0},
+            InputError,
+            "timeout_s must be a positive, finite number of seconds, got 0",
+        ),
         ({"timeout_s": math.nan}, InputError, "timeout_s must be .* got nan"),
         ({"stall_s": "30"}, InputError, "stall_s must be .* got '30'"),
         ({"stall_s": True}, InputError, "stall_s must be .* got True"),
