@@ -74,3 +74,33 @@ def test_a_wrong_argument_is_refused_as_the_list_says(
         if entry["outcomes"] != ["InputError" if raises else "fine" for raises in raising]:
             wrong.append(entry)
     assert not wrong, wrong
+
+
+_OF_INIT = """
+import json, os, sys
+from pathlib import Path
+import burst_rt
+from burst_rt.errors import BurstError
+rank = int(os.environ["RANK"])
+seen = {}
+for name, wrong in (("kernel", "x"), ("telemetry", "on"), ("stall_s", None), ("group", 3)):
+    for odd in (1, None):
+        try:
+            burst_rt.init(join_s=2.0, **({name: wrong} if odd in (rank, None) else {})).close()
+            outcome = "fine"
+        except BurstError as error:
+            outcome = type(error).__name__
+        seen[f"{name} on {odd}"] = outcome
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
+"""
+
+
+def test_a_wrong_option_of_init_is_refused_by_all_but_a_group_that_is_none(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_OF_INIT, encoding="utf-8")
+    job = run_job(program, 2, [str(tmp_path)], by="torchrun", warm="torch")
+    assert job.exit_code == 0, job.text
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert second == dict.fromkeys(second, "InputError")
+    assert first.pop("group on 1") == "Stalled"  # there is no group in which to tell it
+    assert first == dict.fromkeys(first, "InputError")
