@@ -170,7 +170,7 @@ def match_messages(graphs: Sequence[Graph]) -> dict[Endpoint, Endpoint]:
 def _check_accesses(graph: Graph, ancestors: list[int]) -> None:
     last_writer: list[int | None] = [None] * len(graph.parts)
     readers: list[list[int]] = [[] for _ in graph.parts]
-    come: dict[int, list[tuple[int, int]]] = {}  # of parts that messages have filled in part
+    come: dict[int, list[tuple[int, int]]] = {}  # bytes of parts that are not whole yet
     for task in graph.tasks:
         if come:
             _check_sent(graph, task, come)

@@ -488,7 +488,7 @@ class Runtime:
 
         The other ranks hear of it; otherwise they would wait for this rank until their deadlines. A
         rank that comes late, after this one has given up, would take this rank's word for the call
-        as an agreement. Of a PeerLost they hear from the rank that is lost.
+        as an agreement. They hear of a PeerLost from the lost rank.
         """
         self.broken = error
         if not isinstance(error, PeerLost):

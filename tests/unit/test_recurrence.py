@@ -360,7 +360,7 @@ def _arguments(own: Any, /, **changes: Any) -> dict[str, Any]:
          "multiple of the number of key heads .*, got 3 and 2"),
         ({"scale": "1"}, "scale: expected float .*; got '1'"),
         ({"initial_state": torch.zeros(1, 2, 8, 7)}, r"initial_state must be \[batch 1, heads 2"),
-        ({"documents": [5, 5]}, "documents: expected Documents .* PrefixTree .* Tensor .*; got list"),
+        ({"documents": [5, 5]}, "documents: expected Documents .* PrefixTree .*; got list"),
         ({"documents": torch.zeros(1, 9, dtype=torch.bool)}, r"got \(1, 9\) of torch.bool"),
         ({"documents": burst_rt.Documents([3, 3])}, "documents must be those of the whole"),
         ({"documents": PrefixTree([9, 9], [-1, 0])}, "the whole row's PrefixTree; .* 18 keys"),
