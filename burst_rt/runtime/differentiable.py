@@ -43,7 +43,8 @@ def differentiable(
             runtimes = [made for made in process.made_here() if isinstance(made, Runtime)]
             before = [runtime.number for runtime in runtimes]
             both = forward(*args)
-            if not isinstance(both, tuple) or len(both) != 2 or not isinstance(both[1], Sequence):
+            pair = isinstance(both, (tuple, list)) and len(both) == 2
+            if not pair or not isinstance(both[1], Sequence):
                 raise InputError(
                     "differentiable: forward: expected it to return (result, tensors to keep), got "
                     f"{type(both).__name__}; end it with `return result, ()` where nothing is kept"
