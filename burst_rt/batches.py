@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from burst_rt.arguments import describe_value, holds_values
 from burst_rt.attention.sharding import ContextLayout, LayerCosts, choose_layout
-from burst_rt.context import Context, require_context
+from burst_rt.context import Context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.layouts import FOLLOWING
 from burst_rt.planning.masks import (
@@ -30,8 +31,7 @@ from burst_rt.planning.masks import (
     SlidingWindow,
 )
 from burst_rt.runtime.objects import bytes_of
-from burst_rt.runtime.refusing import refuse
-from burst_rt.runtime.sums import describe_value
+from burst_rt.runtime.refusing import refuse, refuse_kinds
 
 __all__ = [
     "BATCH_NAMES",
@@ -39,7 +39,6 @@ __all__ = [
     "LOSS_WEIGHTS",
     "TOKEN_TYPES",
     "ShardedBatch",
-    "holds_values",
     "shard_batch",
 ]
 
@@ -131,6 +130,7 @@ class ShardedBatch:
         raise AttributeError(f"this batch has no {name!r}: it has {', '.join(tensors)}")
 
 
+@refuse_kinds
 def shard_batch(
     batch: Mapping[str, torch.Tensor | PrefixTree],
     ctx: Context,
@@ -176,10 +176,7 @@ def shard_batch(
     ranks. The other ranks raise the same error in the call in which they wait for this rank. Raises
     ContractMismatch on every rank where check finds that batches differ.
     """
-    require_context(ctx, _NAME)
     try:
-        if not isinstance(batch, Mapping):
-            _wrong("batch", "tensors by name", f"got {type(batch).__name__}")
         sharded = _cut(dict(batch), ctx, layout, costs)
     except InputError as error:
         refuse(_NAME, error, ctx.runtime)
@@ -284,8 +281,8 @@ def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
             _wrong(f"{name!r} is not known", f"some of {', '.join(BATCH_NAMES)}", "leave it out")
         if not isinstance(x, torch.Tensor):
             _wrong(name, "a tensor", f"got {type(x).__name__}")
-        if not holds_values(x):
-            _wrong(name, "a dense tensor that holds values", f"got {describe_value(x)}")
+        if not holds_values(x) or x.is_complex():
+            _wrong(name, "a dense tensor of real numbers", f"got {describe_value(x)}")
     first = batch.get("input_ids", batch.get("inputs_embeds"))
     if first is None or first.ndim < 2:
         got = "neither" if first is None else f"shape {tuple(first.shape)}"
@@ -311,15 +308,9 @@ def _positions(given: torch.Tensor | None, rows: int, tokens: int) -> torch.Tens
     if positions.ndim != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != tokens:
         expected = f"shape [batch, tokens] = {(rows, tokens)}, [1, tokens] or [tokens]"
         _wrong("position_ids", expected, f"got {tuple(given.shape)}")
-    if positions.is_complex() or not bool(positions.isfinite().all()):
-        got = "complex ones" if positions.is_complex() else "infinite ones or NaN"
-        _wrong("position_ids", "finite real numbers", f"got {got}")
+    if not bool(positions.isfinite().all()):
+        _wrong("position_ids", "finite numbers", "got infinite ones or NaN")
     return positions.cpu()
-
-
-def holds_values(x: torch.Tensor) -> bool:
-    """Whether all numbers are here: no sparse tensor, and none without memory."""
-    return x.layout == torch.strided and not x.is_meta
 
 
 def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask:

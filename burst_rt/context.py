@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from burst_rt.arguments import wrong_kind
 from burst_rt.attention.sharding import ContextLayout, LayerCosts, choose_layout
 from burst_rt.attention.state import AttentionState
 from burst_rt.errors import BurstError, InputError
@@ -29,7 +30,7 @@ from burst_rt.runtime.objects import all_gather, first, together
 from burst_rt.runtime.pipeline import Pipeline, make_pipeline
 from burst_rt.runtime.process import process
 from burst_rt.runtime.reductions import all_reduce, gather_last_run
-from burst_rt.runtime.refusing import refuse
+from burst_rt.runtime.refusing import refuse, refuse_kinds
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.runtime.stats import Stats
 from burst_rt.scheduler import Graph, Lane, Span
@@ -71,6 +72,7 @@ class Context:
     def __repr__(self) -> str:
         return f"<burst_rt.Context rank {self.rank} of {self.world_size} on {self.device}>"
 
+    @refuse_kinds
     def layout(
         self,
         seq_len: int,
@@ -112,9 +114,9 @@ class Context:
             (a query that sees a key, in all heads). None: 6 times heads times head_dim, as in a
             usual transformer layer. 0: attention alone.
 
-        Does not block, unless an argument is wrong. A wrong argument raises InputError on every
-        rank: this rank blocks at most `timeout_s` for the others, which raise the error in the call
-        they make next.
+        Local; does not block, unless an argument is wrong. Raises InputError for a wrong argument,
+        on every rank that waits for this one: this rank blocks at most `timeout_s` for the others,
+        which raise the error in the call they make next.
         """
         try:
             costs = LayerCosts(heads, head_dim, dtype, token_cells)
@@ -182,6 +184,7 @@ class Context:
         """
         return together(self.runtime, fn)
 
+    @refuse_kinds
     def first(self, fn: Callable[[], _T]) -> _T:
         """Runs `fn()` on rank 0 alone; every rank gets its result, or raises its error.
 
@@ -192,12 +195,16 @@ class Context:
         """
         return first(self.runtime, fn)
 
+    @refuse_kinds
     def pipeline(self, build: Callable[[int], Graph]) -> Pipeline:
-        """Builds and verifies the graphs of a custom pipeline. Local; does not block.
+        """Builds and verifies the graphs of a custom pipeline.
 
         build: `build(rank)` returns the graph of a rank, and must be the same pure function on
-        every rank. See examples/. Raises InputError for graphs that do not fit together, and
-        ConfigError for tags that the transport cannot take.
+        every rank. See examples/.
+
+        Local; does not block, unless something is wrong. Raises InputError for a build that raises,
+        or whose graphs do not fit together, and ConfigError for tags that the transport cannot
+        take: on every rank that waits for this one, as `layout` does.
         """
         return make_pipeline(self.runtime, build)
 
@@ -291,6 +298,14 @@ def init(
     process.say_at_end(farewell)
     wrong: BurstError | None = None
     try:
+        given = {
+            "comm": comm, "device": device, "group": group, "transport": transport,
+            "kernel": kernel, "recurrence_kernel": recurrence_kernel, "partials": partials,
+            "check_finite": check_finite, "telemetry": telemetry,
+        }  # fmt: skip
+        error = wrong_kind(init, (), given)
+        if error is not None:
+            raise error
         check_seconds("timeout_s", timeout_s)
         check_seconds("stall_s", stall_s)
         if kernel != "auto" and kernel not in KERNELS:
@@ -306,7 +321,7 @@ def init(
             raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
     except InputError as error:
         wrong = error
-    joined = join(comm, group, str(device), transport, join_s, wrong)
+    joined = join(comm, group, str(device), transport if wrong is None else "auto", join_s, wrong)
     machine, within_s = joined.machine, joined.within_s
     machine.enter()
     runtime = Runtime(machine, joined.control, timeout_s=timeout_s, stall_s=stall_s)

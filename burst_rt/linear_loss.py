@@ -7,18 +7,19 @@ gradients at once. (arXiv 2410.10989, section 3.2, does so on a GPU, in a kernel
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from burst_rt.arguments import describe_value, holds_values
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.errors import InputError
 from burst_rt.loss_kernels import LOSS_KERNELS, Entropy, check_cut, cut_losses, loss_kernel
 from burst_rt.losses import plain_labels, weights_of
 from burst_rt.runtime.mean import mean_of_sums
-from burst_rt.runtime.sums import RanksOrGroup, describe_value, refuse_in
+from burst_rt.runtime.sums import RanksOrGroup, refuse_in
 
 __all__ = ["computed_in", "linear_cross_entropy", "sum_of_losses"]
 
@@ -106,19 +107,27 @@ def linear_cross_entropy(
         _wrong(group, f"softcap: expected None or a number above 0, got {softcap!r}")
     if kernel not in LOSS_KERNELS:
         _wrong(group, f"kernel: expected one of {', '.join(LOSS_KERNELS)}, got {kernel!r}")
-    if not isinstance(ignore_index, int):
-        _wrong(group, f"ignore_index: expected an integer, got {ignore_index!r}")
+    if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
+        _wrong(group, f"ignore_index: expected an integer of 64 bits, got {ignore_index!r}")
     dtype = computed_in(hidden)
     if dtype == hidden.dtype and {x.dtype for x in (weight, bias) if x is not None} != {dtype}:
         _wrong(group, f"weight and bias: expected hidden's type {dtype}, or autocast, got "
                f"{describe_value(weight)}, {describe_value(bias)}")  # fmt: skip
-    if not isinstance(labels, torch.Tensor) or labels.shape != hidden.shape[:-1]:
+    if (
+        not isinstance(labels, torch.Tensor)
+        or labels.is_nested
+        or labels.shape != hidden.shape[:-1]
+    ):
         _wrong(group, f"labels: expected {tuple(hidden.shape[:-1])}, one for each of hidden's "
                f"tokens, got {describe_value(labels)}; cut both alike")  # fmt: skip
     entropy = Entropy(
-        dtype=dtype, scale=scale, softcap=softcap, label_smoothing=label_smoothing, z_loss=z_loss,
+        dtype=dtype,
+        scale=float(scale),  # torch takes integers of 64 bits only
+        softcap=None if softcap is None else float(softcap),
+        label_smoothing=label_smoothing,
+        z_loss=float(z_loss),
         kernel=kernel,
-    )  # fmt: skip
+    )
     try:
         if kernel == "cce":
             check_cut(entropy, len(weight), hidden.device, bias is not None)
@@ -303,14 +312,13 @@ def _is_dense(x: object) -> bool:
     return (
         isinstance(x, torch.Tensor)
         and x.dtype in _FLOATS
-        and x.layout == torch.strided
-        and not x.is_meta
+        and holds_values(x)
         and not hasattr(x, "placements")
     )
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
 def _wrong(group: Any, reason: str) -> NoReturn:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from burst_rt.arguments import check_kinds
 from burst_rt.context import Context, init
 from burst_rt.errors import PeerLost
 from burst_rt.job.ending import error_line, exit_code_of
@@ -20,12 +22,14 @@ __all__ = ["run_local"]
 _T = TypeVar("_T")
 
 
+@check_kinds
 def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> list[_T]:
     """Runs `fn(ctx)` on `world_size` ranks, which are threads of this process. For small trials.
 
     Blocks until all ranks have ended. Returns the results in rank order. options: the arguments of
     `init`. If ranks fail, raises the error of the first rank that failed by itself.
     """
+    world_size = operator.index(world_size)
     world = LocalWorld(world_size)
     results: list[Any] = [None] * world_size
     failures: list[tuple[int, BaseException]] = []

@@ -7,10 +7,11 @@ from typing import NoReturn
 import torch
 from torch.nn import functional
 
-from burst_rt.batches import IGNORED_LABEL, holds_values
+from burst_rt.arguments import describe_value, holds_values
+from burst_rt.batches import IGNORED_LABEL
 from burst_rt.errors import InputError
 from burst_rt.runtime.mean import weighted_mean
-from burst_rt.runtime.sums import RanksOrGroup, describe_value, refuse_in
+from burst_rt.runtime.sums import RanksOrGroup, refuse_in
 
 __all__ = ["cross_entropy", "plain_labels", "token_losses", "weights_of"]
 
@@ -87,7 +88,8 @@ def weights_of(
             f"each label, that does not require grad; got {describe_value(weights)}"
         )
         refuse_in(group, name, error)
-    return counted * weights.flatten().to(counted.device)
+    # Not by a product: a weight may be NaN where nothing counts.
+    return weights.flatten().to(counted.device).masked_fill(~counted, 0)
 
 
 def token_losses(

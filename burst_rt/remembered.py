@@ -1,7 +1,7 @@
 """Measurements of a machine, kept for later jobs: one small JSON file for each key.
 
-The files lie in the user's cache folder. A damaged file is set aside with a warning, and its
-contents are measured again.
+The files lie in the user's cache folder. Each has a checksum: a damaged file, and one that somebody
+has edited, is set aside with a warning, and its contents are measured again.
 
 A key says everything that the answer depends on (chip, versions, type, head size). A folder that
 cannot be written is not an error: the next job measures again.
@@ -16,6 +16,7 @@ import logging
 import os
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,7 +50,8 @@ def recall(
     try:
         with open(open_regular(path, os.O_RDONLY), encoding="utf-8") as file:
             found = json.load(file)
-        if found["key"] == dict(key) and is_answer(answer := found["answer"]):
+        answer = found["answer"]
+        if found["checksum"] == _checksum(dict(key), answer) and is_answer(answer):
             return answer
     except OSError as error:
         if error.errno not in NOT_REGULAR:
@@ -67,11 +69,10 @@ def remember(kind: str, key: Mapping[str, str], answer: Any) -> bool:  # anythin
     """
     path = _path(kind, key)
     fresh = path.with_suffix(f".{os.getpid()}")
+    entry = {"key": dict(key), "answer": answer, "checksum": _checksum(dict(key), answer)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(
-            json.dumps({"key": dict(key), "answer": answer}, indent=1) + "\n", encoding="utf-8"
-        )
+        fresh.write_text(json.dumps(entry, indent=1) + "\n", encoding="utf-8")
         fresh.replace(path)
     except OSError:
         return False
@@ -125,6 +126,12 @@ def _set_aside(path: Path) -> None:
         )
 
 
+def _checksum(key: dict[str, str], answer: Any) -> int:
+    return zlib.crc32(json.dumps([key, answer], sort_keys=True).encode())
+
+
 def _path(kind: str, key: Mapping[str, str]) -> Path:
-    name = hashlib.blake2b(repr(sorted(key.items())).encode(), digest_size=8).hexdigest()
+    # The name says that the file has a checksum: older files had none.
+    known = ["checksum", *sorted(key.items())]
+    name = hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
     return cache_folder() / f"{kind}-{name}.json"

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from burst_rt.arguments import check_kinds, holds_values
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import Positions, PrefixTree
@@ -52,6 +53,7 @@ class TreeRow:
             "prefix_tree": self.tree,
         }
 
+    @check_kinds
     def spread(self, values: Sequence[torch.Tensor | Sequence[float]]) -> torch.Tensor:
         """Numbers of the sequences' tokens, such as advantages, as a row: float32 `[1, tokens]`.
 
@@ -62,7 +64,10 @@ class TreeRow:
         if len(values) != len(self.places):
             _wrong("spread: values", f"those of {len(self.places)} sequences", f"{len(values)}")
         for number, (at, each) in enumerate(zip(self.places, values, strict=True)):
-            numbers = torch.as_tensor(each, dtype=torch.float32)
+            numbers = _as_row(each)
+            if numbers is None:
+                got = type(each).__name__
+                _wrong(f"spread: values of sequence {number}", f"{len(at)} real numbers", got)
             if numbers.shape != at.shape:
                 _wrong(
                     f"spread: values of sequence {number}", f"{len(at)}", f"{tuple(numbers.shape)}"
@@ -78,6 +83,7 @@ class TreeRow:
         return row
 
 
+@check_kinds
 def tree_row(
     sequences: Sequence[Any],
     labels: Sequence[Any] | None = None,
@@ -112,7 +118,7 @@ def tree_row(
         if given is not None and len(given) != count:
             _wrong(name, f"one for each of {count} sequences", f"{len(given)}")
     for i, weight in enumerate(() if weights is None else weights):
-        if not hasattr(weight, "__float__") or not isfinite(weight):
+        if not _is_finite(weight):
             _wrong(f"weights[{i}]", "a finite number", f"{weight!r}")
     for i, number in enumerate(() if shared is None else shared):
         if integer(number, 0) is None:
@@ -193,6 +199,23 @@ def _common(first: Positions, second: Positions, most: int) -> int:
     equal = int(differ[0]) if len(differ) else size
     # Where one of them ends, its last token has no successor, and any will do.
     return min(most, equal if equal == size else max(0, equal - 1))
+
+
+def _as_row(values: Any) -> torch.Tensor | None:
+    """The numbers as float32; None where they are no real numbers."""
+    if isinstance(values, torch.Tensor) and (not holds_values(values) or values.is_complex()):
+        return None
+    try:
+        return torch.as_tensor(values, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _is_finite(weight: Any) -> bool:
+    try:
+        return isfinite(weight)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
 
 
 def _labels(number: int, tokens: Positions, value: Any) -> Positions:

@@ -18,16 +18,22 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from burst_rt.errors import Stalled
 from burst_rt.job.reports import (
+    RankReport,
     RankWait,
     pipe_path,
     read_reports,
     read_started,
     read_waiting,
     whereabouts,
+    write_report,
 )
 
 __all__ = ["Ranks"]
+
+# Seconds for which a stopped rank may be the only one that has not come to its end.
+_STOPPED_S = 30.0
 
 
 class Ranks:
@@ -44,6 +50,8 @@ class Ranks:
         self._where = whereabouts()
         self._ranks: dict[int, int] = {}  # by the descriptor of the rank's process
         self._closed_at_s: dict[int, float] = {}  # by rank: when its pipe was seen to be closed
+        self._pids: dict[int, int] = {}  # by rank
+        self._stopped_since_s: float | None = None
         self._poller = select.poll()
         self._pipes: dict[int, int] = {}  # ranks by the descriptor of their pipe
         for rank in range(num_ranks):
@@ -105,6 +113,30 @@ class Ranks:
                 return waiting, min(gone, key=lambda rank: ended[rank])
         return None
 
+    def report_stopped(self) -> None:
+        """Reports a failure for a rank that has been stopped for 30 s, where no other rank is left.
+
+        A rank that a signal stops (SIGSTOP) in a call is missed by the other ranks. Nobody misses
+        one that has left its context: the others are at their ends. Does not block.
+        """
+        ended = {report.rank for report in read_reports(self._job_dir)} | self.ended_at_s.keys()
+        alive = set(self._ranks.values())
+        stopped = [rank for rank in sorted(alive) if ended and _is_stopped(self._pids[rank])]
+        if not stopped or alive - ended - set(stopped):
+            self._stopped_since_s = None
+            return
+        now_s = time.monotonic()
+        self._stopped_since_s = self._stopped_since_s or now_s
+        if now_s - self._stopped_since_s > _STOPPED_S:
+            text = (
+                f"burst_rt.errors.Stalled: rank {stopped[0]}: process {self._pids[stopped[0]]} has "
+                f"been stopped by a signal (SIGSTOP, say) for {_STOPPED_S:g} s, and the other "
+                "ranks have come to their ends; SIGCONT would have let it go on\n"
+            )
+            code = Stalled.exit_code
+            report = RankReport(stopped[0], time.time(), code, kind="Stalled", traceback=text)
+            write_report(self._job_dir, report)
+
     def first_silent(self, reported: Collection[int]) -> list[int]:
         """The rank that ended first without a report; several ranks where they ended at once."""
         silent = {rank: at_s for rank, at_s in self.ended_at_s.items() if rank not in reported}
@@ -132,5 +164,13 @@ class Ranks:
             except OSError:
                 continue  # a kernel without pidfd
             else:
-                self._ranks[descriptor] = rank
+                self._ranks[descriptor], self._pids[rank] = rank, pid
                 self._poller.register(descriptor, select.POLLIN)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process; one that a debugger holds is not."""
+    with suppress(OSError):
+        # The state follows the name, which may have any characters.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False

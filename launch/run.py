@@ -355,6 +355,7 @@ def _wait(
         now_s = time.monotonic()
         if ending_since_s is None and now_s - looked_at_s > _REPORT_POLL_S:
             looked_at_s = now_s
+            ranks.report_stopped()
             ending_since_s = now_s if stop.due() or primary_failure(read_reports(job_dir)) else None
             stuck = ranks.stuck() if ending_since_s is None else None
             stuck_since_s = None if stuck is None else stuck_since_s or now_s

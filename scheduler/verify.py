@@ -7,7 +7,8 @@ all raise `InternalError`; it names the rank, the tasks and what is wrong. What 
 
 * Edges run forward in program order, and a path orders every two conflicting accesses to one part:
   nothing is overwritten while it is read or in flight.
-* Nothing is read that was never written.
+* Nothing is read that was never written: no part, and no bytes that are sent. (An operation names
+  parts, not bytes. A plan may receive only those bytes of a slot that the operation looks at.)
 * A communication lane that is ordered or bounded is issued in program order. A graph with an
   ordered communication lane has no other communication lane.
 * Every send has its receive: peer, tag, order and size agree.
@@ -169,7 +170,10 @@ def match_messages(graphs: Sequence[Graph]) -> dict[Endpoint, Endpoint]:
 def _check_accesses(graph: Graph, ancestors: list[int]) -> None:
     last_writer: list[int | None] = [None] * len(graph.parts)
     readers: list[list[int]] = [[] for _ in graph.parts]
+    come: dict[int, list[tuple[int, int]]] = {}  # bytes of parts that are not whole yet
     for task in graph.tasks:
+        if come:
+            _check_sent(graph, task, come)
         for part in (*task.reads, *task.accumulates):
             writer = last_writer[part]
             if writer is None and not graph.parts[part].initialised:
@@ -183,8 +187,43 @@ def _check_accesses(graph: Graph, ancestors: list[int]) -> None:
             for earlier in (*readers[part], last_writer[part]):
                 if earlier != task.id:
                     _require_path(graph, ancestors, earlier, task.id, part)
+            if last_writer[part] is None or part in come:
+                _note_bytes(graph, task, part, come)
             last_writer[part] = task.id
             readers[part] = []
+
+
+def _note_bytes(
+    graph: Graph, task: Task, part: int, come: dict[int, list[tuple[int, int]]]
+) -> None:
+    """Notes the bytes that a task writes of a part that has not been written whole yet."""
+    whole = (0, graph.parts[part].size_bytes)
+    written = [whole]
+    if task.is_exchange and not graph.parts[part].initialised:
+        written = come.get(part, []) + [(m.offset, m.end) for m in task.recvs if m.part == part]
+    if _covers(written, whole):
+        come.pop(part, None)
+    else:
+        come[part] = written
+
+
+def _check_sent(graph: Graph, task: Task, come: Mapping[int, list[tuple[int, int]]]) -> None:
+    """Raises InternalError where a task sends bytes on that no message has brought."""
+    for m in task.sends:
+        if m.part in come and not _covers(come[m.part], (m.offset, m.end)):
+            raise InternalError(
+                f"rank {graph.rank}: {_say(graph, task.id)} sends the bytes {m.offset} to {m.end} "
+                f"of {graph.parts[m.part].name}, of which only {sorted(come[m.part])} have come"
+            )
+
+
+def _covers(ranges: Iterable[tuple[int, int]], wanted: tuple[int, int]) -> bool:
+    at, stop = wanted
+    for begin, end in sorted(ranges):
+        if begin > at:
+            break
+        at = max(at, end)
+    return at >= stop
 
 
 def _require_path(

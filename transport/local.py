@@ -21,6 +21,8 @@ from burst_rt.transport.base import Completion, Memory, Notice, NoticeKind
 __all__ = ["LocalControl", "LocalTransport", "LocalWorld"]
 
 _T = TypeVar("_T")
+# Ranks are threads: more would be a mistake.
+_MOST_RANKS = 4096
 
 _streams = threading.local()
 
@@ -33,8 +35,8 @@ class LocalWorld:
     """
 
     def __init__(self, size: int, origin: object = None) -> None:
-        if size < 1:
-            raise InputError(f"LocalWorld: size must be at least 1 rank, got {size}")
+        if not 1 <= size <= _MOST_RANKS:
+            raise InputError(f"LocalWorld: size must be 1 to {_MOST_RANKS} ranks, got {size}")
         self.size = size
         self.origin = id(self) if origin is None else origin  # the same for all duplicates
         self._lock = threading.Lock()

@@ -242,11 +242,11 @@ class BurstAttention(torch.nn.Module):
         alibi_slopes: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention's output; blocks as `burst_attention` does.
+        """Attention's output. Collective; blocks as `burst_attention` does.
 
         `layout` overrides the module's layout.
         """
-        chosen = layout or self.layout
+        chosen = self.layout if layout is None else layout
         if chosen is None:
             _refuse(
                 InputError(

@@ -14,6 +14,7 @@ from typing import ClassVar, Unpack
 
 import torch
 
+from burst_rt.arguments import check_kinds
 from burst_rt.attention.function_check import cells_said
 from burst_rt.attention.mask_check import check_mask
 from burst_rt.attention.options import (
@@ -211,6 +212,7 @@ def _in_words(option: str, value: object) -> str:
     return str(value)
 
 
+@check_kinds
 def make_call(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from burst_rt.attention.autograd import KEPT_OPS
 from burst_rt.errors import InputError
-from burst_rt.runtime.refusing import refuse
+from burst_rt.runtime.refusing import refuse, refuse_kinds
 
 __all__ = ["checkpoint", "keep_attention"]
 
@@ -43,6 +43,7 @@ def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+@refuse_kinds
 def checkpoint(
     function: Callable[..., _R], *args: Any, use_reentrant: bool = False, **kwargs: Any
 ) -> _R:
@@ -64,7 +65,7 @@ def checkpoint(
     A backward runs once: with retain_graph=True a second one raises torch's RuntimeError.
 
     Raises InputError for use_reentrant=True, and for a `context_fn` or `debug` of torch's, which
-    leave no room for this policy; on every rank, as `burst_attention` does.
+    leave no room for this policy; on every rank that waits for this one.
     """
     others = {"context_fn", "debug"} & kwargs.keys()
     if use_reentrant or others:

@@ -8,7 +8,7 @@ that ranks compare and the arguments of the custom ops follow from the fields.
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -162,17 +162,17 @@ def check_factors(where: str, scale: object, softcap: object) -> None:
     """Raises InputError where one of them is neither None nor a number above 0."""
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and not _is_positive(number):
+            hint = "; give an integer below 2**63, or a float" if type(number) is int else ""
             raise InputError(
-                f"{where}: {name} must be None or a finite number above 0, got {number!r}"
+                f"{where}: {name} must be None or a finite number above 0, got {number!r}{hint}"
             )
 
 
 def _is_positive(number: object) -> bool:
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return False
-    try:
-        # Fused kernels mask a score by adding -inf, and scale afterwards. A scale of 0 or less
-        # would give NaN where scores are masked.
-        return number > 0 and math.isfinite(number)
-    except OverflowError:  # an int beyond every float
-        return False
+    # Torch takes integers of 64 bits only.
+    most = 2**63 - 1 if isinstance(number, int) else sys.float_info.max
+    # Fused kernels mask a score by adding -inf, and scale afterwards. A scale of 0 or less would
+    # give NaN where scores are masked.
+    return 0 < number <= most

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from burst_rt.arguments import check_kinds, describe_value, holds_values, is_real
 from burst_rt.attention.mask_check import check_mask
 from burst_rt.attention.state import AttentionState
 from burst_rt.drivers import raw_bytes
@@ -63,6 +64,7 @@ class ContextLayout:
         """Number of tokens that this rank holds."""
         return self.map.shard_len(self.runtime.rank)
 
+    @check_kinds
     def positions(self, rank: int | None = None) -> torch.Tensor:
         """Global positions of a rank's tokens in local order; the default is this rank.
 
@@ -80,6 +82,7 @@ class ContextLayout:
         ]
         return torch.cat(parts)
 
+    @check_kinds
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """A copy of this rank's tokens of a full tensor, along `dim`, in local order.
 
@@ -129,9 +132,9 @@ class ContextLayout:
         where = "layout.unshard:"
         if not isinstance(x, torch.Tensor):
             return InputError(f"{where} expected a tensor, got {type(x).__name__}")
-        if x.layout != torch.strided or x.is_meta:
+        if not holds_values(x):
             return InputError(
-                f"{where} expected a dense tensor that holds values, got {x.layout} on {x.device}"
+                f"{where} expected a dense tensor that holds values, got {describe_value(x)}"
             )
         if (
             isinstance(dim, bool)
@@ -171,14 +174,14 @@ def choose_layout(
     """The layout that `Context.layout` makes from its arguments. Local. Raises InputError."""
     heads, head_dim, dtype, token_cells = costs
     if token_cells is not None and (
-        kind != WHOLE or isinstance(token_cells, bool) or not 0 <= token_cells < math.inf
+        kind != WHOLE or not is_real(token_cells) or not 0 <= token_cells < math.inf
     ):
         raise InputError(
             f"layout: token_cells is a number of at least 0, for kind 'whole' only, got "
             f"{token_cells!r} and kind {kind!r}"
         )
     wrong = [sizes for sizes in recurrences if not isinstance(sizes, RecurrenceSizes)]
-    if wrong or (recurrences and kind != AUTO):
+    if wrong or (len(recurrences) and kind != AUTO):
         raise InputError(
             "layout: recurrences are burst_rt.recurrence.RecurrenceSizes, for kind 'auto' only, "
             f"got {type(wrong[0]).__name__ if wrong else 'sizes'} and kind {kind!r}"
@@ -200,7 +203,7 @@ def choose_layout(
         (32, 8) if heads is None else heads, 128 if head_dim is None else head_dim
     )
     dtype = torch.bfloat16 if dtype is None else dtype
-    if dtype not in DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise InputError(
             f"layout: dtype must be float64, float32, bfloat16 or float16, got {dtype!r}"
         )
@@ -218,9 +221,9 @@ def choose_layout(
     )
     if kind == AUTO:
         return attention.planner.layout(problem, tuple(recurrences))
-    width = num_heads * head_dim
+    width = float(num_heads * head_dim)  # numpy takes no larger integers than 64 bits
     return attention.planner.whole(
-        problem, CELLS_OF_WIDTH * width if token_cells is None else token_cells
+        problem, CELLS_OF_WIDTH * width if token_cells is None else float(token_cells)
     )
 
 

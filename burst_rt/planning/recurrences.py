@@ -53,7 +53,7 @@ class RecurrenceSizes:
     kernel: int = 1  # tokens that the convolution sees; 1: there is none
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(Rule):
+        if not isinstance(self.rule, str) or self.rule not in get_args(Rule):
             raise InputError(
                 f"RecurrenceSizes: rule must be one of {', '.join(get_args(Rule))}, got "
                 f"{self.rule!r}"

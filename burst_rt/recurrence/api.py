@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeAlias
 
 import torch
 
+from burst_rt.arguments import wrong_kind
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, InputError
@@ -54,6 +55,9 @@ def _collective(bind: Callable[_P, _Bound]) -> Callable[_P, _Result]:
 
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
         try:
+            error = wrong_kind(bind, args, kwargs)
+            if error is not None:
+                raise error
             bound = bind(*args, **kwargs)
         except InputError as error:
             _refuse(bind.__name__, error, kwargs.get("layout"))
@@ -93,7 +97,8 @@ def causal_conv1d(
         `[channels]`. activation: None, "silu" or "swish" (the same). As causal-conv1d has them.
     State: `[batch, channels, K - 1]`, the tokens before; 0 where they are of another document.
 
-    Returns `[batch, tokens, channels]` in x's dtype. See `gated_delta_rule` for the rest.
+    Returns `[batch, tokens, channels]` in x's dtype. Collective; the rest is as in
+    `gated_delta_rule`.
     """
     name = "causal_conv1d"
     if activation not in (None, "silu", "swish"):
@@ -201,7 +206,7 @@ def linear_attention(
     token too. Source: arXiv 2401.04658, 2307.08621.
 
     q, k, v, scale: as `gated_delta_rule` takes them. g: `[batch, tokens, heads]`, or `[heads]`.
-    State: `[batch, heads, K, V]`. See `gated_delta_rule` for the rest.
+    State: `[batch, heads, K, V]`. Collective; see `gated_delta_rule` for the rest.
     """
     name = "linear_attention"
     by_head = isinstance(g, Tensor) and g.ndim == 1
@@ -241,7 +246,8 @@ def state_space(
         is a multiple of groups. D: `[heads]` or `[heads, P]`.
     State: `[batch, heads, P, N]`, as mamba-ssm has it.
 
-    Returns `[batch, tokens, heads, P]` in x's dtype. See `gated_delta_rule` for the rest.
+    Returns `[batch, tokens, heads, P]` in x's dtype. Collective; the rest is as in
+    `gated_delta_rule`.
     """
     name = "state_space"
     tensors = {
@@ -292,7 +298,8 @@ def selective_scan(
         and softplus). A: `[channels, N]`, below 0. B, C: `[batch, tokens, N]`. D: `[channels]`.
     State: `[batch, channels, N]`.
 
-    Returns `[batch, tokens, channels]` in x's dtype. See `gated_delta_rule` for the rest.
+    Returns `[batch, tokens, channels]` in x's dtype. Collective; the rest is as in
+    `gated_delta_rule`.
     """
     name = "selective_scan"
     tensors = {
@@ -327,7 +334,8 @@ def linear_recurrence(
 
     x, log_a: this rank's tokens `[batch, tokens, channels]`. State: `[batch, channels]`.
 
-    Returns `[batch, tokens, channels]` in x's dtype. See `gated_delta_rule` for the rest.
+    Returns `[batch, tokens, channels]` in x's dtype. Collective; the rest is as in
+    `gated_delta_rule`.
     """
     name = "linear_recurrence"
     sizes = check_sizes(name, layout, {"x": (x, "b t d"), "log_a": (log_a, "b t d")})

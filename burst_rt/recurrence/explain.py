@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from burst_rt.arguments import holds_values, wrong_kind
 from burst_rt.errors import InputError
 from burst_rt.recurrence import api
 from burst_rt.recurrence.call import RecurrenceCall, RecurrencePlan
@@ -50,7 +51,11 @@ def explain_recurrence(
         raise InputError(
             f"explain_recurrence: function must be one of burst_rt.recurrence, got {function!r}"
         )
-    given = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+    error = wrong_kind(bind, args, kwargs)
+    if error is not None:
+        raise error
+    all_given = (*args, *kwargs.values())
+    given = tuple(x for x in all_given if isinstance(x, torch.Tensor) and holds_values(x))
     with LiveBytes(given) as made:
         bound = bind(*args, **kwargs)
     call = bound.call

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from burst_rt.arguments import check_kinds
+from burst_rt.errors import InputError
 from burst_rt.runtime.process import process
 from burst_rt.runtime.runtime import Runtime
 
@@ -16,6 +18,7 @@ __all__ = ["differentiable"]
 
 
 # Arguments, results and gradients are as many as the user's function has: hence `Any`.
+@check_kinds
 def differentiable(
     forward: Callable[..., tuple[Any, Sequence[torch.Tensor]]], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -39,7 +42,14 @@ def differentiable(
         def forward(ctx: Any, *args: Any) -> Any:
             runtimes = [made for made in process.made_here() if isinstance(made, Runtime)]
             before = [runtime.number for runtime in runtimes]
-            result, kept = forward(*args)
+            both = forward(*args)
+            pair = isinstance(both, (tuple, list)) and len(both) == 2
+            if not pair or not isinstance(both[1], Sequence):
+                raise InputError(
+                    "differentiable: forward: expected it to return (result, tensors to keep), got "
+                    f"{type(both).__name__}; end it with `return result, ()` where nothing is kept"
+                )
+            result, kept = both
             ctx.save_for_backward(*kept)
             # The last call that the forward made in each group says which forward it was.
             ctx.calls = [

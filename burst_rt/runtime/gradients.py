@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NoReturn
 
@@ -82,9 +82,8 @@ def _wanted(parameters: object, group: RanksOrGroup | None) -> list[torch.Tensor
     def refuse(reason: str) -> NoReturn:
         refuse_in(group, _NAME, InputError(f"{_NAME}: {reason}"))
 
-    if isinstance(parameters, (torch.Tensor, torch.nn.Module)) or not isinstance(
-        parameters, Iterable
-    ):
+    no_list = (torch.Tensor, torch.nn.Module, Mapping, str)
+    if isinstance(parameters, no_list) or not isinstance(parameters, Iterable):
         refuse(
             "parameters must be several parameters, such as model.parameters(), got "
             f"{type(parameters).__name__}; for one, give [parameter]"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from burst_rt.arguments import is_real
 from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError
 from burst_rt.job import launched
@@ -82,7 +84,7 @@ def join(
     """
     try:
         within_s = _join_seconds(join_s)
-    except InputError as error:
+    except (InputError, ConfigError) as error:
         wrong, within_s = error, _JOIN_S
     if transport == "auto":
         transport = os.environ.get(launched.TRANSPORT_VARIABLE, "auto")
@@ -98,19 +100,23 @@ def join(
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raises InputError unless `value`, the argument `name` of `init`, is a positive number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise InputError(f"init: {name} must be a positive number of seconds, got {value!r}")
+    """Raises InputError unless `value`, the argument `name` of `init`, is a positive number that
+    threads can wait for.
+    """
+    if not is_real(value) or not 0 < value <= threading.TIMEOUT_MAX:  # type: ignore[operator]
+        raise InputError(
+            f"init: {name} must be a positive, finite number of seconds, got {value!r}"
+        )
 
 
 def _join_seconds(asked: float | None) -> float:
     if asked is None:
         text = os.environ.get("BURST_RT_JOIN_S", str(_JOIN_S))
         try:
-            asked = float(text)
-        except ValueError:
-            raise InputError(
-                f"init: BURST_RT_JOIN_S must be a positive number of seconds, got {text!r}"
+            check_seconds("BURST_RT_JOIN_S", asked := float(text))
+        except ValueError:  # an InputError is one, too
+            raise ConfigError(
+                f"init: BURST_RT_JOIN_S must be a positive, finite number of seconds, got {text!r}"
             ) from None
     check_seconds("join_s", asked)
     return asked

@@ -12,10 +12,13 @@ from typing import NoReturn
 
 import torch
 
+from burst_rt.arguments import describe_value, holds_values
 from burst_rt.errors import InputError
-from burst_rt.runtime.sums import RanksOrGroup, add_over_ranks, describe_value, refuse_in
+from burst_rt.runtime.sums import RanksOrGroup, add_over_ranks, refuse_in
 
 __all__ = ["mean_of_sums", "mean_over_ranks", "weighted_mean"]
+
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def mean_over_ranks(
@@ -61,13 +64,18 @@ def weighted_mean(
     count: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`mean_over_ranks` by the name of the function that was called, for errors."""
-    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+    if (
+        not isinstance(values, torch.Tensor)
+        or values.dtype not in _SUMMED
+        or not holds_values(values)
+    ):
         _wrong(group, name, f"values must be a tensor of floating-point numbers, got "
                f"{describe_value(values)}")  # fmt: skip
     if weights is None:
         weights = torch.ones_like(values, requires_grad=False)
     elif (
         not isinstance(weights, torch.Tensor)
+        or not holds_values(weights)
         or weights.shape != values.shape
         or weights.requires_grad
         or weights.is_complex()

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from burst_rt.arguments import describe_value
 from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, ConfigError, InputError, InternalError
 from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.runtime.bound_schedule import BoundSchedule
+from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Buffer, Graph, Op, Part, Schedule, Trace, check_world
 from burst_rt.transport import Memory
@@ -20,9 +22,27 @@ __all__ = ["Pipeline", "make_pipeline"]
 
 
 def make_pipeline(runtime: Runtime, build: Callable[[int], Graph]) -> Pipeline:
-    """Builds and verifies a custom pipeline; see `Context.pipeline`. Local; does not block."""
-    graphs = [build(rank) for rank in range(runtime.world_size)]
-    for rank, graph in enumerate(graphs):
+    """Builds and verifies a custom pipeline; blocks and raises as `Context.pipeline` does."""
+    try:
+        graphs = _built(runtime, build)
+        runtime.machine.check_tags(graphs[runtime.rank])
+    except (InputError, ConfigError) as error:
+        refuse("pipeline", error, runtime)
+    tasks = Contract({"tasks": repr([graph.tasks for graph in graphs])})
+    fingerprint = format(tasks.digest, "x")
+    return Pipeline(runtime, Schedule.of(graphs[runtime.rank]), fingerprint)
+
+
+def _built(runtime: Runtime, build: Callable[[int], Graph]) -> list[Graph]:
+    """All ranks' graphs, verified. Raises InputError."""
+    graphs = []
+    for rank in range(runtime.world_size):
+        try:
+            graph = build(rank)
+        except Exception as error:
+            raise InputError(
+                f"Context.pipeline: build({rank}) raised {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(graph, Graph):
             raise InputError(
                 f"Context.pipeline: build({rank}) must return a Graph, got {type(graph).__name__}; "
@@ -35,14 +55,12 @@ def make_pipeline(runtime: Runtime, build: Callable[[int], Graph]) -> Pipeline:
                 f"it with GraphBuilder(rank, {runtime.world_size}, ...)"
             )
         _check_named(graph)
+        graphs.append(graph)
     try:
         check_world(graphs)
     except InternalError as error:  # here the graphs are the user's
         raise InputError(f"Context.pipeline: {error.message}") from None
-    runtime.machine.check_tags(graphs[runtime.rank])
-    tasks = Contract({"tasks": repr([graph.tasks for graph in graphs])})
-    fingerprint = format(tasks.digest, "x")
-    return Pipeline(runtime, Schedule.of(graphs[runtime.rank]), fingerprint)
+    return graphs
 
 
 class Pipeline:
@@ -146,7 +164,7 @@ class Pipeline:
                 )
         assert isinstance(buffers, Mapping)
         assert isinstance(ops, Mapping)
-        if unknown := sorted(set(buffers) - set(self._parts)):
+        if unknown := sorted(map(str, set(buffers) - set(self._parts))):
             return InputError(
                 f"Pipeline.run: buffers must be among the graph's {sorted(self._parts)}, got "
                 f"{unknown}"
@@ -155,6 +173,11 @@ class Pipeline:
         if missing := sorted(named - {"add", *ops}):
             return InputError(
                 f"Pipeline.run: ops must have a function for each operation; missing: {missing}"
+            )
+        if uncallable := sorted(name for name in named & set(ops) if not callable(ops[name])):
+            name = uncallable[0]
+            return InputError(
+                f"Pipeline.run: ops: {name!r} must be a function, got {describe_value(ops[name])}"
             )
         return None
 

@@ -24,6 +24,7 @@ from typing import Protocol
 from burst_rt.errors import BurstError, PeerLost, Stalled
 from burst_rt.job import launched
 from burst_rt.job.ending import error_line, exit_code_of
+from burst_rt.job.parent import end_with_torchrun
 from burst_rt.job.telling import FIRST_WORD_S, in_full, in_one_line, is_of_another, shorten_text
 
 __all__ = ["Member", "Process", "process"]
@@ -63,12 +64,14 @@ class Process:
     def install_exit_hooks(self) -> None:
         """Makes the end of the interpreter close all open runtimes.
 
-        An uncaught error is noted from now on. Calls after the first do nothing.
+        An uncaught error is noted from now on, and the end of torchrun ends this process. Calls
+        after the first do nothing.
         """
         if self._installed_in is None:
             self._installed_in = os.getpid()
             self._print_uncaught, sys.excepthook = sys.excepthook, self._note_uncaught
             atexit.register(self._leave)
+            end_with_torchrun()
 
     def say_at_end(self, farewell: Callable[[int, BaseException | None], None]) -> None:
         """Has `farewell(exit code, error or None)` called once, when the interpreter exits."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from burst_rt.arguments import describe_value, holds_values
 from burst_rt.errors import InputError
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Graph, Span
@@ -53,13 +54,11 @@ def _refuses(x: object) -> InputError | None:
             "all_reduce: expected a tensor that does not require grad, got one that does: no "
             "gradient flows through this sum; give x.detach(), or call under torch.no_grad()"
         )
-    dense = x.layout == torch.strided and x.is_contiguous()
+    dense = holds_values(x) and x.is_contiguous()
     if x.dtype in _SUMMED and dense and x.device.type in ("cpu", "cuda") and not x.is_neg():
         return None
-    view = ", a negative view" if x.is_neg() else ""
-    return InputError(
-        f"{where} {x.dtype} of shape {tuple(x.shape)} on {x.device} ({x.layout}{view})"
-    )
+    view = ", a negative view" if x.is_neg() else "" if x.is_contiguous() else ", not contiguous"
+    return InputError(f"{where} {describe_value(x)}{view}")
 
 
 def gather_last_run(runtime: Runtime) -> list[tuple[Graph, list[Span]]]:

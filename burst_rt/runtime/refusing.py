@@ -7,15 +7,41 @@ and no other call may take the error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import NoReturn, ParamSpec, TypeVar
 
+import torch
+
+from burst_rt.arguments import wrong_kind
 from burst_rt.drivers import Backoff
 from burst_rt.errors import BurstError
 from burst_rt.runtime.process import process
 from burst_rt.runtime.runtime import Runtime
 
-__all__ = ["refuse"]
+__all__ = ["refuse", "refuse_kinds"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def refuse_kinds(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, which refuses an argument that is not of the kind that its annotation says.
+
+    Every rank that waits for this rank raises the InputError. Blocks then as `refuse` does.
+    """
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # The compiler would trace the check.
+        error = None if torch.compiler.is_compiling() else wrong_kind(function, args, kwargs)
+        if error is not None:
+            found = (getattr(given, "runtime", None) for given in (*args, *kwargs.values()))
+            runtime = next((each for each in found if isinstance(each, Runtime)), None)
+            refuse(function.__name__, error, runtime)
+        return function(*args, **kwargs)
+
+    return run
 
 
 def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoReturn:

@@ -486,11 +486,12 @@ class Runtime:
     def _break(self, error: BaseException) -> None:
         """Marks the runtime as broken: no later call may be made. Does not block.
 
-        The other ranks hear of an error that began on this rank; otherwise they would wait for it
-        until their deadlines.
+        The other ranks hear of it; otherwise they would wait for this rank until their deadlines. A
+        rank that comes late, after this one has given up, would take this rank's word for the call
+        as an agreement. They hear of a PeerLost from the lost rank.
         """
         self.broken = error
-        if not isinstance(error, (PeerLost, Stalled)):
+        if not isinstance(error, PeerLost):
             # Even sys.exit(0) is a failure in the middle of a call.
             self.watch.say_left(exit_code_of(error) or 1, error_line(error))
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from burst_rt.arguments import describe_value, holds_values
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.runtime.connections import Group, process_group
 from burst_rt.runtime.reductions import all_reduce
@@ -27,7 +28,6 @@ __all__ = [
     "RanksOrGroup",
     "SummingRanks",
     "add_over_ranks",
-    "describe_value",
     "differs",
     "ranks_of",
     "refuse_in",
@@ -69,7 +69,11 @@ def sum_over_ranks(x: torch.Tensor, *, group: RanksOrGroup | None = None) -> tor
     Collective, and blocks, in the forward and in the backward, as `mean_over_ranks`. Raises
     InputError for another x, before anything is sent, as there.
     """
-    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, torch.float64):
+    if (
+        not isinstance(x, torch.Tensor)
+        or x.dtype not in (torch.float32, torch.float64)
+        or not holds_values(x)
+    ):
         error = f"sum_over_ranks: expected float32 or float64, got {describe_value(x)}"
         refuse_in(group, "sum_over_ranks", InputError(error))
     return add_over_ranks(x, group=group)
@@ -115,15 +119,6 @@ def ranks_of(group: RanksOrGroup | None, name: str) -> dist.ProcessGroup | Summi
             raise
         refuse(name, error)
     return ranks
-
-
-def describe_value(x: object) -> str:
-    """What was given in place of a tensor that is wanted, for the words of an error."""
-    if not isinstance(x, torch.Tensor):
-        return type(x).__name__
-    layout = "" if x.layout == torch.strided else f", {x.layout}"
-    grad = ", which requires grad" if x.requires_grad else ""
-    return f"{x.dtype} {tuple(x.shape)} on {x.device}{layout}{grad}"
 
 
 def refuse_in(group: object, name: str, error: InputError) -> NoReturn:

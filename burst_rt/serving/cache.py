@@ -22,6 +22,7 @@ from burst_rt.attention.state import AttentionState
 from burst_rt.errors import BurstError, DeviceError, InputError
 from burst_rt.kernels import DTYPES
 from burst_rt.planning.masks.positions import integer, is_count
+from burst_rt.runtime.refusing import refuse
 from burst_rt.serving.chunks import BatchRows, Dealt
 from burst_rt.serving.history import History
 from burst_rt.serving.memory import KVMemory, KVShape
@@ -81,9 +82,9 @@ class KVCache:
         block: int = 128,
     ) -> None:
         if not isinstance(getattr(ctx, "attention", None), AttentionState):
-            raise InputError(
-                f"KVCache: ctx must be a context of burst_rt.init, got {type(ctx).__name__}"
-            )
+            got = type(ctx).__name__
+            reason = f"KVCache: ctx must be a context of burst_rt.init, got {got}"
+            refuse("KVCache", InputError(reason))
         runtime = ctx.attention.runtime
         self.attention = ctx.attention
         self.num_layers, self.batch, self.num_kv_heads = num_layers, batch, num_kv_heads
@@ -134,7 +135,7 @@ class KVCache:
                 f"KVCache: block must be an integer of 1 to {_LARGEST_BLOCK:,} tokens, got "
                 f"{self.block!r}"
             )
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             return InputError(
                 f"KVCache: dtype must be float64, float32, bfloat16 or float16, got {self.dtype!r}"
             )
@@ -201,17 +202,17 @@ class KVCache:
         self._history.truncate(wanted)
 
     def reset(self) -> None:
-        """Forgets all tokens; the memory stays. Local, as `truncate`."""
+        """Forgets all tokens; the memory stays. Local; never blocks."""
         self.truncate(0)
         self._history.reordered.clear()
         self._history.said = ""
 
     def reorder(self, rows: torch.Tensor | Sequence[int]) -> None:
-        """Row i becomes what row `rows[i]` was, as beam search needs it. Local, as `truncate`.
+        """Row i becomes what row `rows[i]` was, as beam search needs it. Local.
 
         rows: `[batch]`, any integers of 0 to batch - 1; every rank gives the same, which the ranks
         compare in the next step. After `reorder`, a step that lacks its commit alone must still be
-        dropped.
+        dropped. Raises InputError, on every rank that waits for this one.
         """
         try:
             chosen = [operator.index(row) for row in rows]

@@ -367,22 +367,17 @@ time.sleep(600)
 """
 
 
-def _sleeping(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+_BURST_RT = ["burst_rt.launch.main", "run", "-n", "2", "--telemetry"]
+_TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def _sleeping(
+    folder: Path, by: list[str] = _BURST_RT
+) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A job whose ranks sleep: the launcher, and all processes below it."""
     (folder / "program.py").write_text(_SLEEP, encoding="utf-8")
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "burst_rt.launch.main",
-        "run",
-        "-n",
-        "2",
-        "--telemetry",
-        "program.py",
-    ]
     launcher = subprocess.Popen(
-        command,
+        [sys.executable, "-P", "-m", *by, "program.py"],
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -411,6 +406,42 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher.kill()
     launcher.communicate()
     assert _still_there(below) == []
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
+    launcher, below = _sleeping(tmp_path, _TORCHRUN)
+    launcher.kill()
+    assert _still_there(below) == []
+    _, err = launcher.communicate()
+    assert "torchrun, which started this process, is gone, so the process ends" in err
+
+
+def test_a_rank_that_is_stopped_after_its_last_call_ends_the_job(tmp_path: Path) -> None:
+    source = """
+import os, signal
+import burst_rt
+with burst_rt.init() as ctx:
+    rank = ctx.rank
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    launch = """
+import sys
+from burst_rt.launch import ranks, run
+ranks._STOPPED_S = 1.0
+sys.exit(run.launch(["program.py"], num_ranks=2))
+"""
+    job = subprocess.run(
+        [sys.executable, "-P", "-c", launch],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert job.returncode == Stalled.exit_code, job.stderr
+    assert re.search(
+        r"burst-rt: rank 1 failed after .*Stalled: .*process \d+ has been stopped by a signal "
+        r"\(SIGSTOP, say\) for 1 s, and the other ranks have come to their ends",
+        job.stderr,
+    ), job.stderr
 
 
 def test_ranks_end_with_an_mpirun_that_is_killed(tmp_path: Path) -> None:

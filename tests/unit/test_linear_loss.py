@@ -385,7 +385,11 @@ _WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {"kernel": "liger"},
         "kernel 'liger' was asked for, but Liger's kernel takes CUDA tensors, got cpu; use 'auto'",
     ),
-    "index": ((_X, _W, _Y), {"ignore_index": None}, "ignore_index: expected an integer, got None"),
+    "index": (
+        (_X, _W, _Y),
+        {"ignore_index": None},
+        "ignore_index: expected an integer of 64 bits, got None",
+    ),
     "count": ((_X, _W, _Y), {"count": 0}, "count must be a number above 0, .* got 0"),
 }
 

@@ -199,7 +199,7 @@ def test_closing_gives_up_what_is_under_way() -> None:
 
 
 def test_a_world_needs_a_rank() -> None:
-    with pytest.raises(InputError, match="at least 1 rank, got 0"):
+    with pytest.raises(InputError, match="1 to 4096 ranks, got 0"):
         LocalWorld(0)
 
 

@@ -91,7 +91,7 @@ _WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "a number": (lambda ctx: burst_rt.average_gradients(3, group=ctx), "got int; for one"),  # type: ignore[arg-type]
     "a dict": (
         lambda ctx: burst_rt.average_gradients(_NAMED, group=ctx),
-        "got str at place 0",
+        "got dict",
     ),
     "names": (
         lambda ctx: burst_rt.average_gradients(

@@ -322,7 +322,7 @@ def _is_standard_library(name: str) -> bool:
 
 # A module imports from floors below its own, or from rooms named before its own on the same floor.
 _FLOORS = (
-    ("errors", "version", "rotary", "regular", "remembered", "opaque", "job"),
+    ("errors", "version", "rotary", "regular", "remembered", "opaque", "arguments", "job"),
     ("scheduler",),
     ("transport", "planning"),
     ("kernels", "drivers"),
@@ -565,6 +565,13 @@ def test_the_list_of_modules_has_every_module() -> None:
     assert set(_MODULES.values()) - listed == set()
     page = _run(sys.executable, str(_ROOT / "docs" / "modules.py"), cwd=_ROOT)
     assert [path for path, line in _LISTED if f"| `{path.name}` | {line} |" not in page] == []
+
+
+def test_the_list_of_who_raises_is_what_docstrings_say() -> None:
+    listed = _run(sys.executable, str(_ROOT / "docs" / "who_raises.py"), cwd=_ROOT).strip()
+    page = (_ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- who raises: begin -->")[2].partition("<!-- who raises: end -->")[0]
+    assert shown.strip() == listed
 
 
 def test_long_modules_and_wide_functions_are_few() -> None:

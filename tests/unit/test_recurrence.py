@@ -354,13 +354,13 @@ def _arguments(own: Any, /, **changes: Any) -> dict[str, Any]:
     [
         ({"v": torch.randn(1, 3, 2, 8)}, r"v must be \[batch, this rank's tokens 10, heads, V\]"),
         ({"q": torch.randn(1, 10, 2, 4)}, r"k must be \[batch 1, .*key heads 2, K 4\]"),
-        ({"k": [1.0]}, "k must be a torch.Tensor, got list"),
+        ({"k": [1.0]}, "k: expected Tensor; got list"),
         ({"beta": torch.ones(1, 10, 2, dtype=torch.int64)}, "beta must be a dense tensor of"),
         ({"v": torch.randn(1, 10, 3, 8), "g": -torch.rand(1, 10, 3), "beta": torch.rand(1, 10, 3)},
          "multiple of the number of key heads .*, got 3 and 2"),
-        ({"scale": "1"}, "scale must be a finite number, got '1'"),
+        ({"scale": "1"}, "scale: expected float .*; got '1'"),
         ({"initial_state": torch.zeros(1, 2, 8, 7)}, r"initial_state must be \[batch 1, heads 2"),
-        ({"documents": [5, 5]}, "documents must be burst_rt.Documents, a bool tensor"),
+        ({"documents": [5, 5]}, "documents: expected Documents .* PrefixTree .*; got list"),
         ({"documents": torch.zeros(1, 9, dtype=torch.bool)}, r"got \(1, 9\) of torch.bool"),
         ({"documents": burst_rt.Documents([3, 3])}, "documents must be those of the whole"),
         ({"documents": PrefixTree([9, 9], [-1, 0])}, "the whole row's PrefixTree; .* 18 keys"),
@@ -368,7 +368,7 @@ def _arguments(own: Any, /, **changes: Any) -> dict[str, Any]:
         ({"documents": _TREE, "return_state": True}, "return_state: expected False beside a Pre"),
         ({"documents": _TREE, "initial_state": torch.zeros(1, 2, 8, 8)},
          "initial_state: expected None beside a PrefixTree"),
-        ({"layout": "zigzag"}, "layout must come from Context.layout, or be None .*, got str"),
+        ({"layout": "zigzag"}, "layout: expected ContextLayout .*; got 'zigzag'"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused_on_every_rank(changes: dict[str, Any], why: str) -> None:

@@ -284,6 +284,25 @@ def test_a_file_that_cannot_be_opened_now_is_not_damaged(
     assert recall("kind", key, _any) == 1
 
 
+def test_no_flipped_bit_is_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key = {"chip": "a"}
+    assert remember("kind", key, {"triton": 1.25e-3, "cudnn": "no memory"})
+    (path,) = (tmp_path / "burst_rt").glob("kind-*.json")
+    whole = path.read_bytes()
+    answer = recall("kind", key, _any)
+    for at in range(len(whole)):
+        for bit in range(8):
+            flipped = bytearray(whole)
+            flipped[at] ^= 1 << bit
+            path.write_bytes(flipped)
+            assert recall("kind", key, _any) in (None, answer), (at, bit)
+    for edited in ({"triton": 1e300}, {"triton": 1e-300}):
+        path.write_text(json.dumps(json.loads(whole) | {"answer": edited}))
+        caplog.clear()
+        assert recall("kind", key, _any) is None
+        assert "is damaged: it is now " in caplog.text
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -307,7 +326,8 @@ def test_figures_that_are_none_are_measured_anew(
     _measure_by(monkeypatch, Clock(triton=2e-3, cudnn=1e-3, flash=3e-3))
     assert pick(_square()).kernel.name == "cudnn"
     (path,) = (tmp_path / "burst_rt").glob(f"{KIND}-*.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"answer": answer}))
+    key = json.loads(path.read_text())["key"]
+    assert remember(KIND, key, answer)  # with its checksum
     speed._known.clear()
     _measure_by(monkeypatch, Clock(triton=1e-3, cudnn=2e-3, flash=3e-3))
     picked = pick(_square())

@@ -85,10 +85,78 @@ def test_until_takes_seconds_alone(path: Path, shown: Command, until: str) -> No
     assert "Invalid value for '--until': " in done.output
 
 
-def test_a_record_cut_short_is_read_as_far_as_it_goes(path: Path) -> None:
-    whole = list(Record(path))
-    path.write_bytes(path.read_bytes()[:-10])
-    assert list(Record(path)) == whole[:-1]
+def _frames(content: bytes) -> list[tuple[int, int]]:
+    """Where each frame begins and ends."""
+    at, frames = content.index(b"\n") + 1, []
+    while at < len(content):
+        end = at + 8 + int.from_bytes(content[at : at + 4], "little")
+        frames.append((at, end))
+        at = end
+    return frames
+
+
+def _read(path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> tuple[int, str]:
+    """How many entries are read of the content, and what is said of the rest."""
+    path.write_bytes(content)
+    caplog.clear()
+    try:
+        return len(list(Record(path))), "".join(caplog.messages)
+    except InputError as error:
+        return 0, str(error)
+
+
+def test_a_record_cut_anywhere_is_read_as_far_as_it_goes_and_says_so(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = path.read_bytes()
+    frames = _frames(content)
+    assert _read(path, content, caplog) == (len(frames) - 2, "")  # without header and end mark
+    for number, (begin, end) in enumerate(frames[1:], start=1):
+        no_end = f"{path} has no end mark after byte {begin}: "
+        num_read, said = _read(path, content[:begin], caplog)
+        assert num_read == number - 1
+        assert said.startswith(no_end)
+        for cut in range(begin + 1, end):
+            num_read, said = _read(path, content[:cut], caplog)
+            assert num_read == number - 1
+            assert said.startswith(f"{path} is damaged from byte {begin} on")
+
+
+def test_no_flipped_bit_of_a_record_goes_unseen(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = path.read_bytes()
+    for number, (begin, end) in enumerate(_frames(content)[1:], start=1):
+        of_payload = random.Random(number).sample(range(begin + 8, end), min(4, end - begin - 8))
+        for at in (*range(begin, begin + 8), *of_payload):
+            for bit in range(8):
+                flipped = bytearray(content)
+                flipped[at] ^= 1 << bit
+                num_read, said = _read(path, bytes(flipped), caplog)
+                assert num_read == number - 1, (at, bit)
+                assert said.startswith(f"{path} is damaged from byte {begin} on"), (at, bit)
+
+
+def test_no_missing_or_doubled_frame_goes_unseen(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = path.read_bytes()
+    frames = _frames(content)
+    for number, (begin, end) in enumerate(frames[1:-1], start=1):
+        for odd, at in (
+            (content[:begin] + content[end:], begin),
+            (content[:end] + content[begin:], end),
+        ):
+            num_read, said = _read(path, odd, caplog)
+            assert num_read == number - (at == begin)
+            assert said.startswith(f"{path} is damaged from byte {at} on")
+
+
+def test_records_from_before_checksums_are_read(path: Path) -> None:
+    whole, content = list(Record(path)), path.read_bytes()
+    plain = [frame(content[begin + 8 : end]) for begin, end in _frames(content)[:-1]]
+    path.write_bytes(b"".join([b"burst_rt record\n", *plain]))
+    assert list(Record(path)) == whole
 
 
 _BYE = msgspec.msgpack.encode((1.0, 0, ("bye", 1.0, 1, "text")))
@@ -99,13 +167,13 @@ _BYE = msgspec.msgpack.encode((1.0, 0, ("bye", 1.0, 1, "text")))
     [
         pytest.param(bytes(4096), id="zeros"),
         pytest.param(b"\xff" * 100, id="length"),
-        pytest.param(frame(_BYE.replace(b"text", b"te\xfft")), id="text"),
+        pytest.param(frame(_BYE), id="a frame of an old record"),
     ],
 )
 def test_a_damaged_record_is_read_up_to_the_damage(
     path: Path, tmp_path: Path, what: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, size = list(Record(path)), path.stat().st_size
+    whole, size = list(Record(path)), _frames(path.read_bytes())[-2][1]
     shown = CliRunner().invoke(command, ["summary", str(path)]).output
     path.write_bytes(path.read_bytes() + what)
     assert list(Record(path)) == whole
@@ -133,11 +201,11 @@ def test_flipped_bytes_never_fail_otherwise_than_as_damage(path: Path, tmp_path:
 def test_a_record_damaged_from_its_start_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "start.record"
     Recorder(path, 1e9, "0.1").close()
-    size = path.stat().st_size
+    size = _frames(path.read_bytes())[0][1]
     path.write_bytes(path.read_bytes() + bytes(100))
     with pytest.raises(InputError, match=rf"start.record is damaged from byte {size} on, and"):
         list(Record(path))
-    path.write_bytes(b"burst_rt record\n\xff\xff\xff\xff")
+    path.write_bytes(b"burst_rt record 2\n\xff\xff\xff\xff")
     with pytest.raises(InputError, match=r"start.record is not a record of a run: it is damaged"):
         Record(path)
 
@@ -167,7 +235,13 @@ def test_messages_are_arrays_whose_order_old_records_have() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"no record at all", b"burst_rt record\n", b"burst_rt record\n\xff\xff\xff\xff"],
+    [
+        b"",
+        b"no record at all",
+        b"burst_rt record\n",
+        b"burst_rt record 2\n",
+        b"burst_rt record\n\xff\xff\xff\xff",
+    ],
 )
 def test_what_is_no_record_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other"

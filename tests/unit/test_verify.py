@@ -240,9 +240,22 @@ _FAULTS = [
     _Fault(
         "wrong size",
         _FREE_RING,
-        lambda w: _with_message(w, 0, "hop 0", "recvs", size_bytes=_BYTES - 4),
-        r"rank 2: task 0 'hop 0' sends 8 bytes with tag 0, but rank 0: task 0 'hop 0' "
+        lambda w: _with_message(w, 0, "hop 1", "recvs", size_bytes=_BYTES - 4),
+        r"rank 2: task 2 'hop 1' sends 8 bytes with tag 1, but rank 0: task 2 'hop 1' "
         r"expects 4 bytes",
+    ),
+    _Fault(
+        "bytes sent on that never came",
+        _FREE_RING,
+        lambda w: _with_message(
+            _with_message(w, 2, "hop 0", "sends", size_bytes=_BYTES - 4),
+            0,
+            "hop 0",
+            "recvs",
+            size_bytes=_BYTES - 4,
+        ),
+        r"rank 0: task 2 'hop 1' sends the bytes 0 to 8 of slot1\[0\], of which only \[\(0, 4\)\] "
+        r"have come",
     ),
     _Fault(
         "swapped tags",

@@ -2,16 +2,21 @@
 
 A record can be replayed, or made into a trace.
 
-The file begins with a line of magic; then come frames (`wire`): a `RecordHeader`, and `Recorded`
-entries. The file grows as the job runs, so a record whose writer was killed lacks only its last
-moment. A failure to write (a full disk) ends the record, never the job. A record that is damaged
-is read up to the damage.
+The file begins with a line of magic; then come frames: a `RecordHeader`, and `Recorded` entries. A
+frame is the payload's length and a CRC-32, of four bytes each (little endian), and the payload. The
+CRC-32 goes on from that of the frame before, over length and payload, so that no frame can be
+missing unseen. An empty frame is the end mark.
+
+The file grows as the job runs, so a record whose writer was killed lacks only its last moment and
+the end mark. A failure to write (a full disk) ends the record, never the job. A record that is
+damaged is read up to the damage.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,13 +25,13 @@ import msgspec
 from burst_rt.errors import InputError, ProtocolError
 from burst_rt.telemetry.messages import VERSION, Heartbeat, Item, Recorded, RecordHeader
 from burst_rt.telemetry.model.job_model import JobModel
-from burst_rt.telemetry.wire import Frames, frame
+from burst_rt.telemetry.wire import MAX_FRAME_BYTES
 
 __all__ = ["Clocks", "Record", "Recorder", "replay"]
 
-_MAGIC = b"burst_rt record\n"
-_CHUNK_BYTES = 1 << 20
-_LENGTH_BYTES = len(frame(b""))
+_MAGIC = b"burst_rt record 2\n"
+# Records from before frames had a CRC-32, and files an end mark.
+_PLAIN_MAGIC = b"burst_rt record\n"
 # Errors that damaged frames and messages raise.
 _DAMAGE = (ProtocolError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -39,6 +44,23 @@ class _Packed(msgspec.Struct, array_like=True):
     at_s: float
     rank: int
     message: msgspec.Raw
+
+
+class _NoEndMark(ProtocolError):
+    """The file ends behind a whole frame that is not the end mark."""
+
+
+class _Seal:
+    """The heads of frames, one after the other, as they are written or as they must be."""
+
+    def __init__(self) -> None:
+        self._sum = 0
+
+    def head(self, payload: bytes) -> bytes:
+        """The length and the CRC-32 of the next frame."""
+        length = len(payload).to_bytes(4, "little")
+        self._sum = zlib.crc32(payload, zlib.crc32(length, self._sum))
+        return length + self._sum.to_bytes(4, "little")
 
 
 class Recorder:
@@ -55,22 +77,22 @@ class Recorder:
         # The path should be a regular file: a pipe or a device could make the hub wait.
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._encoder = msgspec.msgpack.Encoder()
-        self._held: list[bytes] = [
-            _MAGIC,
-            frame(self._encoder.encode(RecordHeader(VERSION, package, began_at_s))),
-        ]
+        self._seal = _Seal()
+        self._held: list[bytes] = [_MAGIC]
+        self._hold(self._encoder.encode(RecordHeader(VERSION, package, began_at_s)))
         self.flush()
 
     def add(self, at_s: float, rank: int, payload: bytes) -> None:
         """Adds a message, packed as it came."""
         if self._file is not None:
-            self._held.append(
-                frame(self._encoder.encode(_Packed(at_s, rank, msgspec.Raw(payload))))
-            )
+            self._hold(self._encoder.encode(_Packed(at_s, rank, msgspec.Raw(payload))))
 
     def add_message(self, at_s: float, rank: int, message: Item) -> None:
         """Adds a message of the hub's own."""
         self.add(at_s, rank, self._encoder.encode(message))
+
+    def _hold(self, payload: bytes) -> None:
+        self._held += (self._seal.head(payload), payload)
 
     def flush(self) -> None:
         """Writes what has been added since the last time."""
@@ -86,7 +108,9 @@ class Recorder:
             self._file = None
 
     def close(self) -> None:
-        """Writes the rest, and ends the record."""
+        """Writes the rest and the end mark, and ends the record."""
+        if self._file is not None:
+            self._hold(b"")
         self.flush()
         if self._file is not None:
             os.close(self._file)
@@ -108,7 +132,8 @@ def _keep(path: Path) -> Path | None:
 class Record:
     """Reads a record: `header`, and, by iterating as often as one likes, its entries in order.
     Raises InputError if the file is not a record, or is damaged before its first entry. Damage
-    further on ends the entries, and is logged once.
+    further on ends the entries, and is logged once, with the first byte that is left out. So is a
+    file without its end mark.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,29 +143,38 @@ class Record:
 
     def __iter__(self) -> Iterator[Recorded]:
         decoder = msgspec.msgpack.Decoder(Recorded)
-        begins, num_read = len(_MAGIC), 0
+        begins = num_read = 0
         try:
-            for number, payload in enumerate(self._payloads()):
+            for number, (ends, payload) in enumerate(self._payloads()):
                 if number > 0:  # the first is the header
                     try:
                         yield decoder.decode(payload)
                         num_read += 1
                     except msgspec.ValidationError:
                         pass  # a message of a newer version: the others are still worth reading
-                begins += _LENGTH_BYTES + len(payload)
+                begins = ends
+        except _NoEndMark:
+            self._tell(
+                f"{self.path} has no end mark after byte {begins}: it was cut there, or its writer "
+                "was killed, or still writes; all of it is shown"
+            )
         except _DAMAGE as error:
             damage = f"{self.path} is damaged from byte {begins} on"
             if num_read == 0:
                 raise InputError(
                     f"{damage}, and nothing before that can be shown; use a copy that is whole"
                 ) from error
-            if not self._told:
-                self._told = True
-                _log.warning("%s; what comes after that is left out", damage)
+            self._tell(f"{damage}; what comes after that is left out")
+
+    def _tell(self, words: str) -> None:
+        if not self._told:
+            self._told = True
+            _log.warning("%s", words)
 
     def _read_header(self) -> RecordHeader:
         try:
-            header = msgspec.msgpack.decode(next(self._payloads(), b""), type=RecordHeader)
+            _, payload = next(self._payloads(), (0, b""))
+            header = msgspec.msgpack.decode(payload, type=RecordHeader)
         except (OSError, *_DAMAGE) as error:
             raise InputError(
                 f"{self.path} is not a record of a run: {error}. Make one with `burst-rt run "
@@ -153,18 +187,27 @@ class Record:
             )
         return header
 
-    def _payloads(self) -> Iterator[bytes]:
+    def _payloads(self) -> Iterator[tuple[int, bytes]]:
+        """Each frame's payload, with the byte at which the frame ends. Raises ProtocolError."""
         if self.path.exists() and not self.path.is_file():  # a pipe would be waited for
             raise ProtocolError("it is no file")
         with self.path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
+            magic = file.readline(len(_MAGIC))
+            if magic not in (_MAGIC, _PLAIN_MAGIC):
                 raise ProtocolError("the file does not begin like a record")
-            frames = Frames()
-            while data := file.read(_CHUNK_BYTES):
-                try:
-                    yield from frames.feed(data)
-                except ProtocolError as error:
-                    raise ProtocolError("it is damaged") from error
+            seal = _Seal() if magic == _MAGIC else None
+            while head := file.read(4 if seal is None else 8):
+                length = int.from_bytes(head[:4], "little")
+                payload = file.read(length) if length <= MAX_FRAME_BYTES else b""
+                if len(payload) < length or (seal is not None and head != seal.head(payload)):
+                    raise ProtocolError("it is damaged")
+                if seal is not None and not payload:
+                    if file.read(1):
+                        raise ProtocolError("it goes on after its end mark")
+                    return
+                yield file.tell(), payload
+            if seal is not None:
+                raise _NoEndMark("it has no end mark")
 
 
 class Clocks:

@@ -1,0 +1,49 @@
+"""A rank that torchrun started ends when torchrun's process is gone, however that ended.
+
+A launcher that is killed by SIGKILL ends nobody. mpirun's helpers see it and end their ranks;
+torchrun's ranks would go on without it, and nobody would see how they end. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+__all__ = ["end_with_torchrun"]
+
+# Seconds that a rank has after SIGTERM, as torchrun itself gives.
+_GRACE_S = 30.0
+
+
+def end_with_torchrun() -> None:
+    """Has this process get SIGTERM once its parent is gone, and SIGKILL 30 s later. Never blocks.
+
+    Does nothing where torchrun did not start it, and on a kernel without pidfd (before Linux 5.3).
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    try:
+        parent = os.pidfd_open(os.getppid())
+    except OSError:
+        return
+    threading.Thread(
+        target=_watch, args=(parent,), name="burst_rt torchrun's end", daemon=True
+    ).start()
+
+
+def _watch(parent: int) -> None:
+    """Blocks until the parent has ended."""
+    select.select([parent], [], [])
+    print(
+        f"burst-rt: rank {os.environ.get('RANK', '?')}: torchrun, which started this process, is "
+        "gone, so the process ends",
+        file=sys.stderr,
+        flush=True,
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
