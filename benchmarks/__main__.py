@@ -18,6 +18,7 @@ __all__ = ["cli"]
 _COMMANDS = {
     "aot": "Registers, spills and instructions of the Triton kernels, on chips that are not here.",
     "attention": "Overhead and memory of calls; ring-attention-pytorch beside them.",
+    "auto": 'What strategy="auto" costs beside the best strategy, and how far forecasts are off.',
     "documents": "Packed documents under layouts that cut them, and one that keeps them whole.",
     "engine": "Cost of the scheduler: building, verifying and running graphs.",
     "gpu": "On one NVIDIA GPU: tile kernels, calls under masks, four ranks against one kernel.",

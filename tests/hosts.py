@@ -105,21 +105,23 @@ class Hosts:
         self.started.append(Running(process))
         return self.started[-1]
 
-    def mpirun(self, program: Sequence[str], settings: Mapping[str, str] | None = None) -> Running:
-        """Starts a program by mpirun, from the login node, on two ranks of each host.
+    def mpirun(
+        self, program: Sequence[str], settings: Mapping[str, str] | None = None, slots: int = 2
+    ) -> Running:
+        """Starts a program by mpirun, from the login node, on so many ranks of each host.
 
         settings: of the environment, also of the ranks.
         """
         exports = [part for name in (*_SHARED, *(settings or {})) for part in ("-x", name)]
         # With its whole path mpirun finds its own programs on the other hosts.
         mpirun = str(find_launcher().path)
-        command = [mpirun, "--hostfile", str(self.hostfile()), "--bind-to", "none"]
+        command = [mpirun, "--hostfile", str(self.hostfile(slots)), "--bind-to", "none"]
         return self.start("login", [*command, *exports, *program], settings)
 
-    def hostfile(self) -> Path:
-        """A file that names the hosts, with two ranks each, for mpirun."""
+    def hostfile(self, slots: int = 2) -> Path:
+        """A file that names the hosts, with so many ranks each, for mpirun."""
         path = self.folder / "hosts.txt"
-        names = [f"node{i + 1} slots=2\n" for i in range(self.num)]
+        names = [f"node{i + 1} slots={slots}\n" for i in range(self.num)]
         path.write_text("".join(names), encoding="utf-8")
         return path
 
