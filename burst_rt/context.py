@@ -324,7 +324,9 @@ def init(
     joined = join(comm, group, str(device), transport if wrong is None else "auto", join_s, wrong)
     machine, within_s = joined.machine, joined.within_s
     machine.enter()
-    runtime = Runtime(machine, joined.control, timeout_s=timeout_s, stall_s=stall_s)
+    runtime = Runtime(
+        machine, joined.control, timeout_s=timeout_s, stall_s=stall_s, flight=joined.flight
+    )
     terms = {
         "call": "init",
         "timeout_s": str(timeout_s),

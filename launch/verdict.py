@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from burst_rt.errors import PeerLost
-from burst_rt.job.flight import read_flight
+from burst_rt.job.flights import read_flight
 from burst_rt.job.reports import RankReport, RankWait, crash_path, primary_failure, read_reports
 from burst_rt.launch.ranks import Ranks
 from burst_rt.telemetry.model.views import Lost
@@ -117,7 +117,7 @@ class JobEnd:
         perhaps before they could say why.
         """
         ended = (report for report in self.reports if not report.failed)
-        return next((report for report in ended if read_flight(self.job_dir, report.rank)), None)
+        return next((report for report in ended if self.doing(report.rank)), None)
 
     def after(self, at_s: float) -> str:
         """A time, in words."""
@@ -126,7 +126,7 @@ class JobEnd:
     def doing(self, rank: int) -> str:
         """The last place of a rank in its program, as the end of a sentence; "" without one."""
         flight = read_flight(self.job_dir, rank)
-        return f", {flight}" if flight else ""
+        return f", {flight.place}" if flight is not None and flight.call is not None else ""
 
 
 class _Cause(NamedTuple):

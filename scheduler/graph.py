@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
 from burst_rt.errors import InputError
@@ -176,6 +176,8 @@ class Graph:
     tasks: tuple[Task, ...]
     predecessors: tuple[tuple[int, ...], ...]
     successors: tuple[tuple[int, ...], ...] = field(repr=False)
+    # Tells the graphs of a process apart, also equal ones.
+    number: int = field(init=False, repr=False, compare=False, default_factory=count(1).__next__)
 
     @cached_property
     def peers(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 
 from burst_rt.drivers.watch import Backoff, Watch
 from burst_rt.errors import BurstError, ContractMismatch, DeviceError, InternalError, Stalled
-from burst_rt.job.flight import FlightRecord
+from burst_rt.job.flight import EntryKind, FlightRecord
 from burst_rt.scheduler import Event, Graph, Message, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Memory, Transport
 
@@ -92,7 +92,7 @@ class DriverOptions:
     stall_s: float  # seconds for which nothing may move inside the call
     # Says how much memory the call takes, for the error when memory runs out.
     takes: Callable[[], str] | None = None
-    flight: FlightRecord | None = None  # the record that the present task is written to
+    flight: FlightRecord | None = None  # the record that the run is written to
     # Whether the times of the tasks on a device are taken. A host's are always taken.
     timed: bool = True
     # Whether it is one of several runs that the ranks agreed on at once: a rank that has not come
@@ -115,12 +115,16 @@ class BaseDriver:
         self._transport = transport
         self._options = options
         self._watch, self._opening = options.watch, options.opening
+        self._flight = options.flight
+        # Messages that the record has as under way, by handle. None: no wait has taken long yet.
+        self._told: frozenset[int] | None = None
         # Tasks that have ended: (task, issued, started, ended). Spans are made only when asked for.
         self._ended: deque[tuple[Task, float, float, float]] = deque()
         self._trace: Trace | None = None
         self._control: Task | None = None
-        # By handle of a message under way: its task and its peer.
-        self._about: dict[int, tuple[Task, int]] = {}
+        # By handle of a message under way: its task, its peer, its place in the exchange, and the
+        # exchange's in the flight record.
+        self._about: dict[int, tuple[Task, int, int, int]] = {}
         self._num_open: dict[int, int] = {}
         self._issued_s: dict[int, float] = {}
         self._landed: list[Event] = []
@@ -238,12 +242,15 @@ class BaseDriver:
         assert self._transport is not None
         # Receives are posted first: a message that finds its receive posted needs no extra copy.
         self._num_open[task.id] = len(task.recvs) + len(task.sends)
-        for m in task.recvs:
+        at, issued_s = 0, self._issued_s[task.id]
+        if self._flight is not None:
+            at = self._flight.begin(task.id, issued_s, issued_s)
+        for number, m in enumerate(task.recvs):
             handle = self._transport.irecv(self._bytes_of(m), m.peer, m.tag)
-            self._about[handle] = task, m.peer
-        for m in task.sends:
+            self._about[handle] = task, m.peer, number, at
+        for number, m in enumerate(task.sends, len(task.recvs)):
             handle = self._transport.isend(self._bytes_of(m), m.peer, m.tag)
-            self._about[handle] = task, m.peer
+            self._about[handle] = task, m.peer, number, at
 
     def _bytes_of(self, message: Message) -> Memory:
         memory, start = self._options.memory[message.part], message.offset
@@ -253,7 +260,7 @@ class BaseDriver:
         return memory[start : start + message.size_bytes]
 
     def _what_does(self, task: Task) -> Callable[..., None]:
-        """The function for the task's operation. Writes the task to the flight record.
+        """The function for the task's operation.
 
         Raises InternalError for an operation without a function.
         """
@@ -265,8 +272,6 @@ class BaseDriver:
                 task=task.name,
                 hop=task.hop,
             )
-        if self._options.flight is not None:
-            self._options.flight.task(task.name)
         return does
 
     def _failure(self, task: Task, error: Exception) -> TaskFailed:
@@ -285,7 +290,9 @@ class BaseDriver:
             events += self._moved()
         if self._control is not None and self._opening.test():
             task, self._control = self._control, None
-            self._finish(task, self._issued_s[task.id])
+            ended_s = self._finish(task, self._issued_s[task.id])
+            if self._flight is not None:
+                self._flight.agreed_s = ended_s
             failure = self._opening.failure()
             self.refused = failure is not None
             events.append(_failed(task, failure) if failure else TaskDone(task.id))
@@ -296,11 +303,13 @@ class BaseDriver:
         assert self._transport is not None
         events: list[Event] = []
         for done in self._transport.poll():
-            task, _ = self._about.pop(done.handle)
+            task, _, _, at = self._about.pop(done.handle)
             self._num_open[task.id] -= 1
             if not self._num_open[task.id]:
                 del self._num_open[task.id]
-                self._finish(task, self._issued_s[task.id])
+                ended_s = self._finish(task, self._issued_s[task.id])
+                if self._flight is not None:
+                    self._flight.times[at] = ended_s
                 events.append(TaskDone(task.id))
         return events
 
@@ -334,12 +343,15 @@ class BaseDriver:
         if waiting is None:
             raise InternalError("the driver was asked to wait with nothing under way")
         task, limit_s, is_local = waiting
-        if self._options.flight is not None:
-            self._options.flight.task(task.name)
+        if self._flight is not None and self._told != self._about.keys():
+            self._told, now_s = frozenset(self._about), time.perf_counter()
+            self._flight.note_call()
+            for of, _, number, _ in self._about.values():
+                self._flight.note(EntryKind.MESSAGE, of.id, number, now_s)
         if self._control is not None:
             self._watch.say_entered(self._opening.number, backoff.elapsed_s(), limit_s)
         lost = self._watch.lost(
-            None if self._control is not None else {peer for _, peer in self._about.values()}
+            None if self._control is not None else {peer for _, peer, *_ in self._about.values()}
         )
         if lost is None and self._options.one_of_several and not is_local:
             lost = self._gone_on(backoff)
@@ -358,7 +370,7 @@ class BaseDriver:
         waited_s, number = backoff.elapsed_s(), self._opening.number
         if waited_s < _ASKS_AFTER_S:
             return None
-        awaited = {peer for _, peer in self._about.values()}
+        awaited = {peer for _, peer, *_ in self._about.values()}
         self._watch.ask(awaited, number)
         later = [peer for peer in awaited if self._watch.entered.get(peer, 0) > number]
         if not later or waited_s < 2 * _ASKS_AFTER_S:  # its messages may be on their way
@@ -388,7 +400,7 @@ class BaseDriver:
             )
         else:
             # A rank whose messages have all come is not the one that is stuck.
-            waited_for = {peer for about, peer in self._about.values() if about is task}
+            waited_for = {peer for about, peer, *_ in self._about.values() if about is task}
             peers = sorted(waited_for or {m.peer for m in (*task.sends, *task.recvs)})
             peer = peers[0]
             said = {p: f"task {watch.alive[p][1]}" for p in peers if p in watch.alive}

@@ -28,6 +28,7 @@ from burst_rt.drivers.base import BaseDriver, DriverOptions
 from burst_rt.drivers.device import DeviceEvent, Stream, StreamDevice
 from burst_rt.drivers.watch import Backoff
 from burst_rt.errors import BurstError, InternalError, Stalled
+from burst_rt.job.flight import EntryKind
 from burst_rt.scheduler import Event, Schedule, Task, TaskDone, TaskFailed, overlap
 from burst_rt.transport import OrderedTransport, Transport
 
@@ -72,6 +73,7 @@ class CudaDriver(BaseDriver):
         self._inside_of: Stream | None = None
         self._issued: dict[int, _Issued] = {}
         self._under_way: list[int] = []
+        self._num_told = 0  # issued tasks that the flight record has
         self._held: list[Task] = []  # exchanges of the host that wait for the caller's stream
         self._caller_done = False
         self._failed = False
@@ -243,10 +245,19 @@ class CudaDriver(BaseDriver):
                 self._exchange(task)
             self._held.clear()
         events = super()._poll()
+        if self._flight is not None and len(self._issued) > self._num_told:
+            # The tasks' own times are the device's, and come later if at all.
+            self._num_told, last = len(self._issued), next(reversed(self._issued))
+            self._flight.note(EntryKind.ISSUED, last, -1, time.perf_counter())
         ended = [t for t in self._under_way if self._device.happened(self._issued[t].ended)]
         if ended:
             self._under_way = [t for t in self._under_way if t not in ended]
             events.extend(TaskDone(t) for t in ended)
+            if self._flight is not None:
+                now_s = time.perf_counter()
+                for t in ended:
+                    at = self._flight.begin(t, self._issued_s[t], self._issued_s[t])
+                    self._flight.times[at] = now_s
         return events
 
     def _waiting_for(self) -> tuple[Task, float, bool] | None:

@@ -65,12 +65,17 @@ class HostDriver(BaseDriver):
         task = self._queue.pop(0)
         self._running = task
         started_s = time.perf_counter()
+        flight, at = self._flight, 0
+        if flight is not None:
+            at = flight.begin(task.id, self._issued_s[task.id], started_s)
         does, failure = self._what_does(task), None
         try:
             does(task.op)
         except (MemoryError, RuntimeError, BurstError) as error:
             failure = self._failure(task, error)
         ended_s = self._finish(task, started_s)
+        if flight is not None and failure is None:
+            flight.times[at] = ended_s
         # Short tasks need not call `progress`, and many of them may follow each other.
         self._say_alive(ended_s)
         self._running = None

@@ -1,105 +1,186 @@
-"""A rank's flight record: the rank's present call and task, readable after the process has died.
+"""A rank's flight record: its last 4,096 steps, readable however its process ends.
 
-The record is a small file in the job's folder, mapped into memory: what is written survives the
-process, however the process ends. Writing takes about a microsecond. There are records only under
-`burst-rt run`, on the launcher's own host. A process has one record: with several contexts, the
-record holds the call that was written last.
+The record is a file in the job's folder, mapped into memory: what is written survives the process.
+An entry is written when something begins, and its end is added when it ends. That is numbers alone,
+because names would take longer than what they name: the names are in a second file, to which the
+tasks of a graph are added when a process runs it first. Both files are bounded. A process has one
+record, which its contexts share. `flights` reads it.
+
+Times are those of `time.perf_counter`, on Linux the clock CLOCK_MONOTONIC, which all processes of a
+host share. The header has it once beside the wall clock, so that hosts can be compared.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import socket
 import struct
+import sys
+import time
 from contextlib import suppress
-from functools import cache
+from enum import IntEnum
+from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from burst_rt.job import launched
-from burst_rt.job.reports import job_folder
+from burst_rt.job.reports import whereabouts
 
-__all__ = ["Flight", "FlightRecord", "own_flight", "read_flight"]
+__all__ = [
+    "CLOSED_AT", "ENTRIES_AT", "ENTRY", "NUM_ENTRIES", "SIZE", "EntryKind", "FlightRecord",
+    "flight_path", "names_path",
+]  # fmt: skip
 
-# The number of the call (0: in no call). The texts of the call and of the task follow, each with a
-# byte 0 behind it.
-_NUMBER = struct.Struct("<q")
-_TEXT_BYTES = 250
-_CALL_AT = _NUMBER.size
-_TASK_AT = _CALL_AT + _TEXT_BYTES + 1
-_SIZE = _TASK_AT + _TEXT_BYTES + 1
+NUM_ENTRIES = 4096
+# When it began, the call's number, the graph (or the call's name), the task, the kind, the message,
+# when it was asked for, when it ended (0: it has not), and once more when it began: an entry that a
+# dying process has half overwritten has two beginnings.
+ENTRY = struct.Struct("@dqiiiiddd")
+_END = 5  # number of the word of an entry that is its end
+CLOSED_AT = 2048  # a word that is 1 once the rank has left all its groups; JSON is before it
+ENTRIES_AT = CLOSED_AT + 8
+SIZE = ENTRIES_AT + NUM_ENTRIES * ENTRY.size
+# The file of names is begun anew at either limit, and the one before is kept.
+_MAX_NAMES_BYTES = 2**21
+_MAX_GRAPHS = 128
+_MAX_ARGUMENTS = 300  # characters of the program's command line
+
+_pack = ENTRY.pack_into
 
 
-class Flight(NamedTuple):
-    """Where a rank was."""
+class EntryKind(IntEnum):
+    """The meaning of an entry."""
 
-    number: int  # number of the call
-    call: str  # the call's name
-    task: str  # the task's name; "" between tasks
-
-    def __str__(self) -> str:
-        return f"in call {self.number} ({self.call})" + (
-            f", task {self.task!r}" if self.task else ""
-        )
+    # Written when the call has ended; while it goes on, where a wait in it takes long, where it
+    # fails, and where it has no graph. Asked for: when the ranks agreed on it; 0: they have not.
+    CALL = 1
+    TASK = 2  # an exchange begins when it is issued
+    # A message of an exchange that is still under way, by its place there (receives first). Written
+    # whenever a wait finds others under way than before. Never ends.
+    MESSAGE = 3
+    ISSUED = 4  # a task up to which all are on a device's streams, whose times the host lacks
 
 
 class FlightRecord:
     """This process's flight record; see the module. Raises OSError where the file cannot be made.
 
-    No method blocks.
+    rank, size: the rank's number in the job, and how many ranks the job has. No method blocks.
     """
 
-    def __init__(self, path: Path) -> None:
-        with path.open("w+b") as file:
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        header = {
+            "rank": rank, "size": size, "pid": os.getpid(), "host": socket.gethostname(),
+            "where": whereabouts(), "wall_s": time.time(), "clock_s": time.perf_counter(),
+            "program": " ".join(sys.argv)[:_MAX_ARGUMENTS],
+        }  # fmt: skip
+        text = json.dumps(header).encode()[:CLOSED_AT]
+        with flight_path(folder, rank).open("w+b") as file:
             # Allocates the whole file. On a full disk a file with holes could be made, too, but
             # writing to the holes would kill the process.
-            os.posix_fallocate(file.fileno(), 0, _SIZE)
-            self._map = mmap.mmap(file.fileno(), _SIZE)
+            os.posix_fallocate(file.fileno(), 0, SIZE)
+            self._map = mmap.mmap(file.fileno(), SIZE)
+        self._map[: len(text)] = text
+        self.times = memoryview(self._map).cast("d")
+        self._next = cycle(range(ENTRIES_AT // 8, SIZE // 8, ENTRY.size // 8)).__next__
+        self._names_bytes = 0
+        self._graphs: set[int] = set()
+        self._calls: dict[str, int] = {}
+        self._call = 0  # number of the present call; 0: in no call
+        self._graph = 0
+        self._entered_s = self.agreed_s = 0.0
 
-    def enter(self, number: int, call: str) -> None:
-        """Writes that the rank enters a call."""
-        self._map[_TASK_AT] = 0
-        text = call.encode()[:_TEXT_BYTES] + b"\0"
-        self._map[: _CALL_AT + len(text)] = _NUMBER.pack(number) + text
+    def enter(self, number: int, call: str, now_s: float, graph: Any = None) -> None:
+        """Says what the next entries belong to. Writes the names of the call's tasks at first.
 
-    def task(self, name: str) -> None:
-        """Writes that the rank does this task of its call, or waits for the task."""
-        text = name.encode()[:_TEXT_BYTES] + b"\0"
-        self._map[_TASK_AT : _TASK_AT + len(text)] = text
+        graph: a `Graph` of the scheduler, which is above this floor. None: the call has none, and
+        an entry is added for it at once.
+        """
+        self._call, self._entered_s, self.agreed_s = number, now_s, 0.0
+        if graph is not None:
+            if graph.number not in self._graphs:
+                self._add_graph(call, graph)
+            self._graph = graph.number
+        else:
+            self._graph = self._calls.get(call) or self._add_call(call)
+            self.note_call()
 
     def leave(self) -> None:
-        """Writes that the rank is in no call."""
-        _NUMBER.pack_into(self._map, 0, 0)
+        """Adds the entry of the present call, if there is one, with its end."""
+        self.note_call(time.perf_counter())
+        self._call = 0
 
+    def note_call(self, ended_s: float = 0.0) -> None:
+        """Adds an entry for the present call, if there is one. ended_s: 0: it goes on."""
+        if not self._call:
+            return
+        at, begun_s, asked_s = 8 * self._next(), self._entered_s, self.agreed_s
+        call, name = self._call, self._graph
+        _pack(self._map, at, begun_s, call, name, -1, 1, -1, asked_s, ended_s, begun_s)
 
-@cache
-def own_flight() -> FlightRecord | None:
-    """The flight record of this process; None outside a job of `burst-rt run`."""
-    folder, rank = job_folder(), launched.rank()
-    if folder is not None and rank is not None:
+    def begin(self, task: int, asked_s: float, begun_s: float) -> int:
+        """Adds an entry for a task of the present call; returns the place of its end in `times`."""
+        at = self._next()
+        _pack(
+            self._map, 8 * at, begun_s, self._call, self._graph, task, 2, -1, asked_s, 0.0, begun_s
+        )
+        return at + _END
+
+    def note(self, kind: EntryKind, task: int, message: int, now_s: float) -> None:
+        """Adds an entry of another kind for a task of the present call."""
+        at, call, graph = 8 * self._next(), self._call, self._graph
+        _pack(self._map, at, now_s, call, graph, task, kind, message, 0.0, 0.0, now_s)
+
+    def close(self, *, closed: bool) -> None:
+        """Notes whether the rank has left all its groups, and none of them failed."""
+        self._map[CLOSED_AT] = closed
+
+    def _add_call(self, call: str) -> int:
+        # Negative, so that it is no graph's.
+        name = -1 - len(self._calls)
+        self._write({"number": name, "call": call})
+        self._calls[call] = name
+        return name
+
+    def _add_graph(self, call: str, graph: Any) -> None:
+        rows = [
+            (
+                task.name, task.hop,
+                [(m.peer, m.size_bytes) for m in task.recvs],
+                [(m.peer, m.size_bytes) for m in task.sends],
+            )
+            for task in graph.tasks
+        ]  # fmt: skip
+        self._write({"number": graph.number, "call": call, "tasks": rows})
+        self._graphs.add(graph.number)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        """Adds a line to the file of names. What a full disk does not take is missing."""
+        line = json.dumps(row).encode()
+        if len(line) > _MAX_NAMES_BYTES // 2:
+            return
+        path, lines = names_path(self.folder, self.rank), [line]
         with suppress(OSError):
-            return FlightRecord(_path(folder, rank))
-    return None
+            if self._names_bytes + len(line) > _MAX_NAMES_BYTES or len(self._graphs) >= _MAX_GRAPHS:
+                os.replace(path, names_path(self.folder, self.rank, before=True))
+                self._names_bytes = 0
+                self._graphs.clear()
+                calls = ({"number": name, "call": call} for call, name in self._calls.items())
+                lines += [json.dumps(each).encode() for each in calls]
+            # Each line has its end before it, too: one that a full disk has cut spoils no other.
+            text = b"".join(b"\n%b\n" % each for each in lines)
+            with path.open("ab", buffering=0) as file:
+                file.write(text)
+            self._names_bytes += len(text)
 
 
-def read_flight(folder: Path, rank: int) -> Flight | None:
-    """The last place of a rank in its program; None where the rank was in no call, or has written
-    nothing.
-    """
-    try:
-        written = _path(folder, rank).read_bytes()
-    except OSError:
-        return None
-    if len(written) < _SIZE:
-        return None
-    (number,) = _NUMBER.unpack_from(written)
-    call, task = (written[at:].partition(b"\0")[0] for at in (_CALL_AT, _TASK_AT))
-    return (
-        Flight(number, call.decode(errors="replace"), task.decode(errors="replace"))
-        if number
-        else None
-    )
-
-
-def _path(folder: Path, rank: int) -> Path:
+def flight_path(folder: Path, rank: int) -> Path:
+    """The path of a rank's flight record in its job's folder."""
     return folder / f"rank-{rank}.flight"
+
+
+def names_path(folder: Path, rank: int, *, before: bool = False) -> Path:
+    """The path of the names that a flight record needs; of the older ones before these."""
+    return folder / f"rank-{rank}.names{'-before' * before}"

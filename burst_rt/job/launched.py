@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 __all__ = [
     "DASHBOARD_VARIABLE", "DEVICE_VARIABLE", "METRICS_VARIABLE", "RECORD_VARIABLE",
-    "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "TRANSPORT_VARIABLE", "local_rank", "mpi_ranks",
-    "num_local_ranks", "rank", "ranks_here", "torchrun_ranks", "torchrun_wrong",
+    "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "TRANSPORT_VARIABLE", "by_launcher", "local_rank",
+    "mpi_ranks", "num_local_ranks", "rank", "ranks_here", "torchrun_ranks", "torchrun_wrong",
 ]  # fmt: skip
 
 # The environment variables that say what "auto" means in `burst_rt.init`.
@@ -58,6 +58,11 @@ def _under_torchrun() -> bool:
 def rank() -> int | None:
     """This process's number in its MPI job; None where no launcher started it."""
     return None if _under_torchrun() else _number(_RANK)
+
+
+def by_launcher() -> bool:
+    """Whether a launcher has started this process."""
+    return _under_torchrun() or rank() is not None
 
 
 def mpi_ranks() -> int:

@@ -22,6 +22,9 @@ from burst_rt.arguments import is_real
 from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError
 from burst_rt.job import launched
+from burst_rt.job.flight import FlightRecord
+from burst_rt.job.folders import new_job_name, open_flight
+from burst_rt.job.reports import job_folder
 from burst_rt.planning.machines import parse_hardware, to_toml
 from burst_rt.runtime.calibrated import find_hardware, fit_to_job
 from burst_rt.runtime.choosing import choose_transport
@@ -66,6 +69,7 @@ class GroupMember(NamedTuple):
     control: ControlGroup
     presence: Presence
     within_s: float  # seconds that each further step of `init` may take
+    flight: FlightRecord | None  # this process's flight record
 
 
 def join(
@@ -140,6 +144,7 @@ def _decide(
     _raise_told(words, control.rank)
     names = [word.pop("asked") for word in words]
     text, *_ = [word.pop("hardware") for word in words]
+    job_name, *_ = [word.pop("job") for word in words]
     if len(set(names)) > 1:
         raise ContractMismatch(
             f"init: transport must be the same on every rank, got {names} in the order of ranks; "
@@ -165,7 +170,12 @@ def _decide(
     )
     cluster = Cluster(per_node, hosts.count(this_rank.host), hardware)
     carrier = _carrier(choice.wire, connections, computes_on, within_s)
-    return GroupMember(Machine(computes_on, choice, carrier, cluster), control, presence, within_s)
+    machine = Machine(computes_on, choice, carrier, cluster)
+    flight = None
+    # Threads are no ranks that could be lost, and a process of its own needs no post-mortem.
+    if connections.thread is None and (connections.job_size > 1 or launched.by_launcher()):
+        flight = open_flight(job_name, connections.job_rank, connections.job_size)
+    return GroupMember(machine, control, presence, within_s, flight)
 
 
 def _carrier(
@@ -208,7 +218,9 @@ def _word(
         first = connections.control.rank == 0 and connections.control.size > 1
         planned = find_hardware(computes_on.type) if first else None
         hardware = to_toml(planned) if planned else ""
-        return computes_on, {**facts, "asked": transport, "hardware": hardware}
+        folder = job_folder()
+        job = new_job_name() if folder is None else folder.name
+        return computes_on, {**facts, "asked": transport, "hardware": hardware, "job": job}
     except (ConfigError, InputError) as error:
         return computes_on, {"error": error.message, "class": type(error).__name__}
     except RuntimeError as error:  # torch's: the facts are the first to touch the device

@@ -24,6 +24,7 @@ from typing import Protocol
 from burst_rt.errors import BurstError, PeerLost, Stalled
 from burst_rt.job import launched
 from burst_rt.job.ending import error_line, exit_code_of
+from burst_rt.job.folders import report_failure, retire_flight
 from burst_rt.job.parent import end_with_torchrun
 from burst_rt.job.telling import FIRST_WORD_S, in_full, in_one_line, is_of_another, shorten_text
 
@@ -132,6 +133,10 @@ class Process:
             _close(member, code, error_line(failure))
         for farewell in self._farewells:
             farewell(code, failure)
+        if failure is None:
+            retire_flight()
+        else:
+            report_failure(failure, code)
         if failure is not None:
             _end_job(failure, code, has_members=bool(members))
 

@@ -36,7 +36,8 @@ from burst_rt.errors import (
     Stalled,
 )
 from burst_rt.job.ending import end_job, error_line, exit_code_of, mpi_takes_threads
-from burst_rt.job.flight import own_flight
+from burst_rt.job.flight import FlightRecord
+from burst_rt.job.folders import retire_flight
 from burst_rt.runtime import unusable
 from burst_rt.runtime.agreement import AgreedBefore, AgreedWhen, Agreement, Contract
 from burst_rt.runtime.bound_schedule import BoundSchedule
@@ -55,34 +56,25 @@ _Step = tuple[Task, Callable[[], None]]
 
 
 class _Exclusive:
-    """Inside, this thread is the only one in a call. Raises ConfigError where another one is."""
+    """Inside, this thread is the only one in a call. Raises ConfigError where another one is.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    At the end the flight record says that the rank has left the call.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._busy = threading.Lock()
 
     def __enter__(self) -> None:
         if not self._busy.acquire(blocking=False):
-            raise unusable.busy(self._rank)
+            raise unusable.busy(self._runtime.rank)
 
     def __exit__(self, *_: object) -> None:
-        self._busy.release()
-
-
-class _InCall:
-    """Inside, the flight record says that the runtime's rank is in the call."""
-
-    def __init__(self, runtime: Runtime, call: str) -> None:
-        self._runtime, self._call = runtime, call
-
-    def __enter__(self) -> None:
-        if self._runtime.flight is not None:
-            self._runtime.flight.enter(self._runtime.number, self._call)
-
-    def __exit__(self, *_: object) -> None:
+        flight = self._runtime.flight
         # A call that broke the runtime stays in the record, because this rank failed in it.
-        if self._runtime.flight is not None and self._runtime.broken is None:
-            self._runtime.flight.leave()
+        if flight is not None and self._runtime.broken is None:
+            flight.leave()
+        self._busy.release()
 
 
 class _BackwardOf:
@@ -102,12 +94,14 @@ class Runtime:
     """One rank's part of a group of ranks; see the module.
 
     timeout_s: seconds that a peer may take to enter a call. stall_s: seconds for which nothing may
-    move inside a call. observer: hears of every call; None without telemetry.
+    move inside a call. flight: this process's flight record, if it has one. observer: hears of
+    every call; None without telemetry.
     """
 
     def __init__(
-        self, machine: Machine, control: ControlGroup, *, timeout_s: float, stall_s: float
-    ) -> None:
+        self, machine: Machine, control: ControlGroup, *, timeout_s: float, stall_s: float,
+        flight: FlightRecord | None = None,
+    ) -> None:  # fmt: skip
         self.rank = control.rank
         self.world_size = control.size
         self.places = control.places
@@ -137,8 +131,8 @@ class Runtime:
         self._closed = False
         self._process_id = os.getpid()
         threads = isinstance(machine.carrier, LocalTransport)
-        self.flight = None if threads else own_flight()
-        self._exclusive = _Exclusive(self.rank)
+        self.flight = flight
+        self._exclusive = _Exclusive(self)
         self._counts = CallCounts(self.transport)
         # How many `together` and `first` this rank is in the middle of, and how many the deepest
         # rank was when the ranks last disagreed.
@@ -213,26 +207,27 @@ class Runtime:
                 timed=self.takes_times or not bound.counted,
             )  # fmt: skip
             schedule, observer = bound.schedule, self.observer
-            with _InCall(self, contract.call):
-                driver = self.machine.driver(schedule, options)
-                if bound.progress is not None:
-                    bound.progress.driver = driver
-                if observer is not None:
-                    observer.began(self._number, driver)
-                issued = None
-                if self._watchdog is not None and isinstance(driver, CudaDriver):
-                    issued = self._watchdog.begin(self._number, contract.call, driver)
-                try:
-                    run(schedule, driver)
-                    free = self.machine.join(driver)
-                except BaseException as raised:
-                    error = self._failure(bound, driver, opening, raised)
-                    if error is not raised:
-                        raise error from raised
-                    raise
-                finally:
-                    if issued is not None:
-                        issued.issuing = False
+            if self.flight is not None:
+                self.flight.enter(self._number, contract.call, mark.started_s, schedule.graph)
+            driver = self.machine.driver(schedule, options)
+            if bound.progress is not None:
+                bound.progress.driver = driver
+            if observer is not None:
+                observer.began(self._number, driver)
+            issued = None
+            if self._watchdog is not None and isinstance(driver, CudaDriver):
+                issued = self._watchdog.begin(self._number, contract.call, driver)
+            try:
+                run(schedule, driver)
+                free = self.machine.join(driver)
+            except BaseException as raised:
+                error = self._failure(bound, driver, opening, raised)
+                if error is not raised:
+                    raise error from raised
+                raise
+            finally:
+                if issued is not None:
+                    issued.issuing = False
             driver.forget()
             if observer is not None:
                 observer.ended(schedule, driver, bound.subject)
@@ -258,21 +253,20 @@ class Runtime:
         """
         with self._exclusive:
             self._enter()
-            started_s, flight = time.perf_counter(), self.flight
-            with _InCall(self, contract.call):
-                for task, does in steps:
-                    if flight is not None:
-                        flight.task(task.name)
-                    try:
-                        does()
-                    except BaseException as raised:
-                        failure = failure_of(task, raised, self.rank, takes)
-                        error = failure or as_device_error(raised, self.rank)
-                        self._kept.append(steps)
-                        self._break(error)
-                        if error is not raised:
-                            raise error from raised
-                        raise
+            started_s = time.perf_counter()
+            if self.flight is not None:
+                self.flight.enter(self._number, contract.call, started_s)
+            for task, does in steps:
+                try:
+                    does()
+                except BaseException as raised:
+                    failure = failure_of(task, raised, self.rank, takes)
+                    error = failure or as_device_error(raised, self.rank)
+                    self._kept.append(steps)
+                    self._break(error)
+                    if error is not raised:
+                        raise error from raised
+                    raise
             self.last_run = (graph, None)
             self._counts.count_alone(started_s)
 
@@ -328,7 +322,9 @@ class Runtime:
             # The collective has a number of its own. Ranks that wait in it tell each other so, and
             # a rank that stops between the agreement and the collective is known by its silence.
             self._number += 1
-            with _InCall(self, call), self._unbroken():
+            if self.flight is not None:
+                self.flight.enter(self._number, call, time.perf_counter())
+            with self._unbroken():
                 pending = start()
                 self.watch.wait_for(pending, within_s or self.timeout_s, call, self._number)
             return pending
@@ -390,6 +386,8 @@ class Runtime:
             self.machine.forget()
             self.last_run = None
             process.open.discard(self)
+            if not code and not process.open:
+                retire_flight()
         if self.observer is not None:
             self.observer.left(code)
 
@@ -442,7 +440,9 @@ class Runtime:
         contract = Contract(description)
         agreement = Agreement(self.control, self._number, contract, error, self.forward)
         entered_s = time.perf_counter()
-        with _InCall(self, contract.call), self._unbroken():
+        if self.flight is not None:
+            self.flight.enter(self._number, contract.call, entered_s)
+        with self._unbroken():
             agreement.start()
             self.watch.wait_for(
                 agreement,
@@ -491,6 +491,8 @@ class Runtime:
         as an agreement. They hear of a PeerLost from the lost rank.
         """
         self.broken = error
+        if self.flight is not None:
+            self.flight.note_call()
         if not isinstance(error, PeerLost):
             # Even sys.exit(0) is a failure in the middle of a call.
             self.watch.say_left(exit_code_of(error) or 1, error_line(error))

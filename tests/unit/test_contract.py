@@ -21,7 +21,8 @@ import burst_rt
 from burst_rt import Causal, Context, Full, LocalRank, Mask
 from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost, Stalled
-from burst_rt.job.flight import Flight, FlightRecord, read_flight
+from burst_rt.job.flight import FlightRecord
+from burst_rt.job.flights import Flight, read_flight
 from burst_rt.kernels import KERNELS
 from burst_rt.planning.masks import Relation
 from burst_rt.runtime.agreement import Agreement, Contract
@@ -801,10 +802,10 @@ def test_the_same_mask_of_another_name_is_the_same() -> None:
     burst_rt.run_local(3, run)
 
 
-def test_what_a_rank_was_doing_stands_in_its_flight_record(
+def test_the_flight_record_has_what_a_rank_was_doing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = FlightRecord(tmp_path / "rank-0.flight")
+    record = FlightRecord(tmp_path, 0, 1)
     with burst_rt.init() as ctx:
         monkeypatch.setattr(ctx.runtime, "flight", record)
         layout = ctx.layout(12)
@@ -820,37 +821,34 @@ def test_what_a_rank_was_doing_stands_in_its_flight_record(
             burst_rt.burst_attention(q, k, v, layout=layout)
     inside = seen[0]
     assert inside is not None
-    assert str(inside).startswith("in call ")
-    assert inside.call == "burst_attention"
-    assert "q0" in inside.task
-    # What broke the context stands there still.
-    assert read_flight(tmp_path, 0) == inside
+    assert inside.call is not None
+    assert (inside.call.number, inside.call.name) == (ctx.runtime.number, "burst_attention")
+    assert inside.doing is not None
+    assert "q0" in inside.doing.name
+    assert inside.doing.hop == 0
+    assert inside.place == f"in {inside.call}, {inside.doing}"
+    # What broke the context stays in it.
+    broken = read_flight(tmp_path, 0)
+    assert broken is not None
+    assert broken.place == inside.place
 
 
 def test_a_refused_call_is_no_call_that_a_rank_was_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(ctx: Context) -> None:
-        record = FlightRecord(tmp_path / f"rank-{ctx.rank}.flight")
+        record = FlightRecord(tmp_path, ctx.rank, ctx.world_size)
         monkeypatch.setattr(ctx.runtime, "flight", record)
+
+        def in_no_call() -> bool:
+            flight = read_flight(tmp_path, ctx.rank)
+            return flight is not None and flight.call is None
+
         _good(ctx)
-        assert read_flight(tmp_path, ctx.rank) is None
+        assert in_no_call()
         with pytest.raises(ContractMismatch):
             ctx.all_reduce(torch.zeros(1 + ctx.rank))
-        assert read_flight(tmp_path, ctx.rank) is None
+        assert in_no_call()
         _good(ctx)
 
     burst_rt.run_local(2, run)
-
-
-def test_a_flight_record_takes_any_text(tmp_path: Path) -> None:
-    record = FlightRecord(tmp_path / "rank-3.flight")
-    assert read_flight(tmp_path, 3) is None
-    record.enter(2**40, "größer" * 100)
-    record.task("ü" * 1000)
-    found = read_flight(tmp_path, 3)
-    assert found is not None
-    assert (found.number, found.call[:6], found.task[:3]) == (2**40, "größer", "üüü")
-    record.leave()
-    assert read_flight(tmp_path, 3) is None
-    assert read_flight(tmp_path, 4) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from burst_rt.errors import PeerLost
-from burst_rt.job.flight import FlightRecord, _path
+from burst_rt.job.flight import FlightRecord
 from burst_rt.job.reports import RankReport, RankWait, crash_path, write_report
 from burst_rt.launch import verdict
 from burst_rt.launch.ranks import Ranks
@@ -53,7 +54,7 @@ class _Job:
         for rank in self.crashed:
             crash_path(folder, rank).write_text(_SEGFAULT, encoding="utf-8")
         for rank in self.in_call:
-            FlightRecord(_path(folder, rank)).enter(7, "forward")
+            FlightRecord(folder, rank, 3).enter(7, "forward", time.perf_counter())
         ranks.ended_at_s = {rank: _BEGAN_S + at_s for rank, at_s in self.gone_s.items()}
         return JobEnd(
             job_dir=folder, num_ranks=3, started_at_s=_BEGAN_S, mpirun_code=self.mpirun_code,
