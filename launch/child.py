@@ -24,6 +24,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING
 
 from burst_rt.errors import BurstError
 from burst_rt.job import launched
@@ -34,11 +35,17 @@ from burst_rt.job.reports import (
     job_folder,
     report_end,
     say_started,
+    stderr_path,
     waiting_for,
 )
 from burst_rt.job.telling import FIRST_WORD_S, is_of_another, shorten_text
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
 __all__ = ["main"]
+
+_KEPT_BYTES = 2**14
 
 
 def main(argv: Sequence[str]) -> None:
@@ -59,6 +66,8 @@ def main(argv: Sequence[str]) -> None:
     if job_dir is not None:
         with contextlib.suppress(OSError):
             say_started(job_dir, rank)
+        with contextlib.suppress(OSError):
+            _keep_stderr(stderr_path(job_dir, rank))
     _catch_crashes(job_dir, rank)
     _set_rendezvous(rank)
     sys.meta_path.insert(0, _MpiFinder())
@@ -78,6 +87,42 @@ def main(argv: Sequence[str]) -> None:
     else:
         if os.getpid() == process:
             _leave(RankReport(rank, time.time(), 0))
+
+
+class _KeptStderr(io.RawIOBase):
+    """Standard error, whose last bytes are kept in a file, too."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w+b", buffering=0)
+
+    def fileno(self) -> int:
+        return 2
+
+    def isatty(self) -> bool:
+        return os.isatty(2)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer) -> int:
+        num_written = os.write(2, data)
+        with contextlib.suppress(OSError):
+            if self._file.tell() > 4 * _KEPT_BYTES:
+                self._file.seek(-_KEPT_BYTES, os.SEEK_END)
+                last = self._file.read()
+                self._file.seek(0)
+                self._file.truncate()
+                self._file.write(last)
+            self._file.write(memoryview(data)[:num_written])
+        return num_written
+
+
+def _keep_stderr(path: Path) -> None:
+    """Keeps the last lines that Python writes to stderr. What native code writes passes it by."""
+    kept = io.BufferedWriter(_KeptStderr(path))
+    sys.stderr = io.TextIOWrapper(
+        kept, sys.stderr.encoding, "backslashreplace", line_buffering=True
+    )
 
 
 def _set_rendezvous(rank: int) -> None:

@@ -64,6 +64,10 @@ _COMMANDS = {
         "burst_rt.launch.trace:command",
         "Turn a recorded run into a trace for Perfetto, or explain its longest stalls.",
     ),
+    "postmortem": (
+        "burst_rt.launch.postmortem:command",
+        "Say who stopped first in a job that failed, and who waited for whom.",
+    ),
     "doctor": (
         "burst_rt.launch.doctor:command",
         "Check what this machine has and lacks for a job, and say what to do.",

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -33,10 +32,12 @@ from burst_rt.job.reports import (
     read_reports,
     read_resume,
 )
-from burst_rt.launch.mpirun import MpiLauncher, find_launcher, one_host
+from burst_rt.launch.kept import job_folder, shared_memory
+from burst_rt.launch.mpirun import find_launcher, one_host
+from burst_rt.launch.postmortem import Launched, first_lines
 from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.stopping import ask_to_stop, listen, put_back, read_word
-from burst_rt.launch.verdict import JobEnd, last_words
+from burst_rt.launch.verdict import JobEnd, killed_by, last_words, named_rank
 from burst_rt.launch.where import machine_options, telemetry_options
 from burst_rt.telemetry.hub.starting import RunningHub, start_hub
 from burst_rt.telemetry.wire import read_settings
@@ -58,8 +59,6 @@ _STOPPING_DEADLINE_S = 30.0
 # Seconds within which a repeated signal is the same wish: a terminal that closes, or a program that
 # ends this process and its group, may send one signal twice.
 _ONE_WISH_S = 0.3
-
-_SHARED_MEMORY = "/dev/shm"
 
 
 def launch(
@@ -88,15 +87,14 @@ def launch(
     if as_it_comes:
         mpi_args = [*launcher.as_it_comes(), *mpi_args]
     program = [sys.executable, "-P", "-m", "burst_rt.launch.child", *argv]
-    # A rank that has been killed may not be quite gone yet.
-    with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as folder:
-        job_dir = Path(folder)
+    with job_folder() as kept:
+        job_dir = kept.folder
         listen(job_dir)
         started_at_s = time.time()
         with (
             _forward_signals() as stop,
             _telemetry(mpi_args) as (hub, told),
-            _shared_memory(launcher, mpi_args) as shared,
+            shared_memory(launcher, mpi_args, job_dir.name) as shared,
             Ranks(job_dir, num_ranks) as ranks,
         ):
             told |= _rendezvous(mpi_args)
@@ -134,12 +132,11 @@ def launch(
             name = signal.Signals(stop.received).name
             # Begin a new line: the terminal has written ^C.
             start = "\n" * sys.stderr.isatty()
-            print(
-                f"{start}burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-            return 128 + stop.received
+            last = f"burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s"
+            print(f"{start}{last}", file=sys.stderr, flush=True)
+            code = 128 + stop.received
+            kept.fail(Launched(list(argv), num_ranks, started_at_s, code, last, None, 0))
+            return code
         end = JobEnd(
             job_dir=job_dir, num_ranks=num_ranks, started_at_s=started_at_s,
             mpirun_code=mpirun.returncode, owed=owed, ranks=ranks, stuck_by=stuck, lost=lost,
@@ -148,6 +145,15 @@ def launch(
         resume = read_resume(job_dir)
         if text and resume:
             text = f"{text.rstrip()}; resume with: {resume}\n"
+        if exit_code:
+            *_, last = text.splitlines() or [""]
+            kept.fail(
+                Launched(
+                    list(argv), num_ranks, started_at_s, exit_code, last, named_rank(end),
+                    killed_by(end),
+                )
+            )  # fmt: skip
+            text = first_lines(job_dir) + text
         print(text, end="", file=sys.stderr, flush=True)
         return exit_code
 
@@ -164,31 +170,6 @@ def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
         port = probe.getsockname()[1]
     found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {name: os.environ.get(name, value) for name, value in found.items()}
-
-
-@contextmanager
-def _shared_memory(launcher: MpiLauncher, mpi_args: Sequence[str]) -> Iterator[dict[str, str]]:
-    """The variable that gives the memory shared by Open MPI's ranks a folder of this job alone.
-
-    Open MPI leaves the files of killed ranks behind; this folder is deleted with the job. Empty
-    where the user has named a folder.
-    """
-    named = any(
-        name.endswith(("btl_sm_backing_directory", "btl_vader_backing_directory"))
-        for name in os.environ
-    )
-    if (
-        launcher.family != "Open MPI"
-        or not one_host(mpi_args)
-        or named
-        or not os.access(_SHARED_MEMORY, os.W_OK)
-    ):
-        yield {}
-        return
-    with tempfile.TemporaryDirectory(
-        prefix="burst-rt-", dir=_SHARED_MEMORY, ignore_cleanup_errors=True
-    ) as folder:
-        yield {"OMPI_MCA_btl_sm_backing_directory": folder}
 
 
 _PR_SET_PDEATHSIG = 1

@@ -28,10 +28,11 @@ from burst_rt.job.telling import shorten_text
 __all__ = [
     "NUM_KEPT", "SHARED_MEMORY", "ended_jobs", "hold_folder", "jobs_folder", "new_job_name",
     "open_flight", "prune_jobs", "release_folder", "report_failure", "retire_flight",
+    "shared_memory_of",
 ]  # fmt: skip
 
 NUM_KEPT = 10
-# Where Open MPI's ranks share memory under `burst-rt run`: in a folder named as the job's.
+# Where Open MPI's ranks share memory under `burst-rt run`.
 SHARED_MEMORY = Path("/dev/shm")
 
 _own: FlightRecord | None = None
@@ -106,12 +107,17 @@ def _is_held(folder: Path) -> bool:
     return False
 
 
+def shared_memory_of(job: str) -> Path:
+    """The folder in shared memory of a job of this user."""
+    return SHARED_MEMORY / f"burst-rt-{os.geteuid()}-{job}"
+
+
 def prune_jobs(num_kept: int = NUM_KEPT) -> None:
     """Deletes the folders of ended jobs but the newest, and what killed launchers left in shared
     memory. Does not block.
     """
     for number, folder in enumerate(ended_jobs()):
-        shutil.rmtree(SHARED_MEMORY / f"burst-rt-{folder.name}", ignore_errors=True)
+        shutil.rmtree(shared_memory_of(folder.name), ignore_errors=True)
         if number >= num_kept:
             shutil.rmtree(folder, ignore_errors=True)
 

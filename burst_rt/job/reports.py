@@ -39,6 +39,7 @@ __all__ = [
     "report_end",
     "say_resume",
     "say_started",
+    "stderr_path",
     "waiting_for",
     "whereabouts",
     "write_report",
@@ -257,6 +258,11 @@ def crash_path(job_dir: Path, rank: int) -> Path:
     code.
     """
     return job_dir / f"rank-{rank}.crash"
+
+
+def stderr_path(job_dir: Path, rank: int) -> Path:
+    """The path at which a rank keeps the last lines that it writes to stderr."""
+    return job_dir / f"rank-{rank}.stderr"
 
 
 def pipe_path(job_dir: Path, rank: int) -> Path:
