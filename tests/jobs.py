@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 
 from warm import Preloaded, warm_python
 
+from burst_rt.job.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.mpirun import find_launcher
 from burst_rt.launch.run import kill_job
 
@@ -70,6 +71,8 @@ def run_job(
         elif by == "mpirun":
             launcher = find_launcher()
             environment = launcher.environment(num_ranks, 1, job_dir) | environment
+            # Only `burst-rt run` has a folder for what its ranks report.
+            del environment[JOB_DIR_VARIABLE]
             command = launcher.command([python, str(program), *args], num_ranks)
         else:
             command = [python, "-P", "-m", "burst_rt.launch.main", "run", "-n", str(num_ranks)]
