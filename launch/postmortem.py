@@ -209,7 +209,7 @@ class PostMortem:
             )
         if report is not None or (flight is not None and flight.closed):
             return (
-                "ended well (exit code 0) while other ranks went on",
+                "left with exit code 0 while other ranks went on",
                 f"see why the program of rank {rank} ended: every rank must make the same calls",
             )
         if state and flight is not None:

@@ -96,7 +96,7 @@ def _last_line(how: str, rank: int, mpirun: Mpirun) -> str:
 _DOING = {
     "before": "",
     "wait": "",
-    "inside": r", in call \d+ \(burst_attention\), task '.*hop 0.*'",
+    "inside": r", in call \d+ \(burst_attention\), task '.*hop 0.*' \(hop 0\)",
 }
 
 

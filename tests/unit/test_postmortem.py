@@ -168,7 +168,7 @@ _CASES: list[tuple[Callable[[_Ranks], None], str, str, list[str], str]] = [
         "rank-1.crash",
     ),
     (
-        _left, "ended well (exit code 0) while other ranks went on", "in no call; last sign at ",
+        _left, "left with exit code 0 while other ranks went on", "in no call; last sign at ",
         [_ENTER.format(0)], "make the same calls",
     ),
     (
