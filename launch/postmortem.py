@@ -8,6 +8,7 @@ of other hosts are in the folder of the same name there.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
@@ -45,11 +46,13 @@ class Launched(NamedTuple):
 
     program: list[str]
     num_ranks: int
-    started_at_s: float
-    exit_code: int
     last_line: str  # the last line that it printed, about the rank that failed first
-    rank: int | None  # that rank, where one is named
-    killed_by: int  # the signal that ended that rank, where that is known; else 0
+
+    @property
+    def said(self) -> tuple[int, str] | None:
+        """The rank that the last line names, and how it ended, in words; None: it names none."""
+        line = re.match(r"burst-rt: rank (\d+) (.*?)( after \d.*|, in call .*)?$", self.last_line)
+        return (int(line[1]), line[2]) if line else None
 
 
 def write_launched(folder: Path, launched: Launched) -> None:
@@ -155,7 +158,7 @@ class PostMortem:
         if failure is not None and not failure.secondary:
             return failure.rank
         crashed = [rank for rank in range(self.num_ranks) if self._crash(rank)]
-        launcher = self.launched.rank if self.launched is not None else None
+        launcher = self.launched.said[0] if self.launched and self.launched.said else None
         peer = failure.peer if failure is not None else None
         known = (*crashed[:1], self.head, launcher, peer)
         return next((rank for rank in known if rank is not None), None)
@@ -205,7 +208,7 @@ class PostMortem:
             what = report.headline or "sys.exit"
             return (
                 f"failed with {what} (exit code {report.exit_code})",
-                f"mend this error{'; its traceback is below' if report.traceback else ''}",
+                f"mend this error{'; its traceback is above' if report.traceback else ''}",
             )
         if report is not None or (flight is not None and flight.closed):
             return (
@@ -218,9 +221,10 @@ class PostMortem:
                 f"see where it is: py-spy dump --pid {flight.pid}; if it is stopped, kill -CONT "
                 f"{flight.pid}; then end it: kill -KILL {flight.pid}",
             )
-        if launched is not None and launched.rank == rank and launched.killed_by:
-            number = signal.Signals(launched.killed_by)
-            return f"killed by signal {number}, {number.name}", _WHO_KILLS.get(number, _LOOK)
+        if launched is not None and launched.said is not None and launched.said[0] == rank:
+            killed = [advice for name, advice in _WHO_KILLS.items() if name in launched.said[1]]
+            if killed:
+                return launched.said[1], killed[0]
         if self._reported_stall(rank):
             return (
                 "gave no sign, and no word of its end: it was stopped, stuck, or killed",
@@ -281,11 +285,11 @@ class PostMortem:
 
 _LOOK = "look at its launcher's output, the batch system's log and dmesg of its host"
 _WHO_KILLS = {
-    signal.SIGKILL: (
+    "SIGKILL": (
         "SIGKILL comes from outside: for lack of memory (dmesg | grep -i oom; memory.events of its "
         "cgroup), from a batch system at a limit, or by hand"
     ),
-    signal.SIGTERM: "SIGTERM comes from outside: from a batch system at a limit, or by hand",
+    "SIGTERM": "SIGTERM comes from outside: from a batch system at a limit, or by hand",
 }
 
 
@@ -296,8 +300,9 @@ def first_lines(folder: Path) -> str:
         return ""
     first, *chain = post_mortem.heading()
     # The launcher's own last line says the same.
-    known = post_mortem.launched is not None and post_mortem.launched.rank == post_mortem.first
-    lines = [*([] if known else [first]), *chain, f"more: burst-rt postmortem {folder.name}"]
+    said = post_mortem.launched.said if post_mortem.launched is not None else None
+    known = [] if said is not None and said[0] == post_mortem.first else [first]
+    lines = [*known, *chain, f"more: burst-rt postmortem {folder.name}"]
     return "".join(f"burst-rt: {line}\n" for line in lines)
 
 

@@ -37,7 +37,7 @@ from burst_rt.launch.mpirun import find_launcher, one_host
 from burst_rt.launch.postmortem import Launched, first_lines
 from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.stopping import ask_to_stop, listen, put_back, read_word
-from burst_rt.launch.verdict import JobEnd, killed_by, last_words, named_rank
+from burst_rt.launch.verdict import JobEnd, last_words
 from burst_rt.launch.where import machine_options, telemetry_options
 from burst_rt.telemetry.hub.starting import RunningHub, start_hub
 from burst_rt.telemetry.wire import read_settings
@@ -134,9 +134,8 @@ def launch(
             start = "\n" * sys.stderr.isatty()
             last = f"burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s"
             print(f"{start}{last}", file=sys.stderr, flush=True)
-            code = 128 + stop.received
-            kept.fail(Launched(list(argv), num_ranks, started_at_s, code, last, None, 0))
-            return code
+            kept.fail(Launched(list(argv), num_ranks, last))
+            return 128 + stop.received
         end = JobEnd(
             job_dir=job_dir, num_ranks=num_ranks, started_at_s=started_at_s,
             mpirun_code=mpirun.returncode, owed=owed, ranks=ranks, stuck_by=stuck, lost=lost,
@@ -147,12 +146,7 @@ def launch(
             text = f"{text.rstrip()}; resume with: {resume}\n"
         if exit_code:
             *_, last = text.splitlines() or [""]
-            kept.fail(
-                Launched(
-                    list(argv), num_ranks, started_at_s, exit_code, last, named_rank(end),
-                    killed_by(end),
-                )
-            )  # fmt: skip
+            kept.fail(Launched(list(argv), num_ranks, last))
             text = first_lines(job_dir) + text
         print(text, end="", file=sys.stderr, flush=True)
         return exit_code

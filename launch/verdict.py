@@ -22,7 +22,7 @@ from burst_rt.job.reports import RankReport, RankWait, crash_path, primary_failu
 from burst_rt.launch.ranks import Ranks
 from burst_rt.telemetry.model.views import Lost
 
-__all__ = ["JobEnd", "killed_by", "last_words", "named_rank"]
+__all__ = ["JobEnd", "last_words"]
 
 # Maximum width of the headline, and width of its end. The whole error is right above the headline.
 # A longer one is cut in its middle, because what to do comes last.
@@ -145,24 +145,6 @@ def last_words(end: JobEnd) -> tuple[str, int]:
     """
     cause = next(cause for cause in _CAUSES if cause.applies(end))
     return cause.words(end), cause.exit_code(end)
-
-
-def named_rank(end: JobEnd) -> int | None:
-    """The rank that is the cause, where it is one that is sure. Does not block."""
-    if _has_failed(end) and end.failure is not None:
-        return end.failure.rank
-    if end.crashed is not None:
-        return end.crashed
-    if _has_left(end) and end.leaver is not None:
-        return end.leaver.rank
-    return end.gone[0][0] if _has_gone(end) and len(end.gone[0]) == 1 else None
-
-
-def killed_by(end: JobEnd) -> int:
-    """The signal that ended the rank that was gone first; 0 where that is not known."""
-    # Where another rank reported that it lost this one, mpirun's exit code is that other rank's.
-    told = end.told - 128 if end.failure is None and _has_gone(end) else 0
-    return told if _in_words(end.told) else 0
 
 
 def _has_failed(end: JobEnd) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from burst_rt.drivers.watch import Backoff, Watch
 from burst_rt.errors import BurstError, ContractMismatch, DeviceError, InternalError, Stalled
-from burst_rt.job.flight import EntryKind, FlightRecord
+from burst_rt.job.flight import MESSAGE_ENTRY, TASK_ENTRY, FlightRecord
 from burst_rt.scheduler import Event, Graph, Message, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Memory, Transport
 
@@ -244,7 +244,7 @@ class BaseDriver:
         self._num_open[task.id] = len(task.recvs) + len(task.sends)
         at, issued_s = 0, self._issued_s[task.id]
         if self._flight is not None:
-            at = self._flight.begin(task.id, issued_s, issued_s)
+            at = self._flight.add(8 * task.id + TASK_ENTRY, issued_s, issued_s)
         for number, m in enumerate(task.recvs):
             handle = self._transport.irecv(self._bytes_of(m), m.peer, m.tag)
             self._about[handle] = task, m.peer, number, at
@@ -347,7 +347,7 @@ class BaseDriver:
             self._told, now_s = frozenset(self._about), time.perf_counter()
             self._flight.note_call()
             for of, _, number, _ in self._about.values():
-                self._flight.note(EntryKind.MESSAGE, of.id, number, now_s)
+                self._flight.add(8 * of.id + MESSAGE_ENTRY, number, now_s)
         if self._control is not None:
             self._watch.say_entered(self._opening.number, backoff.elapsed_s(), limit_s)
         lost = self._watch.lost(

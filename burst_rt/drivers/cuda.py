@@ -28,7 +28,7 @@ from burst_rt.drivers.base import BaseDriver, DriverOptions
 from burst_rt.drivers.device import DeviceEvent, Stream, StreamDevice
 from burst_rt.drivers.watch import Backoff
 from burst_rt.errors import BurstError, InternalError, Stalled
-from burst_rt.job.flight import EntryKind
+from burst_rt.job.flight import ISSUED_ENTRY, TASK_ENTRY
 from burst_rt.scheduler import Event, Schedule, Task, TaskDone, TaskFailed, overlap
 from burst_rt.transport import OrderedTransport, Transport
 
@@ -248,7 +248,7 @@ class CudaDriver(BaseDriver):
         if self._flight is not None and len(self._issued) > self._num_told:
             # The tasks' own times are the device's, and come later if at all.
             self._num_told, last = len(self._issued), next(reversed(self._issued))
-            self._flight.note(EntryKind.ISSUED, last, -1, time.perf_counter())
+            self._flight.add(8 * last + ISSUED_ENTRY, 0.0, time.perf_counter())
         ended = [t for t in self._under_way if self._device.happened(self._issued[t].ended)]
         if ended:
             self._under_way = [t for t in self._under_way if t not in ended]
@@ -256,8 +256,8 @@ class CudaDriver(BaseDriver):
             if self._flight is not None:
                 now_s = time.perf_counter()
                 for t in ended:
-                    at = self._flight.begin(t, self._issued_s[t], self._issued_s[t])
-                    self._flight.times[at] = now_s
+                    issued_s = self._issued_s[t]
+                    self._flight.add(8 * t + TASK_ENTRY, issued_s, issued_s, now_s)
         return events
 
     def _waiting_for(self) -> tuple[Task, float, bool] | None:

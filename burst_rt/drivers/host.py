@@ -14,6 +14,7 @@ import torch
 
 from burst_rt.drivers.base import BaseDriver, DriverOptions
 from burst_rt.errors import BurstError
+from burst_rt.job.flight import TASK_ENTRY
 from burst_rt.scheduler import Event, Graph, Task, TaskDone
 from burst_rt.transport import Transport
 
@@ -67,7 +68,7 @@ class HostDriver(BaseDriver):
         started_s = time.perf_counter()
         flight, at = self._flight, 0
         if flight is not None:
-            at = flight.begin(task.id, self._issued_s[task.id], started_s)
+            at = flight.add(8 * task.id + TASK_ENTRY, self._issued_s[task.id], started_s)
         does, failure = self._what_does(task), None
         try:
             does(task.op)

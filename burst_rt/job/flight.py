@@ -20,46 +20,46 @@ import struct
 import sys
 import time
 from contextlib import suppress
-from enum import IntEnum
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from burst_rt.job.reports import whereabouts
 
 __all__ = [
-    "CLOSED_AT", "ENTRIES_AT", "ENTRY", "NUM_ENTRIES", "SIZE", "EntryKind", "FlightRecord",
-    "flight_path", "names_path",
+    "CALL_ENTRY", "CLOSED_AT", "ENTRIES_AT", "ENTRY", "ISSUED_ENTRY", "MESSAGE_ENTRY",
+    "NAME_BITS", "NUM_ENTRIES", "SIZE", "TASK_ENTRY", "FlightRecord", "flight_path", "names_path",
 ]  # fmt: skip
 
+# The kinds of entries.
+#
+# A call. Written when it has ended; while it goes on, where a wait in it takes long, where it
+# fails, and where it has no graph. Asked for: when the ranks agreed on it; 0: they have not.
+CALL_ENTRY = 1
+# A task of the call. An exchange begins when it is issued.
+TASK_ENTRY = 2
+# A message of an exchange that is still under way, by its place there (receives first), which is in
+# the place of when it was asked for. Written whenever a wait finds others under way than before.
+# Never ends.
+MESSAGE_ENTRY = 3
+# A task up to which all are on a device's streams, whose times the host lacks.
+ISSUED_ENTRY = 4
+
 NUM_ENTRIES = 4096
-# When it began, the call's number, the graph (or the call's name), the task, the kind, the message,
-# when it was asked for, when it ended (0: it has not), and once more when it began: an entry that a
-# dying process has half overwritten has two beginnings.
-ENTRY = struct.Struct("@dqiiiiddd")
-_END = 5  # number of the word of an entry that is its end
+# When it began (0: the entry is being written), the number of the call and below it that of the
+# graph or the call's name, the task and below it the kind (3 bits), when it was asked for, when it
+# ended (0: it has not).
+ENTRY = struct.Struct("=dqqdd")
+NAME_BITS = 24
 CLOSED_AT = 2048  # a word that is 1 once the rank has left all its groups; JSON is before it
 ENTRIES_AT = CLOSED_AT + 8
 SIZE = ENTRIES_AT + NUM_ENTRIES * ENTRY.size
+_FIRST, _LAST = ENTRIES_AT // 8, (SIZE - ENTRY.size) // 8
+# Numbers of names begin here, and numbers of graphs end here.
+_NAMES_FROM = 2**23
 # The file of names is begun anew at either limit, and the one before is kept.
 _MAX_NAMES_BYTES = 2**21
 _MAX_GRAPHS = 128
 _MAX_ARGUMENTS = 300  # characters of the program's command line
-
-_pack = ENTRY.pack_into
-
-
-class EntryKind(IntEnum):
-    """The meaning of an entry."""
-
-    # Written when the call has ended; while it goes on, where a wait in it takes long, where it
-    # fails, and where it has no graph. Asked for: when the ranks agreed on it; 0: they have not.
-    CALL = 1
-    TASK = 2  # an exchange begins when it is issued
-    # A message of an exchange that is still under way, by its place there (receives first). Written
-    # whenever a wait finds others under way than before. Never ends.
-    MESSAGE = 3
-    ISSUED = 4  # a task up to which all are on a device's streams, whose times the host lacks
 
 
 class FlightRecord:
@@ -82,14 +82,16 @@ class FlightRecord:
             # writing to the holes would kill the process.
             os.posix_fallocate(file.fileno(), 0, SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
-        self._map[: len(text)] = text
-        self.times = memoryview(self._map).cast("d")
-        self._next = cycle(range(ENTRIES_AT // 8, SIZE // 8, ENTRY.size // 8)).__next__
+        # Writes all of it, because the first write to a page takes 0.1 ms.
+        self._map[:] = text.ljust(SIZE, b"\0")
+        # Eight bytes are written at a time, which takes half as long as `struct` does where its
+        # code is not in the processor's cache; so it is in the middle of a program.
+        self.times, self._words = memoryview(self._map).cast("d"), memoryview(self._map).cast("q")
+        self._at = _FIRST
         self._names_bytes = 0
         self._graphs: set[int] = set()
         self._calls: dict[str, int] = {}
-        self._call = 0  # number of the present call; 0: in no call
-        self._graph = 0
+        self._where = 0  # the present call and its graph; 0: in no call
         self._entered_s = self.agreed_s = 0.0
 
     def enter(self, number: int, call: str, now_s: float, graph: Any = None) -> None:
@@ -98,48 +100,48 @@ class FlightRecord:
         graph: a `Graph` of the scheduler, which is above this floor. None: the call has none, and
         an entry is added for it at once.
         """
-        self._call, self._entered_s, self.agreed_s = number, now_s, 0.0
-        if graph is not None:
-            if graph.number not in self._graphs:
-                self._add_graph(call, graph)
-            self._graph = graph.number
-        else:
-            self._graph = self._calls.get(call) or self._add_call(call)
+        self._entered_s, self.agreed_s = now_s, 0.0
+        if graph is None:
+            name = self._calls.get(call) or self._add_call(call)
+            self._where = number << NAME_BITS | name
             self.note_call()
+            return
+        if graph.number not in self._graphs:
+            self._add_graph(call, graph)
+        self._where = number << NAME_BITS | graph.number
 
     def leave(self) -> None:
         """Adds the entry of the present call, if there is one, with its end."""
-        self.note_call(time.perf_counter())
-        self._call = 0
+        if self._where:
+            self.add(CALL_ENTRY, self.agreed_s, self._entered_s, time.perf_counter())
+            self._where = 0
 
-    def note_call(self, ended_s: float = 0.0) -> None:
-        """Adds an entry for the present call, if there is one. ended_s: 0: it goes on."""
-        if not self._call:
-            return
-        at, begun_s, asked_s = 8 * self._next(), self._entered_s, self.agreed_s
-        call, name = self._call, self._graph
-        _pack(self._map, at, begun_s, call, name, -1, 1, -1, asked_s, ended_s, begun_s)
+    def note_call(self) -> None:
+        """Adds an entry for the present call, if there is one, which goes on."""
+        if self._where:
+            self.add(CALL_ENTRY, self.agreed_s, self._entered_s)
 
-    def begin(self, task: int, asked_s: float, begun_s: float) -> int:
-        """Adds an entry for a task of the present call; returns the place of its end in `times`."""
-        at = self._next()
-        _pack(
-            self._map, 8 * at, begun_s, self._call, self._graph, task, 2, -1, asked_s, 0.0, begun_s
-        )
-        return at + _END
+    def add(self, what: int, asked_s: float, begun_s: float, ended_s: float = 0.0) -> int:
+        """Adds an entry to the present call; returns the place of its end in `times`.
 
-    def note(self, kind: EntryKind, task: int, message: int, now_s: float) -> None:
-        """Adds an entry of another kind for a task of the present call."""
-        at, call, graph = 8 * self._next(), self._call, self._graph
-        _pack(self._map, at, now_s, call, graph, task, kind, message, 0.0, 0.0, now_s)
+        what: the kind, and 8 times the task's number.
+        """
+        times, words, at = self.times, self._words, self._at
+        self._at = at + 5 if at < _LAST else _FIRST
+        times[at] = 0.0
+        words[at + 1] = self._where
+        words[at + 2] = what
+        times[at + 3] = asked_s
+        times[at + 4] = ended_s
+        times[at] = begun_s
+        return at + 4
 
     def close(self, *, closed: bool) -> None:
         """Notes whether the rank has left all its groups, and none of them failed."""
         self._map[CLOSED_AT] = closed
 
     def _add_call(self, call: str) -> int:
-        # Negative, so that it is no graph's.
-        name = -1 - len(self._calls)
+        name = _NAMES_FROM + len(self._calls)
         self._write({"number": name, "call": call})
         self._calls[call] = name
         return name

@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burst_rt.job.flight import (
+    CALL_ENTRY,
     CLOSED_AT,
     ENTRIES_AT,
     ENTRY,
+    ISSUED_ENTRY,
+    MESSAGE_ENTRY,
+    NAME_BITS,
     SIZE,
-    EntryKind,
+    TASK_ENTRY,
     flight_path,
     names_path,
 )
@@ -44,21 +48,23 @@ _UNKNOWN = TaskRow("", None, (), ())
 
 
 class Entry(NamedTuple):
-    """See `EntryKind`. graph: of a call without one, the number of its name."""
+    """An entry of a record. kind: `CALL_ENTRY` and so on, which say what the times mean.
+
+    graph: of a call without one, the number of its name.
+    """
 
     begun_s: float
     call: int
     graph: int
     task: int
-    kind: EntryKind
-    message: int
+    kind: int
     asked_s: float
     ended_s: float
 
     @property
     def at_s(self) -> float:
         """When it was last written to."""
-        return max(self.begun_s, self.asked_s, self.ended_s)
+        return max(self.begun_s, self.ended_s)
 
 
 class CallPlace(NamedTuple):
@@ -125,14 +131,14 @@ class Flight:
     def _last(self) -> Entry | None:
         """The entry that was begun last, where it is of a call that goes on."""
         newest = max(self.entries, key=lambda entry: (entry.at_s, entry.begun_s), default=None)
-        left = newest is None or (newest.kind is EntryKind.CALL and newest.ended_s)
+        left = newest is None or (newest.kind == CALL_ENTRY and newest.ended_s)
         return None if left else newest
 
     @cached_property
     def in_call(self) -> list[Entry]:
         """The entries of the call that the rank is in."""
         last = self._last
-        ended_s = max((x.ended_s for x in self.entries if x.kind is EntryKind.CALL), default=0.0)
+        ended_s = max((x.ended_s for x in self.entries if x.kind == CALL_ENTRY), default=0.0)
         return [x for x in self.entries if last and x.call == last.call and x.begun_s >= ended_s]
 
     @cached_property
@@ -153,15 +159,15 @@ class Flight:
     def agreed(self) -> bool:
         """Whether the ranks have agreed on the call that this rank is in, as far as it is known."""
         return any(
-            entry.kind is EntryKind.ISSUED
-            or (entry.kind is EntryKind.CALL and entry.asked_s > 0)
+            entry.kind == ISSUED_ENTRY
+            or (entry.kind == CALL_ENTRY and entry.asked_s > 0)
             or self._is_exchange(entry)
             for entry in self.in_call
         )
 
     def _is_exchange(self, entry: Entry) -> bool:
         row = self.row(entry)
-        return entry.kind is EntryKind.TASK and bool(row.recvs or row.sends)
+        return entry.kind == TASK_ENTRY and bool(row.recvs or row.sends)
 
     @cached_property
     def doing(self) -> TaskRow | None:
@@ -169,22 +175,22 @@ class Flight:
         rows = (
             self.row(entry)
             for entry in reversed(self.in_call)
-            if entry.kind is EntryKind.TASK and not entry.ended_s and not self._is_exchange(entry)
+            if entry.kind == TASK_ENTRY and not entry.ended_s and not self._is_exchange(entry)
         )
         return next(rows, None)
 
     @cached_property
     def issued(self) -> TaskRow | None:
         """The last task that is on a device's stream; None on a host, and before the first."""
-        issued = (x for x in reversed(self.in_call) if x.kind is EntryKind.ISSUED)
+        issued = (x for x in reversed(self.in_call) if x.kind == ISSUED_ENTRY)
         return next((self.row(entry) for entry in issued), None)
 
     @cached_property
     def under_way(self) -> list[OpenMessage]:
         """The messages that the rank waits for, in the order of their exchanges."""
-        told = [entry for entry in self.in_call if entry.kind is EntryKind.MESSAGE]
+        told = [entry for entry in self.in_call if entry.kind == MESSAGE_ENTRY]
         told_s = max((entry.begun_s for entry in told), default=0.0)
-        still = {(entry.task, entry.message) for entry in told if entry.begun_s == told_s}
+        still = {(entry.task, int(entry.asked_s)) for entry in told if entry.begun_s == told_s}
         exchanges = [x for x in self.in_call if self._is_exchange(x) and not x.ended_s]
         return [
             OpenMessage(row, peer, size_bytes, number < len(row.recvs), entry.begun_s)
@@ -232,12 +238,11 @@ def read_flights(folder: Path) -> dict[int, Flight]:
 
 
 def _entries(written: bytes) -> Iterator[Entry]:
-    for begun_s, call, graph, task, kind, *rest, again_s in ENTRY.iter_unpack(
-        written[ENTRIES_AT:SIZE]
-    ):
+    for begun_s, where, what, *times in ENTRY.iter_unpack(written[ENTRIES_AT:SIZE]):
         # Others have never been written, or half.
-        if begun_s and begun_s == again_s:
-            yield Entry(begun_s, call, graph, task, EntryKind(kind), *rest)
+        if begun_s:
+            call, graph = where >> NAME_BITS, where & 2**NAME_BITS - 1
+            yield Entry(begun_s, call, graph, what >> 3, what & 7, *times)
 
 
 def _read_names(folder: Path, rank: int) -> tuple[dict[int, str], dict[int, list[TaskRow]]]:

@@ -12,7 +12,7 @@ from jobs import Job, Launcher, run_command, run_job
 
 _PROGRAM = Path(__file__).parent / "programs" / "stopping_first.py"
 _CASES: list[tuple[Launcher, str, str]] = [
-    ("burst-rt run", "kill", r"killed by signal 9, SIGKILL|gave no word of its end"),
+    ("burst-rt run", "kill", r"was killed by signal 9, SIGKILL|gave no word of its end"),
     ("burst-rt run", "stop", "gave no sign, and no word of its end"),
     ("burst-rt run", "raise", r"failed with ValueError: a mistake of the program \(exit code 1\)"),
     ("mpirun", "kill", "gave no word of its end"),

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from burst_rt.errors import InputError, PeerLost, Stalled
 from burst_rt.job import folders
-from burst_rt.job.flight import CLOSED_AT, EntryKind, FlightRecord
+from burst_rt.job.flight import CLOSED_AT, MESSAGE_ENTRY, TASK_ENTRY, FlightRecord
 from burst_rt.job.reports import RankReport, crash_path, stderr_path, write_report
 from burst_rt.launch.postmortem import Launched, PostMortem, command, first_lines, write_launched
 from burst_rt.scheduler import Graph, GraphBuilder
@@ -61,15 +61,15 @@ class _Ranks:
         """The rank is in its tile."""
         record = self.record(rank, alive=alive)
         record.enter(7, _CALL, self.began_s, _ring(rank, self.size))
-        record.begin(0, self.began_s, self.began_s + at_s)
+        record.add(TASK_ENTRY, self.began_s, self.began_s + at_s)
 
     def waits(self, rank: int, at_s: float) -> None:
         """The rank waits for the message from the rank before; the other has been sent."""
         record = self.record(rank)
         record.enter(7, _CALL, self.began_s, _ring(rank, self.size))
-        record.times[record.begin(0, self.began_s, self.began_s)] = self.began_s + 0.1
-        record.begin(1, self.began_s, self.began_s + 0.2)
-        record.note(EntryKind.MESSAGE, 1, 0, self.began_s + at_s)
+        record.times[record.add(TASK_ENTRY, self.began_s, self.began_s)] = self.began_s + 0.1
+        record.add(8 + TASK_ENTRY, self.began_s, self.began_s + 0.2)
+        record.add(8 + MESSAGE_ENTRY, 0, self.began_s + at_s)
 
     def enters(self, rank: int, number: int = 7) -> None:
         """The rank waits for the others to enter the call."""
@@ -90,18 +90,15 @@ class _Ranks:
             self.folder, RankReport(rank, time.time(), exit_code, kind, peer, traceback=text)
         )
 
-    def launched(self, rank: int | None, killed_by: int = 0) -> None:
-        line = "burst-rt: the launcher's last line"
-        write_launched(
-            self.folder, Launched(["train.py"], self.size, 0.0, 1, line, rank, killed_by)
-        )
+    def launched(self, line: str) -> None:
+        write_launched(self.folder, Launched(["train.py"], self.size, f"burst-rt: {line}"))
 
 
 def _killed(ranks: _Ranks) -> None:
     ranks.waits(0, 1.0)
     ranks.computes(1, 0.5)
     ranks.waits(2, 1.0)
-    ranks.launched(1, killed_by=9)
+    ranks.launched("rank 1 was killed by signal 9, SIGKILL after 1.5 s, in call 7 (x), task 'y'")
 
 
 def _killed_under_mpirun(ranks: _Ranks) -> None:
@@ -157,7 +154,7 @@ _THROUGH_2 = [
 _ENTER = f"rank {{}} waited for rank 1 to enter call 7 ({_CALL})"
 # What is left behind; how rank 1 ended, where it was; the chain; what to do next.
 _CASES: list[tuple[Callable[[_Ranks], None], str, str, list[str], str]] = [
-    (_killed, "killed by signal 9, SIGKILL", _IN_THE_TILE, _THROUGH_2, "lack of memory"),
+    (_killed, "was killed by signal 9, SIGKILL", _IN_THE_TILE, _THROUGH_2, "lack of memory"),
     (_killed_under_mpirun, "gave no word of its end", _IN_THE_TILE, _THROUGH_2, "dmesg"),
     (
         _raised, "failed with ValueError: what went wrong (exit code 1)", _IN_THE_TILE, _THROUGH_2,
@@ -241,7 +238,7 @@ def test_the_launcher_prints_what_its_last_line_does_not_say(tmp_path: Path) -> 
     more = f"burst-rt: more: burst-rt postmortem {tmp_path.name}"
     chain = [f"burst-rt: {line}" for line in _THROUGH_2]
     assert first_lines(tmp_path).splitlines() == [*chain, more]
-    ranks.launched(None)
+    ranks.launched("no rank said why it ended; mpirun's exit code is 3")
     first, *rest = first_lines(tmp_path).splitlines()
     assert first.startswith("burst-rt: first to stop: rank 1, ")
     assert rest == [*chain, more]
