@@ -19,9 +19,9 @@ from burst_rt.job.folders import (
     shared_memory_of,
 )
 from burst_rt.launch.mpirun import MpiLauncher, one_host
-from burst_rt.launch.postmortem import Launched, write_launched
+from burst_rt.launch.postmortem import LauncherNote, leave_note
 
-__all__ = ["KeptFolder", "job_folder", "shared_memory"]
+__all__ = ["KeptFolder", "kept_folder", "shared_memory"]
 
 
 @dataclass
@@ -31,13 +31,13 @@ class KeptFolder:
     folder: Path
     failed: bool = False
 
-    def fail(self, launched: Launched) -> None:
-        write_launched(self.folder, launched)
+    def fail(self, launched: LauncherNote) -> None:
+        leave_note(self.folder, launched)
         self.failed = True
 
 
 @contextmanager
-def job_folder() -> Iterator[KeptFolder]:
+def kept_folder() -> Iterator[KeptFolder]:
     """A folder for the job: deleted with it, unless the job fails, or this process is killed."""
     prune_jobs()
     try:

@@ -35,13 +35,13 @@ from burst_rt.job.reports import (
     whereabouts,
 )
 
-__all__ = ["Launched", "PostMortem", "Wait", "command", "first_lines", "write_launched"]
+__all__ = ["ChainLink", "LauncherNote", "PostMortem", "command", "first_lines", "leave_note"]
 
 _NUM_STDERR_LINES = 15
 _LAUNCHED = "launched.json"
 
 
-class Launched(NamedTuple):
+class LauncherNote(NamedTuple):
     """What `burst-rt run` leaves in the folder of a job that has failed."""
 
     program: list[str]
@@ -55,13 +55,13 @@ class Launched(NamedTuple):
         return (int(line[1]), line[2]) if line else None
 
 
-def write_launched(folder: Path, launched: Launched) -> None:
+def leave_note(folder: Path, launched: LauncherNote) -> None:
     """Leaves what the launcher knows in the job's folder; on a full disk, nothing."""
     with suppress(OSError):
         (folder / _LAUNCHED).write_text(json.dumps(launched._asdict()), encoding="utf-8")
 
 
-class Wait(NamedTuple):
+class ChainLink(NamedTuple):
     """A rank that could not go on without another one."""
 
     rank: int
@@ -89,10 +89,10 @@ class PostMortem:
         return {report.rank: report for report in read_reports(self.folder)}
 
     @cached_property
-    def launched(self) -> Launched | None:
+    def launched(self) -> LauncherNote | None:
         """What `burst-rt run` has left; None under another launcher, or where it was killed."""
         with suppress(OSError, ValueError):
-            return Launched(**json.loads((self.folder / _LAUNCHED).read_text(encoding="utf-8")))
+            return LauncherNote(**json.loads((self.folder / _LAUNCHED).read_text(encoding="utf-8")))
         return None
 
     @cached_property
@@ -101,29 +101,29 @@ class PostMortem:
         sizes = (flight.size for flight in self.flights.values())
         return self.launched.num_ranks if self.launched else max(sizes, default=0)
 
-    def _waits_of(self, rank: int) -> list[Wait]:
+    def _waits_of(self, rank: int) -> list[ChainLink]:
         flight, report = self.flights[rank], self.reports.get(rank)
-        waits: list[Wait] = []
+        waits: list[ChainLink] = []
         if flight.call is not None and flight.doing is None:
             waits = [
-                Wait(rank, message.peer, f"waited for rank {message.peer}: {message}")
+                ChainLink(rank, message.peer, f"waited for rank {message.peer}: {message}")
                 for message in flight.under_way
             ]
             behind = (x.rank for x in self.flights.values() if x.last_call < flight.call.number)
             waits += [
-                Wait(rank, peer, f"waited for rank {peer} to enter {flight.call}")
+                ChainLink(rank, peer, f"waited for rank {peer} to enter {flight.call}")
                 for peer in behind
                 if not flight.agreed
             ]
         if not waits and report is not None and report.secondary and report.peer is not None:
-            waits = [Wait(rank, report.peer, f"had lost rank {report.peer}")]
+            waits = [ChainLink(rank, report.peer, f"had lost rank {report.peer}")]
         return waits
 
     @cached_property
-    def waits(self) -> dict[int, Wait]:
+    def waits(self) -> dict[int, ChainLink]:
         """Each waiting rank's wait: for the rank among those it waits for that stopped first."""
 
-        def last_s(wait: Wait) -> float:
+        def last_s(wait: ChainLink) -> float:
             peer = self.flights.get(wait.peer)
             return 0.0 if peer is None else peer.wall(peer.last_s)
 
@@ -131,13 +131,13 @@ class PostMortem:
         return {rank: min(several, key=last_s) for rank, several in waits.items() if several}
 
     @cached_property
-    def chain(self) -> list[Wait]:
+    def chain(self) -> list[ChainLink]:
         """The longest chain of ranks that each waited for the next one. Where it is a circle, the
         last wait is for the first rank.
         """
 
-        def chain_from(rank: int) -> list[Wait]:
-            links: list[Wait] = []
+        def chain_from(rank: int) -> list[ChainLink]:
+            links: list[ChainLink] = []
             while rank in self.waits and rank not in {wait.rank for wait in links}:
                 links.append(self.waits[rank])
                 rank = links[-1].peer

@@ -32,9 +32,9 @@ from burst_rt.job.reports import (
     read_reports,
     read_resume,
 )
-from burst_rt.launch.kept import job_folder, shared_memory
+from burst_rt.launch.kept import kept_folder, shared_memory
 from burst_rt.launch.mpirun import find_launcher, one_host
-from burst_rt.launch.postmortem import Launched, first_lines
+from burst_rt.launch.postmortem import LauncherNote, first_lines
 from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.stopping import ask_to_stop, listen, put_back, read_word
 from burst_rt.launch.verdict import JobEnd, last_words
@@ -87,7 +87,7 @@ def launch(
     if as_it_comes:
         mpi_args = [*launcher.as_it_comes(), *mpi_args]
     program = [sys.executable, "-P", "-m", "burst_rt.launch.child", *argv]
-    with job_folder() as kept:
+    with kept_folder() as kept:
         job_dir = kept.folder
         listen(job_dir)
         started_at_s = time.time()
@@ -134,7 +134,7 @@ def launch(
             start = "\n" * sys.stderr.isatty()
             last = f"burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s"
             print(f"{start}{last}", file=sys.stderr, flush=True)
-            kept.fail(Launched(list(argv), num_ranks, last))
+            kept.fail(LauncherNote(list(argv), num_ranks, last))
             return 128 + stop.received
         end = JobEnd(
             job_dir=job_dir, num_ranks=num_ranks, started_at_s=started_at_s,
@@ -146,7 +146,7 @@ def launch(
             text = f"{text.rstrip()}; resume with: {resume}\n"
         if exit_code:
             *_, last = text.splitlines() or [""]
-            kept.fail(Launched(list(argv), num_ranks, last))
+            kept.fail(LauncherNote(list(argv), num_ranks, last))
             text = first_lines(job_dir) + text
         print(text, end="", file=sys.stderr, flush=True)
         return exit_code

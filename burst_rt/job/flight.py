@@ -49,13 +49,13 @@ NUM_ENTRIES = 4096
 # graph or the call's name, the task and below it the kind (3 bits), when it was asked for, when it
 # ended (0: it has not).
 ENTRY = struct.Struct("=dqqdd")
-NAME_BITS = 24
+NAME_BITS = 32
 CLOSED_AT = 2048  # a word that is 1 once the rank has left all its groups; JSON is before it
 ENTRIES_AT = CLOSED_AT + 8
 SIZE = ENTRIES_AT + NUM_ENTRIES * ENTRY.size
 _FIRST, _LAST = ENTRIES_AT // 8, (SIZE - ENTRY.size) // 8
 # Numbers of names begin here, and numbers of graphs end here.
-_NAMES_FROM = 2**23
+_NAMES_FROM = 2**31
 # The file of names is begun anew at either limit, and the one before is kept.
 _MAX_NAMES_BYTES = 2**21
 _MAX_GRAPHS = 128

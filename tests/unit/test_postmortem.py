@@ -18,7 +18,7 @@ from burst_rt.errors import InputError, PeerLost, Stalled
 from burst_rt.job import folders
 from burst_rt.job.flight import CLOSED_AT, MESSAGE_ENTRY, TASK_ENTRY, FlightRecord
 from burst_rt.job.reports import RankReport, crash_path, stderr_path, write_report
-from burst_rt.launch.postmortem import Launched, PostMortem, command, first_lines, write_launched
+from burst_rt.launch.postmortem import LauncherNote, PostMortem, command, first_lines, leave_note
 from burst_rt.scheduler import Graph, GraphBuilder
 
 _CALL = "burst_attention"
@@ -91,7 +91,7 @@ class _Ranks:
         )
 
     def launched(self, line: str) -> None:
-        write_launched(self.folder, Launched(["train.py"], self.size, f"burst-rt: {line}"))
+        leave_note(self.folder, LauncherNote(["train.py"], self.size, f"burst-rt: {line}"))
 
 
 def _killed(ranks: _Ranks) -> None:
