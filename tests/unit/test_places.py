@@ -20,6 +20,7 @@ _SHIPPED = {
             "burst_rt/planning/masks/__init__.py",
             "burst_rt/planning/masks/positions.py",
             "docs/api.md",
+            "docs/errors.md",
             "docs/masks.md",
         },
     ),
