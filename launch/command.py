@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -20,6 +21,7 @@ from click.core import ParameterSource
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.mpirun import one_host
+from burst_rt.launch.restarts import ONCE, Restarts
 from burst_rt.launch.run import launch
 from burst_rt.launch.where import VARIABLES
 
@@ -27,6 +29,8 @@ __all__ = [
     "SHOWN", "before_ranks", "checkpoint_option", "chosen_options", "num_ranks_option", "relaunch",
 ]  # fmt: skip
 
+# Options that only the launching process obeys.
+_OF_LAUNCHER = ("num_ranks", "restarts", "restart_window")
 _SHOW_CURSOR = "\x1b[?25h"
 # Settings of the help of commands that start ranks.
 SHOWN = {"show_default": True, "max_content_width": 120}
@@ -74,12 +78,13 @@ def relaunch(
     extra: Sequence[str] = (),
     *,
     as_it_comes: bool = False,
+    restarts: Restarts = ONCE,
 ) -> int:
     """Run this command on `num_ranks` ranks with its options but `-n`, and `extra`; return the
     job's exit code. Blocks.
 
     rank: the module that is one rank of this command, and words that go first.
-    as_it_comes: see `launch`.
+    as_it_comes, restarts: see `launch`; here `restarts.again` gives options to add.
     """
     if sys.stdout.isatty():
         # A rank's stdout is a pipe of mpirun's, which has no width.
@@ -87,14 +92,21 @@ def relaunch(
     chosen = chosen_options(context)
     arguments = []
     for parameter in context.command.params:
-        if parameter.name not in chosen or parameter.name == "num_ranks":
+        if parameter.name not in chosen or parameter.name in _OF_LAUNCHER:
             continue
         value = chosen[parameter.name]
         if isinstance(value, bool):
             arguments += (parameter.opts if value else parameter.secondary_opts)[:1]
         else:
             arguments += [parameter.opts[0], str(value)]
-    code = launch(["-m", *rank, *arguments, *extra], num_ranks=num_ranks, as_it_comes=as_it_comes)
+    argv = ["-m", *rank, *arguments, *extra]
+    again = restarts.again
+    if again is not None:
+        # What is added for a restart is said once.
+        restarts = replace(
+            restarts, again=lambda: [*argv, *(word for word in again() if word not in argv)]
+        )
+    code = launch(argv, num_ranks=num_ranks, as_it_comes=as_it_comes, restarts=restarts)
     if sys.stdout.isatty():
         # A rank that was killed has hidden the cursor for its progress bar.
         sys.stdout.write(_SHOW_CURSOR)

@@ -25,7 +25,7 @@ import click
 import psutil
 
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.job.launched import TELEMETRY_VARIABLE
+from burst_rt.job.launched import RESTARTS_VARIABLE, TELEMETRY_VARIABLE
 from burst_rt.job.reports import (
     RankWait,
     primary_failure,
@@ -33,12 +33,13 @@ from burst_rt.job.reports import (
     read_resume,
 )
 from burst_rt.launch.kept import kept_folder, shared_memory
-from burst_rt.launch.mpirun import find_launcher, one_host
+from burst_rt.launch.mpirun import MpiLauncher, find_launcher, one_host
 from burst_rt.launch.postmortem import LauncherNote, first_lines
 from burst_rt.launch.ranks import Ranks
+from burst_rt.launch.restarts import ONCE, JobResult, Restarts
 from burst_rt.launch.stopping import ask_to_stop, listen, put_back, read_word
 from burst_rt.launch.verdict import JobEnd, last_words
-from burst_rt.launch.where import machine_options, telemetry_options
+from burst_rt.launch.where import machine_options, restart_options, telemetry_options
 from burst_rt.telemetry.hub.starting import RunningHub, start_hub
 from burst_rt.telemetry.wire import read_settings
 
@@ -68,6 +69,7 @@ def launch(
     threads: int | None = None,
     mpi_args: Sequence[str] = (),
     as_it_comes: bool = False,
+    restarts: Restarts = ONCE,
 ) -> int:
     """Run `SCRIPT args...` or `-m MODULE args...` on `num_ranks` ranks of this Python.
 
@@ -80,12 +82,29 @@ def launch(
 
     `threads` is the number of OpenMP threads per rank; None means what `OMP_NUM_THREADS` says, else
     cores / ranks. `as_it_comes`: parts of lines are passed on, too, so lines of several ranks may
-    mix. Raises InputError for an invalid argument and ConfigError without a working mpirun.
+    mix. `restarts`: how often a failed job is started again. Raises InputError for an invalid
+    argument and ConfigError without a working mpirun.
     """
     _check(argv, num_ranks, threads)
     launcher = find_launcher()
     if as_it_comes:
         mpi_args = [*launcher.as_it_comes(), *mpi_args]
+
+    def start(argv: Sequence[str], restarted: int) -> JobResult:
+        os.environ[RESTARTS_VARIABLE] = str(restarted)
+        return _run_once(launcher, argv, num_ranks, threads, mpi_args)
+
+    return restarts.run(start, argv)
+
+
+def _run_once(
+    launcher: MpiLauncher,
+    argv: Sequence[str],
+    num_ranks: int,
+    threads: int | None,
+    mpi_args: Sequence[str],
+) -> JobResult:
+    """Runs a job once, and has the last word on it. Blocks until it has ended."""
     program = [sys.executable, "-P", "-m", "burst_rt.launch.child", *argv]
     with kept_folder() as kept:
         job_dir = kept.folder
@@ -98,6 +117,7 @@ def launch(
             Ranks(job_dir, num_ranks) as ranks,
         ):
             told |= _rendezvous(mpi_args)
+            told |= {RESTARTS_VARIABLE: os.environ[RESTARTS_VARIABLE]}
             mpirun = subprocess.Popen(
                 launcher.command(program, num_ranks, mpi_args, told),
                 env=launcher.environment(num_ranks, threads, job_dir, mpi_args) | told | shared,
@@ -125,7 +145,7 @@ def launch(
         word = read_word(job_dir)
         if word is not None:
             print(word.text, file=sys.stderr, flush=True)
-            return word.exit_code
+            return JobResult(word.exit_code, word.text, stopped=True)
         # Ranks that were asked to stop end by themselves: successfully, or with an error of their
         # own.
         if stop.received is not None and not stop.asked:
@@ -135,7 +155,7 @@ def launch(
             last = f"burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s"
             print(f"{start}{last}", file=sys.stderr, flush=True)
             kept.fail(LauncherNote(list(argv), num_ranks, last))
-            return 128 + stop.received
+            return JobResult(128 + stop.received, last, stopped=True)
         end = JobEnd(
             job_dir=job_dir, num_ranks=num_ranks, started_at_s=started_at_s,
             mpirun_code=mpirun.returncode, owed=owed, ranks=ranks, stuck_by=stuck, lost=lost,
@@ -149,7 +169,8 @@ def launch(
             kept.fail(LauncherNote(list(argv), num_ranks, last))
             text = first_lines(job_dir) + text
         print(text, end="", file=sys.stderr, flush=True)
-        return exit_code
+        *_, last = text.splitlines() or [""]
+        return JobResult(exit_code, last, stopped=stop.received is not None)
 
 
 def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
@@ -366,6 +387,7 @@ def _wait(
 )
 @machine_options
 @telemetry_options
+@restart_options
 @click.option(
     "--mpi-arg",
     "mpi_args",
@@ -377,7 +399,12 @@ def _wait(
     "program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]..."
 )
 def command(
-    num_ranks: int, threads: int | None, mpi_args: tuple[str, ...], program: tuple[str, ...]
+    num_ranks: int,
+    threads: int | None,
+    mpi_args: tuple[str, ...],
+    program: tuple[str, ...],
+    restarts: int,
+    restart_window: float | None,
 ) -> None:
     """Run a Python program on several ranks under MPI.
 
@@ -393,4 +420,7 @@ def command(
     """
     if program[0].startswith("-") and program[0] != "-m":
         raise click.UsageError(f"No such option: {program[0]}")
-    sys.exit(launch(program, num_ranks=num_ranks, threads=threads, mpi_args=mpi_args))
+    again = Restarts(times=restarts, window_s=restart_window)
+    sys.exit(
+        launch(program, num_ranks=num_ranks, threads=threads, mpi_args=mpi_args, restarts=again)
+    )

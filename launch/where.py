@@ -23,7 +23,13 @@ from burst_rt.job.launched import (
 )
 from burst_rt.transport import TRANSPORTS
 
-__all__ = ["TERMINAL_VARIABLE", "VARIABLES", "machine_options", "telemetry_options"]
+__all__ = [
+    "TERMINAL_VARIABLE",
+    "VARIABLES",
+    "machine_options",
+    "restart_options",
+    "telemetry_options",
+]
 
 # Name of the variable that tells the ranks that the person who started them has a terminal; under
 # mpirun a rank cannot see that.
@@ -53,6 +59,27 @@ def _ask(_: click.Context, parameter: click.Parameter, value: bool | int | str |
             os.environ[DASHBOARD_VARIABLE] = str(value)
         elif parameter.name == "metrics_port":
             os.environ[METRICS_VARIABLE] = str(value)
+
+
+def restart_options(command: _F) -> _F:
+    """Adds `--restarts` and `--restart-window` to a command, as its `restarts` and
+    `restart_window`.
+    """
+    restarts = click.option(
+        "--restarts",
+        type=click.IntRange(min=0),
+        default=0,
+        help="How often a job that fails is started again; not after a mistake, a signal, or the "
+        "same failure twice.",
+    )
+    window = click.option(
+        "--restart-window",
+        type=click.FloatRange(min=0, min_open=True),
+        default=None,
+        metavar="SECONDS",
+        help="A job that has run for so long has its restarts back.",
+    )
+    return restarts(window(command))
 
 
 def telemetry_options(command: _F) -> _F:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 __all__ = [
     "DASHBOARD_VARIABLE", "DEVICE_VARIABLE", "METRICS_VARIABLE", "RECORD_VARIABLE",
-    "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "TRANSPORT_VARIABLE", "by_launcher", "local_rank",
-    "mpi_ranks", "num_local_ranks", "rank", "ranks_here", "torchrun_ranks", "torchrun_wrong",
+    "RESTARTS_VARIABLE", "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "TRANSPORT_VARIABLE",
+    "by_launcher", "local_rank", "mpi_ranks", "num_local_ranks", "rank", "ranks_here",
+    "torchrun_ranks", "torchrun_wrong",
 ]  # fmt: skip
 
 # The environment variables that say what "auto" means in `burst_rt.init`.
@@ -31,6 +32,9 @@ RECORD_VARIABLE = "BURST_RT_RECORD"
 # ask for telemetry too; the dashboard's with "off", "no" or "false" asks for nothing.
 DASHBOARD_VARIABLE = "BURST_RT_DASHBOARD"
 METRICS_VARIABLE = "BURST_RT_METRICS_PORT"  # a port for `/metrics` alone
+
+# Tells ranks how often `burst-rt run --restarts` has started their job again.
+RESTARTS_VARIABLE = "BURST_RT_RESTARTS"
 
 # The innermost launcher first: an mpirun inside a step of srun leaves srun's variables as they are.
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from burst_rt.errors import ConfigError
 from burst_rt.launch.command import (
     SHOWN,
     before_ranks,
@@ -19,7 +20,8 @@ from burst_rt.launch.command import (
     num_ranks_option,
     relaunch,
 )
-from burst_rt.launch.train.checkpoint import find_manifest, resolve
+from burst_rt.launch.restarts import ONCE, Restarts
+from burst_rt.launch.train.checkpoint import checkpoints_of, find_manifest, resolve
 from burst_rt.launch.train.claim import look
 from burst_rt.launch.train.config import (
     DTYPES,
@@ -31,7 +33,7 @@ from burst_rt.launch.train.config import (
     option_name,
     require_transformers,
 )
-from burst_rt.launch.where import machine_options, telemetry_options
+from burst_rt.launch.where import machine_options, restart_options, telemetry_options
 from burst_rt.runtime.calibrated import plan_with
 
 __all__ = ["eval_command", "export_command", "train_command"]
@@ -108,6 +110,7 @@ def _config_options(command: _F) -> _F:
 )
 @machine_options
 @telemetry_options
+@restart_options
 @click.option(
     "--progress",
     type=click.Choice(["auto", "bar", "lines", "none"]),
@@ -124,14 +127,18 @@ def train_command(
     resume: bool,
     progress: ProgressMode,
     as_json: bool,
+    restarts: int,
+    restart_window: float | None,
     **values: object,
 ) -> None:
     """Train a language model with its sequences split over MPI ranks.
 
     The model is a small byte-level, Llama-style decoder, or with --model a transformers model.
     Every rank holds a part of each sequence. The losses are those of one process with whole
-    sequences.
+    sequences. With --restarts a run that fails goes on from its last checkpoint.
     """
+    if restarts and (num_ranks is None or out is None):
+        raise ConfigError("--restarts needs -n N and --out DIR: the launcher restarts that run.")
     options = RunOptions(out=out, resume=resume, progress="none" if as_json else progress)
     options.validate()
     config = TrainConfig(**values)  # type: ignore[arg-type]  # the options above are its fields
@@ -144,7 +151,8 @@ def train_command(
             resolve(config, chosen, resumed, num_ranks)
         shown = "bar" if sys.stdout.isatty() else "lines"
         extra = ["--progress", shown] if progress == "auto" else []
-        sys.exit(relaunch(context, [_RANK], num_ranks, extra))
+        again = ONCE if out is None else _restarts(out, restarts, restart_window)
+        sys.exit(relaunch(context, [_RANK], num_ranks, extra, restarts=again))
     from burst_rt.launch.train.loop import train
     from burst_rt.launch.world import job_world
 
@@ -154,6 +162,21 @@ def train_command(
         summary = train(world, config, options, chosen)
     if summary is not None and as_json:
         print(json.dumps(summary.figures), flush=True)
+
+
+def _restarts(out: Path, times: int, window_s: float | None) -> Restarts:
+    """Restarts that go on from the newest checkpoint, or begin anew where there is none yet."""
+
+    def again() -> list[str]:
+        if checkpoints_of(out):
+            return ["--resume"]
+        (out / "metrics.jsonl").unlink(missing_ok=True)
+        return []
+
+    def progress() -> object:
+        return [path.name for path in checkpoints_of(out)[-1:]]
+
+    return Restarts(times=times, window_s=window_s, progress=progress, again=again)
 
 
 @click.command("eval", epilog=_EVAL_EPILOG, context_settings=SHOWN)

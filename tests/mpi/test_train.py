@@ -236,14 +236,7 @@ def test_perplexity_does_not_depend_on_the_world(runs: dict[str, Path], tmp_path
         )
 
 
-def test_a_killed_run_continues_with_exactly_the_same_losses(
-    runs: dict[str, Path], text: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    process = _start(
-        _burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run)), tmp_path
-    )
-    _wait_for(run / "checkpoints" / "step-00000020", process)
+def _kill_a_rank(process: subprocess.Popen[str]) -> None:
     # mpirun's own command line names the module too.
     below = psutil.Process(process.pid).children(recursive=True)
     rank = next(
@@ -252,6 +245,44 @@ def test_a_killed_run_continues_with_exactly_the_same_losses(
         if child.cmdline()[0] == sys.executable and "burst_rt.launch.child" in child.cmdline()
     )
     rank.kill()
+
+
+def test_a_run_that_is_restarted_has_the_losses_of_one_that_was_not(
+    runs: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    """Killed twice: before its first checkpoint it begins anew, after one it goes on."""
+    run = tmp_path / "run"
+    command = ["train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run), "--restarts", "2"]
+    process = _start(_burst_rt(*command), tmp_path)
+    _wait_for(run / "metrics.jsonl", process)
+    _kill_a_rank(process)
+    _wait_for(run / "checkpoints" / "step-00000020", process)
+    _kill_a_rank(process)
+    job = _finish(process)
+    assert job.exit_code == 0, job.err
+    assert [line for line in job.err.splitlines() if line.startswith("burst-rt: restart")] == [
+        "burst-rt: restart 1 of 2", "burst-rt: restart 2 of 2",
+    ]  # fmt: skip
+    assert job.out.count("resuming after step") == 1
+    assert _losses(run) == _losses(runs["2"]), "bit for bit"
+    assert [record["step"] for record in _metrics(run)] == list(range(1, _STEPS + 1))
+
+
+def test_restarts_need_ranks_and_a_folder(tmp_path: Path) -> None:
+    job = _run(tmp_path, "train", "-n", "2", "--restarts", "1")
+    assert job.exit_code == 78, job.err
+    assert "--restarts needs -n N and --out DIR" in job.err
+
+
+def test_a_killed_run_continues_with_exactly_the_same_losses(
+    runs: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = _start(
+        _burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run)), tmp_path
+    )
+    _wait_for(run / "checkpoints" / "step-00000020", process)
+    _kill_a_rank(process)
     killed = _finish(process)
     assert killed.exit_code == 128 + signal.SIGKILL, killed.err
     # The last line says which rank it was, what it did, and how to go on.
