@@ -127,9 +127,7 @@ def train_command(
     resume: bool,
     progress: ProgressMode,
     as_json: bool,
-    restarts: int,
-    restart_window: float | None,
-    **values: object,
+    **values: Any,
 ) -> None:
     """Train a language model with its sequences split over MPI ranks.
 
@@ -137,11 +135,12 @@ def train_command(
     Every rank holds a part of each sequence. The losses are those of one process with whole
     sequences. With --restarts a run that fails goes on from its last checkpoint.
     """
+    restarts, window_s = values.pop("restarts"), values.pop("restart_window")
     if restarts and (num_ranks is None or out is None):
         raise ConfigError("--restarts needs -n N and --out DIR: the launcher restarts that run.")
     options = RunOptions(out=out, resume=resume, progress="none" if as_json else progress)
     options.validate()
-    config = TrainConfig(**values)  # type: ignore[arg-type]  # the options above are its fields
+    config = TrainConfig(**values)  # the options above are its fields
     chosen = {name: value for name, value in chosen_options(context).items() if name in values}
     if num_ranks is not None:
         with before_ranks():
@@ -151,7 +150,7 @@ def train_command(
             resolve(config, chosen, resumed, num_ranks)
         shown = "bar" if sys.stdout.isatty() else "lines"
         extra = ["--progress", shown] if progress == "auto" else []
-        again = ONCE if out is None else _restarts(out, restarts, restart_window)
+        again = ONCE if out is None else _restarts(out, restarts, window_s)
         sys.exit(relaunch(context, [_RANK], num_ranks, extra, restarts=again))
     from burst_rt.launch.train.loop import train
     from burst_rt.launch.world import job_world

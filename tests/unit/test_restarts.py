@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.launch import restarts
 from burst_rt.launch.restarts import JobResult, Restarts
 
 _LOST = JobResult(137, "rank 1 was killed by signal 9, SIGKILL after 3.2 s")
@@ -60,7 +59,7 @@ def test_progress_makes_a_failure_another_one() -> None:
 def test_a_job_that_ran_for_long_has_its_restarts_back(monkeypatch: pytest.MonkeyPatch) -> None:
     # Starts and ends of four jobs; the second ran for 20 s.
     times = iter([0.0, 1.0, 1.0, 21.0, 21.0, 22.0, 22.0, 23.0])
-    monkeypatch.setattr(restarts.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr("burst_rt.launch.restarts.time.monotonic", lambda: next(times))
     results = [JobResult(1, f"error {i}") for i in range(9)]
     code, programs = _started(Restarts(times=1, window_s=10.0), results)
     assert (code, len(programs)) == (1, 3)
