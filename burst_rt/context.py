@@ -21,6 +21,7 @@ from burst_rt.attention.state import AttentionState
 from burst_rt.errors import BurstError, InputError
 from burst_rt.job.ending import error_line, exit_code_of
 from burst_rt.kernels import KERNELS, PARTIALS
+from burst_rt.planning.choose import LAYOUTS_UP_TO
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.recurrences import RECURRENCE_KERNELS, RecurrenceSizes
 from burst_rt.runtime.calibrated import HARDWARE_VARIABLE
@@ -358,7 +359,10 @@ def init(
 def _surveys(asked: bool | None, runtime: Runtime, *, threads: bool) -> bool:
     """Whether the ranks of a new context measure their machine; the same on every rank."""
     machine = runtime.machine
-    if runtime.world_size == 1 or machine.hardware is not None or machine.choice.staged:
+    # Nothing is forecast for more ranks.
+    if not 1 < runtime.world_size <= LAYOUTS_UP_TO:
+        return False
+    if machine.hardware is not None or machine.choice.staged:
         return False
     if asked is not None:
         return asked

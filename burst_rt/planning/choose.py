@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
-    "CANDIDATES", "FORECAST_UP_TO", "LAYOUTS", "Chooser", "Ranking", "choose", "fastest_layout",
-    "fastest_strategy", "forecast", "rank_strategies", "typical", "whole_layout",
+    "CANDIDATES", "FORECAST_UP_TO", "LAYOUTS", "LAYOUTS_UP_TO", "Chooser", "Ranking", "choose",
+    "fastest_layout", "fastest_strategy", "forecast", "rank_strategies", "typical", "whole_layout",
 ]  # fmt: skip
 
 # The strategies that a planner chooses from; in a forward also `ring-q`, where queries are few. The
@@ -51,7 +51,7 @@ _SAME = 0.02
 LAYOUTS = ("zigzag", "contiguous", "striped", BALANCED)
 # The largest world with forecasts of layouts. Forecasts of four layouts take about five seconds on
 # 16 ranks, fifteen on 32, eight on 64.
-_LAYOUTS_UP_TO = 64
+LAYOUTS_UP_TO = 64
 # Without forecasts, a layout counts as even if its cells exceed the most even one's by at most this
 # share.
 _EVEN = 0.05
@@ -294,7 +294,7 @@ def fastest_layout(
         ]
         for kind, given in spread.items()
     }
-    if hardware is None or not 1 < problem.world_size <= _LAYOUTS_UP_TO:
+    if hardware is None or not 1 < problem.world_size <= LAYOUTS_UP_TO:
         even = _most_even(spread)
         fewest = min(even, key=lambda kind: _wire_bytes(spread[kind], scans[kind]))
         return spread[fewest], {}
