@@ -2,6 +2,7 @@
 # One would guess: tl.range(..., warp_specialize=True) is a hint, as num_stages is: a chip or a loop that cannot follow it is compiled without.
 # In fact: sm_80 ignores it and sm_100 follows it. sm_90 and sm_120 follow it in a loop whose operands come by tensor descriptors, and where they
 #   come by pointers compiling fails: "PassManager::run failed", which does not say why. The same loop compiles without the hint.
+#   tl.range's docstring has it that Blackwell only is supported, of which sm_120 is one, and simple loops of products, as this is.
 # Who is hurt: kernels that carry the hint for Blackwell, or for descriptors, with a way by pointers for unaligned inputs: they fail on other
 #   chips than they were tried on, at the first such call.
 # Versions: triton 3.7.1. Compiled ahead; needs no GPU. Seen on 2026-11-28.
