@@ -364,13 +364,20 @@ def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
     if case.victim != "launcher":
         # The temporary folder is this job's alone: whatever is there, the job has left.
         own = folder / "tmp" / f"burst-rt-{os.getuid()}"  # this user's, for the jobs that run
+        # What is kept of a job that failed, for the post-mortem: one folder, of no other job.
+        kept = folder / "tmp" / f"burst-rt-jobs-{os.getuid()}"
         left = sorted(
             str(path.relative_to(folder))
             for path in (folder / "tmp").rglob("*")
-            if path != own and "torchelastic_" not in str(path)  # torchrun's own
+            if path != own
+            and not path.is_relative_to(kept)
+            and "torchelastic_" not in str(path)  # torchrun's own
         )
         if left:
             outcome.problems.append(f"files left: {left}")
+        jobs = [*kept.iterdir()] if kept.is_dir() else []
+        if len(jobs) > (code != 0):
+            outcome.problems.append(f"jobs kept: {jobs}")
     # Open MPI's abort leaves a NUL byte in the output.
     last = (
         (folder / "err").read_text(errors="replace").rstrip("\n").rpartition("\n")[2].lstrip("\0")
@@ -398,7 +405,9 @@ def _last_line(case: Case) -> str:
         return rank + rf"gave no report: it was killed, or it was stuck{doing}"
     doing = ""
     if case.phase in _IN_A_CALL:
-        task = "" if case.phase == "sum" else r", task '.+'"
+        task = r", task '.+'( \(hop \d+\))?"
+        if case.phase == "sum":  # which may also wait for the others to come
+            task = rf"({task})?"
         doing = rf", in call \d+ \({_IN_A_CALL[case.phase]}\){task}"
     elif case.launcher == "telemetry":
         doing = r"(; .+)?"

@@ -52,6 +52,9 @@ def test_the_rank_that_stopped_is_named_with_its_task(
     first = re.search("^first to stop: .*$", told.out, re.MULTILINE)
     assert first, told.text + job.text
     place = r"in call \d+ \(burst_attention\), task '.*' \(hop \d\)"
+    if (by, how) == ("mpirun", "stop"):
+        # Open MPI lets a stopped rank go on before it kills it.
+        place = r"in call \d+ \(burst_attention\), (task '.*' \(hop \d\)|waiting for .*)"
     assert re.match(rf"first to stop: rank 1, ({ended}).*; {place}", first[0]), told.text
     assert re.search(r"^rank \d (waited for|had lost) rank 1\b.*$", told.out, re.MULTILINE), (
         told.text
