@@ -406,8 +406,8 @@ def _last_line(case: Case) -> str:
     doing = ""
     if case.phase in _IN_A_CALL:
         task = r", task '.+'( \(hop \d+\))?"
-        if case.phase == "sum":  # which may also wait for the others to come
-            task = rf"({task})?"
+        if case.phase == "sum":  # which may be between tasks, or wait for the others to come
+            task = rf"({task}|, waiting for .+)?"
         doing = rf", in call \d+ \({_IN_A_CALL[case.phase]}\){task}"
     elif case.launcher == "telemetry":
         doing = r"(; .+)?"
