@@ -21,6 +21,7 @@ from statistics import median
 import psutil
 import torch
 
+from burst_rt.errors import ConfigError
 from burst_rt.kernels import Work, pick
 from burst_rt.kernels.speed import TileProblem, chip_and_versions
 from burst_rt.planning.machines import parse_hardware, to_toml
@@ -90,7 +91,7 @@ def _key(runtime: Runtime) -> dict[str, str] | None:
 def _is_machine(text: object) -> bool:
     try:
         return isinstance(text, str) and bool(parse_hardware(text, "that is remembered"))
-    except Exception:  # noqa: BLE001  # a file that anybody can write
+    except ConfigError:
         return False
 
 
