@@ -116,13 +116,13 @@ def job_folder() -> Path | None:
 def write_report(job_dir: Path, report: RankReport) -> None:
     """Writes one rank's report, so that a reader sees the whole report or no report.
 
-    Raises OSError where the folder cannot be written.
+    Replaces what the rank has reported itself. Raises OSError where the folder cannot be written.
     """
-    _write(job_dir / f"rank-{report.rank}.json", asdict(report))
+    _write(_report_path(job_dir, report.rank), asdict(report))
 
 
 def report_end(report: RankReport) -> bool:
-    """Writes this rank's report to the job's folder.
+    """Writes this rank's report to the job's folder, unless the launcher has done so.
 
     Returns False if the folder is missing or cannot be written. The launcher takes a rank without a
     report for lost, so a folder that cannot be written is told on stderr.
@@ -130,6 +130,10 @@ def report_end(report: RankReport) -> bool:
     folder = job_folder()
     if folder is None:
         return False
+    if _report_path(folder, report.rank).exists():
+        # A stopped rank that was given up goes on while the job is being ended: a process whose
+        # parent, mpirun, is killed gets SIGCONT.
+        return True
     try:
         write_report(folder, report)
     except OSError as error:
@@ -268,6 +272,10 @@ def stderr_path(job_dir: Path, rank: int) -> Path:
 def pipe_path(job_dir: Path, rank: int) -> Path:
     """The pipe that a rank holds open and the launcher reads."""
     return job_dir / f"rank-{rank}.pipe"
+
+
+def _report_path(job_dir: Path, rank: int) -> Path:
+    return job_dir / f"rank-{rank}.json"
 
 
 def _write(path: Path, document: object) -> None:

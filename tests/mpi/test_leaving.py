@@ -420,6 +420,8 @@ def test_a_rank_that_is_stopped_after_its_last_call_ends_the_job(tmp_path: Path)
     source = """
 import os, signal
 import burst_rt
+# So that the rank ends well when the end of its mpirun lets it go on (SIGHUP and SIGCONT).
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with burst_rt.init() as ctx:
     rank = ctx.rank
 if rank == 1:
@@ -427,9 +429,12 @@ if rank == 1:
 """
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
     launch = """
-import sys
+import sys, time
+import psutil
 from burst_rt.launch import ranks, run
 ranks._STOPPED_S = 1.0
+kill = psutil.Process.kill
+psutil.Process.kill = lambda process: (time.sleep(0.5), kill(process))
 sys.exit(run.launch(["program.py"], num_ranks=2))
 """
     job = subprocess.run(
