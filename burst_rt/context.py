@@ -19,6 +19,7 @@ from burst_rt.arguments import wrong_kind
 from burst_rt.attention.sharding import ContextLayout, LayerCosts, choose_layout
 from burst_rt.attention.state import AttentionState
 from burst_rt.errors import BurstError, InputError
+from burst_rt.job import launched
 from burst_rt.job.ending import error_line, exit_code_of
 from burst_rt.kernels import KERNELS, PARTIALS
 from burst_rt.planning.choose import LAYOUTS_UP_TO
@@ -130,6 +131,13 @@ class Context:
     def closed(self) -> bool:
         """Whether this rank has left the group. True, too, in a process forked from the rank."""
         return self.runtime.closed
+
+    @property
+    def restarts(self) -> int:
+        """How often this rank's job has been started again: by `burst-rt run --restarts`, Slurm's
+        requeues, or torchrun. Each agent of torchrun's counts for itself, and only failures.
+        """
+        return launched.restarts()
 
     @property
     def lanes(self) -> tuple[Lane, ...]:

@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -84,7 +83,7 @@ def relaunch(
     job's exit code. Blocks.
 
     rank: the module that is one rank of this command, and words that go first.
-    as_it_comes, restarts: see `launch`; here `restarts.again` gives options to add.
+    as_it_comes, restarts: see `launch`.
     """
     if sys.stdout.isatty():
         # A rank's stdout is a pipe of mpirun's, which has no width.
@@ -100,12 +99,6 @@ def relaunch(
         else:
             arguments += [parameter.opts[0], str(value)]
     argv = ["-m", *rank, *arguments, *extra]
-    again = restarts.again
-    if again is not None:
-        # What is added for a restart is said once.
-        restarts = replace(
-            restarts, again=lambda: [*argv, *(word for word in again() if word not in argv)]
-        )
     code = launch(argv, num_ranks=num_ranks, as_it_comes=as_it_comes, restarts=restarts)
     if sys.stdout.isatty():
         # A rank that was killed has hidden the cursor for its progress bar.

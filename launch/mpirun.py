@@ -22,7 +22,7 @@ from burst_rt.errors import ConfigError
 from burst_rt.job.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES
 
-__all__ = ["MpiLauncher", "find_launcher", "num_usable_cores", "one_host"]
+__all__ = ["MpiLauncher", "find_launcher", "kill_job", "num_usable_cores", "one_host"]
 
 _VERSION_DEADLINE_S = 20.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -127,6 +127,19 @@ def num_usable_cores() -> int:
     Hardware threads are not counted: they share the units that attention needs.
     """
     return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))
+
+
+def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    """Kill mpirun and every process below it. Does not block: the caller then waits for mpirun."""
+    # mpirun puts each rank in its own process group, so signalling a group would miss them.
+    try:
+        processes = psutil.Process(mpirun.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        processes = []
+    mpirun.kill()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def find_launcher() -> MpiLauncher:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,8 +36,8 @@ class Restarts:
     """How often a job is started again.
 
     times: how often at most, since the job last ran for `window_s` seconds; None: in all. progress:
-    says how far the job has got, such as its newest checkpoint. again: the program of a restart,
-    where it is not the first one's; called before each.
+    says how far the job has got, such as its newest checkpoint. min_ranks: with how few ranks it
+    may be started again, where a host is gone; None: with all.
 
     A job is not started again after a mistake (InputError, ConfigError), after it was stopped, and
     after it failed twice with the same words and the same progress. A signal without progress does
@@ -47,18 +47,18 @@ class Restarts:
     times: int = 0
     window_s: float | None = None
     progress: Callable[[], object] = lambda: None
-    again: Callable[[], Sequence[str]] | None = None
+    min_ranks: int | None = None
 
-    def run(self, start: Callable[[Sequence[str], int], JobResult], argv: Sequence[str]) -> int:
+    def run(self, start: Callable[[int], JobResult]) -> int:
         """Starts a job until it ends well, or is not to be started again. Returns its exit code.
 
-        start: runs a program once; is told how often it was started before.
+        start: runs the job once; is told how often it was started before.
         """
         made = since = 0
         before: tuple[str, object] | None = None
         while True:
             started_s = time.monotonic()
-            result = start(argv, made)
+            result = start(made)
             if not result.exit_code or result.stopped or result.exit_code in _MISTAKES:
                 return result.exit_code
             if self.window_s is not None and time.monotonic() - started_s >= self.window_s:
@@ -74,7 +74,6 @@ class Restarts:
             before = failed
             made, since = made + 1, since + 1
             _say(f"restart {since} of {self.times}")
-            argv = self.again() if self.again is not None else argv
 
 
 # No restarts.

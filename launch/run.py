@@ -12,19 +12,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import click
-import psutil
 
-from burst_rt.errors import ConfigError, InputError
+from burst_rt.errors import ConfigError, InputError, PeerLost
+from burst_rt.job import launched
 from burst_rt.job.launched import RESTARTS_VARIABLE, TELEMETRY_VARIABLE
 from burst_rt.job.reports import (
     RankWait,
@@ -32,8 +33,9 @@ from burst_rt.job.reports import (
     read_reports,
     read_resume,
 )
+from burst_rt.launch.hosts import place_again
 from burst_rt.launch.kept import kept_folder, shared_memory
-from burst_rt.launch.mpirun import MpiLauncher, find_launcher, one_host
+from burst_rt.launch.mpirun import MpiLauncher, find_launcher, kill_job, one_host
 from burst_rt.launch.postmortem import LauncherNote, first_lines
 from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.restarts import ONCE, JobResult, Restarts
@@ -89,22 +91,36 @@ def launch(
     launcher = find_launcher()
     if as_it_comes:
         mpi_args = [*launcher.as_it_comes(), *mpi_args]
+    before = launched.restarts()
 
-    def start(argv: Sequence[str], restarted: int) -> JobResult:
-        os.environ[RESTARTS_VARIABLE] = str(restarted)
-        return _run_once(launcher, argv, num_ranks, threads, mpi_args)
+    def start(restarted: int) -> JobResult:
+        once = partial(_run_once, launcher, argv, threads=threads, restarted=before + restarted)
+        if not restarted or restarts.min_ranks is None:
+            return once(num_ranks, mpi_args)
+        with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as folder:
+            place = place_again(launcher, mpi_args, num_ranks, Path(folder))
+            if place.words:
+                print(f"burst-rt: {place.words}", file=sys.stderr, flush=True)
+            if place.num_ranks < restarts.min_ranks:
+                return JobResult(PeerLost.exit_code, place.words)
+            return once(place.num_ranks, place.mpi_args)
 
-    return restarts.run(start, argv)
+    return restarts.run(start)
 
 
 def _run_once(
     launcher: MpiLauncher,
     argv: Sequence[str],
     num_ranks: int,
-    threads: int | None,
     mpi_args: Sequence[str],
+    *,
+    threads: int | None,
+    restarted: int,
 ) -> JobResult:
-    """Runs a job once, and has the last word on it. Blocks until it has ended."""
+    """Runs a job once, and has the last word on it. Blocks until it has ended.
+
+    restarted: how often it was started before.
+    """
     program = [sys.executable, "-P", "-m", "burst_rt.launch.child", *argv]
     with kept_folder() as kept:
         job_dir = kept.folder
@@ -117,7 +133,7 @@ def _run_once(
             Ranks(job_dir, num_ranks) as ranks,
         ):
             told |= _rendezvous(mpi_args)
-            told |= {RESTARTS_VARIABLE: os.environ[RESTARTS_VARIABLE]}
+            told |= {RESTARTS_VARIABLE: str(restarted)}
             mpirun = subprocess.Popen(
                 launcher.command(program, num_ranks, mpi_args, told),
                 env=launcher.environment(num_ranks, threads, job_dir, mpi_args) | told | shared,
@@ -321,19 +337,6 @@ def _forward_signals() -> Iterator[_Stop]:
         put_back(before)
 
 
-def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Kill mpirun and every process below it. Does not block: the caller then waits for mpirun."""
-    # mpirun puts each rank in its own process group, so signalling a group would miss them.
-    try:
-        processes = psutil.Process(mpirun.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        processes = []
-    mpirun.kill()
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
 def _wait(
     mpirun: subprocess.Popen[bytes], job_dir: Path, ranks: Ranks, stop: _Stop
 ) -> tuple[RankWait, int] | None:
@@ -389,6 +392,14 @@ def _wait(
 @telemetry_options
 @restart_options
 @click.option(
+    "--min-ranks",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Restart on so few ranks, where a host that mpirun was given does not answer. [default: "
+    "all ranks]",
+    show_default=False,
+)
+@click.option(
     "--mpi-arg",
     "mpi_args",
     multiple=True,
@@ -405,6 +416,7 @@ def command(
     program: tuple[str, ...],
     restarts: int,
     restart_window: float | None,
+    min_ranks: int | None,
 ) -> None:
     """Run a Python program on several ranks under MPI.
 
@@ -420,7 +432,9 @@ def command(
     """
     if program[0].startswith("-") and program[0] != "-m":
         raise click.UsageError(f"No such option: {program[0]}")
-    again = Restarts(times=restarts, window_s=restart_window)
+    if min_ranks is not None and (not restarts or min_ranks > num_ranks):
+        raise click.UsageError("--min-ranks: expected --restarts, and no more than -n")
+    again = Restarts(times=restarts, window_s=restart_window, min_ranks=min_ranks)
     sys.exit(
         launch(program, num_ranks=num_ranks, threads=threads, mpi_args=mpi_args, restarts=again)
     )

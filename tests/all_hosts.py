@@ -25,8 +25,7 @@ _TRAIN = [
 ]  # fmt: skip
 # A job's script: what Slurm runs again when it has put the job back into the queue.
 _SCRIPT = """#!/bin/bash
-[ -d run/checkpoints ] && resume=--resume
-srun --kill-on-bad-exit=1 --mpi=pmix {train} --out run $resume
+srun --kill-on-bad-exit=1 --mpi=pmix {train} --elastic --out run
 """
 
 # Waits until the page shows four live ranks, and prints what it shows.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 __all__ = [
     "DASHBOARD_VARIABLE", "DEVICE_VARIABLE", "METRICS_VARIABLE", "RECORD_VARIABLE",
     "RESTARTS_VARIABLE", "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "TRANSPORT_VARIABLE",
-    "by_launcher", "local_rank", "mpi_ranks", "num_local_ranks", "rank", "ranks_here",
+    "by_launcher", "local_rank", "mpi_ranks", "num_local_ranks", "rank", "ranks_here", "restarts",
     "torchrun_ranks", "torchrun_wrong",
 ]  # fmt: skip
 
@@ -35,6 +35,9 @@ METRICS_VARIABLE = "BURST_RT_METRICS_PORT"  # a port for `/metrics` alone
 
 # Tells ranks how often `burst-rt run --restarts` has started their job again.
 RESTARTS_VARIABLE = "BURST_RT_RESTARTS"
+
+# The numbers of restarts of other launchers; torchrun may run in a job of Slurm's.
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 # The innermost launcher first: an mpirun inside a step of srun leaves srun's variables as they are.
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -82,6 +85,18 @@ def local_rank() -> int | None:
 def num_local_ranks() -> int | None:
     """Number of the job's ranks that are on this host; None where the launcher does not say."""
     return _number(("LOCAL_WORLD_SIZE",) if _under_torchrun() else _LOCAL_SIZE)
+
+
+def restarts() -> int:
+    """How often this rank's job has been started again, as its launchers count.
+
+    `burst-rt run` counts Slurm's requeues too. Each agent of torchrun's counts for itself, and not
+    the starts for which another agent was the reason.
+    """
+    told = _number((RESTARTS_VARIABLE,))
+    if told is not None:
+        return told
+    return sum(_number((name,)) or 0 for name in _RESTARTS)
 
 
 def torchrun_ranks() -> int:

@@ -157,9 +157,12 @@ def _end_job(failure: BaseException, code: int, *, has_members: bool) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(code)
-    elif launched.torchrun_ranks() > 1 and (has_members or isinstance(failure, BurstError)):
-        # torchrun ends the other ranks when it sees the exit code, whatever the program has
-        # caught. An uncaught error of ours has its exit code, even if its context is closed.
+    elif max(launched.torchrun_ranks(), launched.mpi_ranks()) > 1 and (
+        has_members or isinstance(failure, BurstError)
+    ):
+        # The launcher ends the other ranks when it sees the exit code, whatever the program has
+        # caught. An uncaught error of ours has its exit code, even if its context is closed, or
+        # MPI has not been started.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

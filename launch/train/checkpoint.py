@@ -68,18 +68,6 @@ class Manifest:
     # model.
     source: str = ""
 
-    def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
-        """The run's configuration with the newly chosen options. Raises ConfigError for another
-        model, or with no step left.
-        """
-        config = self.config.resumed(chosen)
-        if self.step >= config.steps:
-            raise ConfigError(
-                f"--resume: {self.step} of {config.steps} steps are done, no step is left; choose "
-                "more --steps."
-            )
-        return config
-
     @classmethod
     def from_json(cls, document: object) -> Manifest:
         """The manifest whose `asdict` is `document`. Raises msgspec.ValidationError for a wrong
@@ -92,14 +80,28 @@ class Manifest:
 
 
 def resolve(
-    config: TrainConfig, chosen: Mapping[str, object], resumed: Manifest | None, world_size: int
-) -> TrainConfig:
+    config: TrainConfig,
+    chosen: Mapping[str, object],
+    resumed: Manifest | None,
+    world_size: int,
+    *,
+    elastic: bool = False,
+) -> tuple[TrainConfig, TrainConfig]:
     """The configuration of a run: `config`, or that of the run that is resumed, with the options
-    that were `chosen`. Raises ConfigError for what cannot run on `world_size` ranks.
+    that were `chosen`; and the one that runs on `world_size` ranks, which differs only in an
+    `elastic` run. Raises ConfigError for what cannot run there.
     """
-    resolved = config.begun(chosen) if resumed is None else resumed.resumed(chosen)
-    resolved.validate(world_size)
-    return resolved
+    if resumed is None:
+        asked = config.begun(chosen)
+    else:
+        asked = resumed.config.resumed(chosen)
+        # What starts a job again need not know that it had just ended well.
+        if resumed.step >= asked.steps and not elastic:
+            raise ConfigError(
+                f"--resume: {resumed.step} of {asked.steps} steps are done, no step is left; "
+                "choose more --steps."
+            )
+    return asked, asked.on_ranks(world_size, elastic=elastic)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import socket
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -28,6 +29,10 @@ __all__ = ["Claim", "claim", "look"]
 _log = logging.getLogger("burst_rt.train")
 _LOCK = ".lock"
 _CANNOT_LOCK = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK})
+# Seconds that a lock may outlive its process: a server of NFS gives a dead host's locks back after
+# 90 s, and torchrun's ranks may take 30 s to end.
+_PATIENCE_S = 120.0
+_PAUSE_S = 0.2
 # Maximum number of bytes that are read of the holder's name.
 _LONGEST_NAME = 300
 
@@ -43,33 +48,37 @@ class Claim:
         os.close(self._descriptor)
 
 
-def claim(out: Path | None, *, resume: bool) -> Claim:
+def claim(out: Path | None, *, resume: bool, elastic: bool = False) -> Claim:
     """Take a run's folder, and make it where need be (None: a new runs/train-TIME). A folder that
     holds a run already is taken only to `resume` that run.
 
-    Never waits. Raises ConfigError when another run has the folder, or when it does not fit
-    `resume`; OSError as the file system says it.
+    elastic: the job may be a restart. The folder is taken whatever it holds; ranks of the start
+    before may still have it, so this blocks for up to 2 minutes until it is free.
+
+    Otherwise never waits. Raises ConfigError when another run has the folder, or when it does not
+    fit `resume`; OSError as the file system says it.
     """
     path = (
         _new_folder(Path("runs", f"train-{datetime.now():%Y%m%d-%H%M%S}")) if out is None else out
     )
-    if resume:
+    if resume and not elastic:
         _check_holds(path, resume=True)
     path.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undone:
         descriptor = _open_lock(path, os.O_RDWR | os.O_CREAT)
         undone.callback(os.close, descriptor)
-        _lock(path, descriptor, fcntl.LOCK_EX)
+        _lock(path, descriptor, fcntl.LOCK_EX, _PATIENCE_S if elastic else 0.0)
         # Checked under the lock: until here another run could have begun in the folder, or gone on.
-        _check_holds(path, resume=resume)
+        if not elastic:
+            _check_holds(path, resume=resume)
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         undone.pop_all()
     return Claim(path, descriptor)
 
 
-def look(out: Path, *, resume: bool) -> None:
-    """Raise what `claim` would raise now, and change nothing."""
+def look(out: Path, *, resume: bool, elastic: bool = False) -> None:
+    """Raise what `claim` would raise now, and change nothing. Never waits."""
     place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not place.is_dir():
         raise ConfigError(
@@ -84,7 +93,8 @@ def look(out: Path, *, resume: bool) -> None:
             _lock(out, descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
-    _check_holds(out, resume=resume)
+    if not elastic:
+        _check_holds(out, resume=resume)
 
 
 def _open_lock(path: Path, flags: int) -> int:
@@ -99,9 +109,17 @@ def _open_lock(path: Path, flags: int) -> int:
         ) from error
 
 
-def _lock(path: Path, descriptor: int, kind: int) -> None:
+def _lock(path: Path, descriptor: int, kind: int, within_s: float = 0.0) -> None:
+    deadline_s = time.monotonic() + within_s
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(_PAUSE_S)
     except BlockingIOError as error:
         holder = (
             os.pread(descriptor, _LONGEST_NAME, 0).decode(errors="replace").strip()

@@ -108,6 +108,12 @@ def _config_options(command: _F) -> _F:
     is_flag=True,
     help="Continue the run in --out from its last checkpoint, which also gives omitted options.",
 )
+@click.option(
+    "--elastic",
+    is_flag=True,
+    help="Resume the run in --out if it has a checkpoint, else begin it; on fewer ranks with "
+    "another --context-parallel. For jobs that are started again (Slurm, torchrun).",
+)
 @machine_options
 @telemetry_options
 @restart_options
@@ -125,6 +131,7 @@ def train_command(
     num_ranks: int | None,
     out: Path | None,
     resume: bool,
+    elastic: bool,
     progress: ProgressMode,
     as_json: bool,
     **values: Any,
@@ -138,24 +145,30 @@ def train_command(
     restarts, window_s = values.pop("restarts"), values.pop("restart_window")
     if restarts and (num_ranks is None or out is None):
         raise ConfigError("--restarts needs -n N and --out DIR: the launcher restarts that run.")
-    options = RunOptions(out=out, resume=resume, progress="none" if as_json else progress)
+    options = RunOptions(
+        out=out, resume=resume, elastic=elastic, progress="none" if as_json else progress
+    )
     options.validate()
     config = TrainConfig(**values)  # the options above are its fields
     chosen = {name: value for name, value in chosen_options(context).items() if name in values}
     if num_ranks is not None:
         with before_ranks():
+            resumed = None
             if out is not None:
-                look(out, resume=resume)
-            resumed = find_manifest(out) if resume and out is not None else None
-            resolve(config, chosen, resumed, num_ranks)
+                look(out, resume=resume, elastic=elastic)
+                if resume or (elastic and checkpoints_of(out)):
+                    resumed = find_manifest(out)
+            resolve(config, chosen, resumed, num_ranks, elastic=elastic)
         shown = "bar" if sys.stdout.isatty() else "lines"
         extra = ["--progress", shown] if progress == "auto" else []
+        if restarts and not elastic:
+            extra.append("--elastic")
         again = ONCE if out is None else _restarts(out, restarts, window_s)
         sys.exit(relaunch(context, [_RANK], num_ranks, extra, restarts=again))
     from burst_rt.launch.train.loop import train
     from burst_rt.launch.world import job_world
 
-    if resume and out is not None:
+    if (resume or elastic) and out is not None:
         plan_with(out / MACHINE_FILE)
     with job_world() as world:
         summary = train(world, config, options, chosen)
@@ -164,18 +177,12 @@ def train_command(
 
 
 def _restarts(out: Path, times: int, window_s: float | None) -> Restarts:
-    """Restarts that go on from the newest checkpoint, or begin anew where there is none yet."""
-
-    def again() -> list[str]:
-        if checkpoints_of(out):
-            return ["--resume"]
-        (out / "metrics.jsonl").unlink(missing_ok=True)
-        return []
+    """Restarts of a run: a newer checkpoint is progress."""
 
     def progress() -> object:
         return [path.name for path in checkpoints_of(out)[-1:]]
 
-    return Restarts(times=times, window_s=window_s, progress=progress, again=again)
+    return Restarts(times=times, window_s=window_s, progress=progress)
 
 
 @click.command("eval", epilog=_EVAL_EPILOG, context_settings=SHOWN)

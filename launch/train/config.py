@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -313,6 +315,20 @@ class TrainConfig:
     def _model_in_words(self) -> str:
         return str(self.architecture) if self.model is None else f"the one of {self.model}"
 
+    def on_ranks(self, world_size: int, *, elastic: bool) -> TrainConfig:
+        """This run on `world_size` ranks. elastic: with another context_parallel or strategy where
+        its own do not fit. Raises ConfigError, as `validate` does, for what cannot run there.
+        """
+        wanted = self.context_parallel
+        sizes = [None] if wanted is None else _nearest(wanted, world_size)
+        for size, strategy in product(sizes, (self.strategy, "auto")) if elastic else ():
+            config = replace(self, context_parallel=size, strategy=strategy)
+            with suppress(ConfigError):
+                config.validate(world_size)
+                return config
+        self.validate(world_size)
+        return self
+
     def evaluated(self, chosen: Mapping[str, object], world_size: int) -> TrainConfig:
         """The configuration with which a checkpoint of this run is measured on `world_size` ranks.
         Raises ConfigError for what cannot be.
@@ -332,17 +348,28 @@ class RunOptions:
     # None: a new folder under runs/.
     out: Path | None = None
     resume: bool = False
+    # Whether the job may be a restart, perhaps with fewer ranks.
+    elastic: bool = False
     progress: ProgressMode = "auto"
 
     def validate(self) -> None:
         """Raise ConfigError for options that contradict each other."""
         if self.resume and self.out is None:
             raise ConfigError("--resume needs --out DIR, the folder of the run to continue.")
+        if self.elastic and self.out is None:
+            raise ConfigError("--elastic needs --out DIR, the folder that all starts share.")
         if self.out is not None and CHECKPOINT_NAME.fullmatch(self.out.name):
             # A run inside a checkpoint would be deleted with the checkpoint.
             raise ConfigError(
                 f"--out: {self.out} is named like a checkpoint; name the folder of the run."
             )
+
+
+def _nearest(wanted: int, most: int) -> Sequence[int]:
+    """The sizes of groups to try: the wanted one, the larger ones, in which a rank has fewer tokens
+    of a sequence, then the smaller ones.
+    """
+    return [*range(wanted, most + 1), *range(min(wanted - 1, most), 0, -1)]
 
 
 def option_name(name: str) -> str:

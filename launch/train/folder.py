@@ -12,7 +12,12 @@ from pathlib import Path
 
 from burst_rt.context import Context
 from burst_rt.job.reports import say_resume
-from burst_rt.launch.train.checkpoint import Checkpoint, save_checkpoint, save_folder
+from burst_rt.launch.train.checkpoint import (
+    Checkpoint,
+    checkpoints_of,
+    save_checkpoint,
+    save_folder,
+)
 from burst_rt.launch.train.claim import Claim, claim
 from burst_rt.launch.train.config import MACHINE_FILE
 from burst_rt.launch.train.report import MetricsFile, StepRecord, plot_loss
@@ -26,18 +31,22 @@ class RunFolder:
     `release` is collective.
     """
 
-    def __init__(self, world: Context, out: Path | None, *, resume: bool) -> None:
+    def __init__(
+        self, world: Context, out: Path | None, *, resume: bool, elastic: bool = False
+    ) -> None:
         """Take the folder as `claim` says."""
         self._world = world
         # Both on rank 0 alone.
         self._claim: Claim | None = None
         self._metrics: MetricsFile | None = None
 
-        def take() -> bytes:
-            self._claim = claim(out, resume=resume)
-            return os.fsencode(self._claim.path)  # a name need not be Unicode
+        def take() -> tuple[bytes, bool]:
+            self._claim = claim(out, resume=resume, elastic=elastic)
+            # A name need not be Unicode.
+            return os.fsencode(self._claim.path), bool(checkpoints_of(self._claim.path))
 
-        self.path = Path(os.fsdecode(world.first(take)))
+        path, self.has_checkpoints = world.first(take)
+        self.path = Path(os.fsdecode(path))
 
     def release(self) -> None:
         """Let other runs have the folder."""

@@ -24,7 +24,7 @@ from burst_rt.context import Context
 from burst_rt.errors import ConfigError
 from burst_rt.launch.stopping import StopRequests, StopVotes
 from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, resolve
-from burst_rt.launch.train.config import RunOptions, TrainConfig
+from burst_rt.launch.train.config import RunOptions, TrainConfig, option_name
 from burst_rt.launch.train.data import (
     BYTES,
     Corpus,
@@ -74,17 +74,19 @@ def train(
     with ExitStack() as held:
 
         def take_folder() -> RunFolder:
-            folder = RunFolder(world, options.out, resume=options.resume)
+            folder = RunFolder(world, options.out, resume=options.resume, elastic=options.elastic)
             held.callback(folder.release)
             return folder
 
         # A run that is resumed is held before it is read; a new folder is made once all else is
         # well.
-        resumed = take_folder() if options.resume else None
-        shared = read_shared(world, resumed.path) if resumed else None
-        config = world.together(
-            partial(resolve, config, chosen, shared.manifest if shared else None, world.world_size)
-        )
+        held_first = take_folder() if options.resume or options.elastic else None
+        shared = None
+        if held_first is not None and held_first.has_checkpoints:
+            shared = read_shared(world, held_first.path)
+        manifest = shared.manifest if shared else None
+        decide = partial(resolve, config, chosen, manifest, world.world_size)
+        asked, config = world.together(partial(decide, elastic=options.elastic))
         source = open_same_folder(world, config, shared)
         corpus = _load_same_corpus(world, config, source)
         if shared is not None and shared.manifest.corpus != corpus.fingerprint:
@@ -92,14 +94,14 @@ def train(
                 f"--resume: {corpus.name} is not the text that {shared.folder} was trained on; "
                 "point --data at the same files."
             )
-        folder = resumed or take_folder()
+        folder = held_first or take_folder()
 
         mesh = held.enter_context(open_mesh(world, config.context_parallel))
         done = shared.manifest.step if shared else 0
         mode = options.progress if world.rank == 0 else "none"
         report = Report(mode, steps=config.steps, done=done, world_size=world.world_size)
         held.callback(report.stop)
-        trainer = Trainer(config, mesh, corpus, source)
+        trainer = Trainer(config, mesh, corpus, source, asked)
         if shared is not None:
             trainer.restore(shared)
         folder.open_metrics(after_step=done)
@@ -114,7 +116,7 @@ def train(
         )
         if source is not None:
             folder.save_model(partial(source.save, trainer.module))
-        if world.rank != 0:
+        if world.rank != 0 or not folder.history:
             return None
         about = {
             "world_size": world.world_size,
@@ -168,10 +170,14 @@ class Trainer:
     """Model, optimizer and gradients of one rank: takes steps, and holds a checkpoint's state."""
 
     def __init__(
-        self, config: TrainConfig, mesh: Mesh, corpus: Corpus, source: ModelFolder | None
-    ) -> None:
-        """Build the state of step 0. Collective; raises ConfigError on every rank."""
+        self, config: TrainConfig, mesh: Mesh, corpus: Corpus, source: ModelFolder | None,
+        asked: TrainConfig,
+    ) -> None:  # fmt: skip
+        """Build the state of step 0. asked: the configuration that checkpoints keep. Collective;
+        raises ConfigError on every rank.
+        """
         self.config = config
+        self.asked = asked
         self.mesh = mesh
         self.corpus = corpus
         self.source = source
@@ -260,7 +266,8 @@ class Trainer:
         """
         weights = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         source = self.source.fingerprint if self.source else ""
-        manifest = Manifest(step, self.config, self.corpus.fingerprint, source)
+        # A later start may have all the ranks again that were asked for.
+        manifest = Manifest(step, self.asked, self.corpus.fingerprint, source)
         return Checkpoint(manifest, weights, self._optimizer.moments)
 
     def restore(self, shared: SharedCheckpoint) -> None:
@@ -349,12 +356,17 @@ def _diverged(step: int, how: str) -> ConfigError:
 
 def _heading(trainer: Trainer, folder: RunFolder, done: int) -> str:
     config, mesh, corpus = trainer.config, trainer.mesh, trainer.corpus
+    fitted = [
+        f"{option_name(name)} {after} in place of {before}\n"
+        for name, before in vars(trainer.asked).items()
+        if (after := getattr(config, name)) != before
+    ]
     return (
         f"{f'resuming after step {done}' if done else 'training'}: "
         f"{trainer.num_parameters / 1e6:.2f} M parameters, "
         f"{config.batch} x {config.seq_len:,} {corpus.unit}s a step, {config.dtype}\n"
         f"ranks: {mesh.world.world_size} ({mesh.data_size} data x {mesh.context.world_size} "
-        f"context), layout {config.layout}, on {mesh.world.device}\n"
+        f"context), layout {config.layout}, on {mesh.world.device}\n{''.join(fitted)}"
         f"text: {corpus.name}, {corpus.num_documents:,} documents, {corpus.size_bytes / 1e6:.1f} "
         f"MB, of which {len(corpus.heldout) / 1e6:.1f} MB held out\n"
         f"{f'model: {config.model}{chr(10)}' if config.model else ''}"

@@ -51,7 +51,9 @@ def summarise_run(history: list[StepRecord], done: int, about: Mapping[str, Any]
     done: the step after which it was continued, 0 where it was not. Speed, communication and time
     count since then. about: the figures that are in no record.
     """
-    last, recent = history[-1], [record for record in history if record.step > done]
+    last = history[-1]
+    # A run that is resumed after its last step takes no step.
+    recent = [record for record in history if record.step > done] or [last]
     step_s = sum(record.step_s for record in recent)
     figures = {
         **about,

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -201,3 +202,30 @@ def test_a_host_that_is_lost_under_mpirun_and_a_hub_elsewhere(tmp_path: Path) ->
     err = job.err.replace("\0", "")  # Open MPI's abort leaves a NUL byte in the output
     assert re.search("^burst-rt: .*rank [23] lost: its connection closed", err, re.M), job.text
     _assert_that_node2_was_lost(record)
+
+
+def test_a_job_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
+    """Two ranks of four are gone with their host; the training goes on with the others."""
+    steps = 60
+    run = tmp_path / "run"
+    with hosts(2, tmp_path, "100mbit") as here:
+        command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", "4"]
+        command += ["--restarts", "2", "--min-ranks", "2", "--mpi-arg=--hostfile"]
+        command += [f"--mpi-arg={here.hostfile()}", *_train_command("run"), "--elastic"]
+        command += ["--steps", str(steps), "--checkpoint-every", "5", "--context-parallel", "4"]
+        job = here.start("login", command)
+        deadline_s = time.monotonic() + _START_S
+        while not run.exists() or not (run / "checkpoints" / "step-00000010").exists():
+            assert job.process.poll() is None, (job.wait(_LEAVING_S), job.text)
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        here.do("kill_host 2")
+        assert job.wait(_START_S) == 0, job.text
+        here.wait_until_empty(_LEAVING_S)
+    assert "burst-rt: no answer from node2; the other hosts have slots for 2 of 4 ranks" in job.err
+    options = RunOptions(out=tmp_path / "one", progress="none")
+    config = replace(_CONFIG, steps=steps)
+    burst_rt.run_local(1, lambda world: train(world, config, options, {}), timeout_s=60)
+    assert _losses(run) == pytest.approx(_losses(tmp_path / "one"), rel=1e-4)
+    records = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in records] == list(range(1, steps + 1))

@@ -130,6 +130,33 @@ def test_an_uncaught_error_has_its_exit_code(by: Launcher, how: str, tmp_path: P
     assert set(codes) <= {"64", "-15"}, job.text
 
 
+_WRONG_ON_ONE = """
+import os, pathlib, time
+import burst_rt
+rank = next(int(os.environ[x]) for x in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK") if x in os.environ)
+wrong = {{"{name}": 3}} if rank == 1 else {{}}
+if rank == 1:
+    pathlib.Path("left_at").write_text(str(time.time()))
+burst_rt.init(**wrong)
+"""
+
+
+@pytest.mark.parametrize("by", ["burst-rt run", "mpirun", "torchrun"])
+@pytest.mark.parametrize(("name", "code"), [("group", 64), ("comm", 78)])
+def test_an_init_in_no_group_on_one_rank_ends_the_job(
+    by: Launcher, name: str, code: int, tmp_path: Path
+) -> None:
+    """The others wait in `init`, and there is no group in which to tell them."""
+    (tmp_path / "program.py").write_text(_WRONG_ON_ONE.format(name=name), encoding="utf-8")
+    job = run_job(tmp_path / "program.py", 3, by=by, cwd=tmp_path, timeout_s=60, warm="torch")
+    _ended_in_time(job, tmp_path)
+    assert f"init: {name} must be" in job.err, job.text
+    if by == "torchrun":
+        assert re.search(rf"rank +: 1 .*\n +exitcode +: {code} ", job.err), job.text
+    else:
+        assert job.exit_code == code, job.text
+
+
 def _ended_in_time(job: Job, folder: Path, ended_at_s: float | None = None) -> None:
     """Whether the job, or what ended at `ended_at_s` instead, ended in time."""
     assert (folder / "left_at").exists(), f"the job ended before the rank left: {job.text}"
