@@ -55,10 +55,10 @@ def place_again(
     names = dict.fromkeys(name for name, _ in hosts.entries) if hosts else {}
     if hosts is None or len(names) < 2:
         return Placement(num_ranks, mpi_args)
-    there = _answering(launcher, hosts.others, names, folder)
-    if not there or len(there) == len(names):
+    answering = _answering(launcher, hosts.others, names, folder)
+    if not answering or len(answering) == len(names):
         return Placement(num_ranks, mpi_args)
-    texts = [text for name, text in hosts.entries if name in there]
+    texts = [text for name, text in hosts.entries if name in answering]
     slots = sum(int(found[1]) if (found := _SLOTS.search(text)) else 1 for text in texts)
     value = ",".join(texts)
     if hosts.option in _FILES:
@@ -66,7 +66,7 @@ def place_again(
         path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
         value = str(path)
     num = min(num_ranks, slots)
-    gone = ", ".join(name for name in names if name not in there)
+    gone = ", ".join(name for name in names if name not in answering)
     words = f"no answer from {gone}; the other hosts have slots for {num} of {num_ranks} ranks"
     return Placement(num, [*hosts.others, hosts.option, value], words)
 

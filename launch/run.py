@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -415,8 +416,7 @@ def command(
     mpi_args: tuple[str, ...],
     program: tuple[str, ...],
     restarts: int,
-    restart_window: float | None,
-    min_ranks: int | None,
+    **values: Any,
 ) -> None:
     """Run a Python program on several ranks under MPI.
 
@@ -432,9 +432,10 @@ def command(
     """
     if program[0].startswith("-") and program[0] != "-m":
         raise click.UsageError(f"No such option: {program[0]}")
-    if min_ranks is not None and (not restarts or min_ranks > num_ranks):
+    fewest = values["min_ranks"]
+    if fewest is not None and (not restarts or fewest > num_ranks):
         raise click.UsageError("--min-ranks: expected --restarts, and no more than -n")
-    again = Restarts(times=restarts, window_s=restart_window, min_ranks=min_ranks)
+    again = Restarts(times=restarts, window_s=values["restart_window"], min_ranks=fewest)
     sys.exit(
         launch(program, num_ranks=num_ranks, threads=threads, mpi_args=mpi_args, restarts=again)
     )

@@ -131,7 +131,6 @@ def train_command(
     num_ranks: int | None,
     out: Path | None,
     resume: bool,
-    elastic: bool,
     progress: ProgressMode,
     as_json: bool,
     **values: Any,
@@ -143,6 +142,7 @@ def train_command(
     sequences. With --restarts a run that fails goes on from its last checkpoint.
     """
     restarts, window_s = values.pop("restarts"), values.pop("restart_window")
+    elastic = values.pop("elastic")
     if restarts and (num_ranks is None or out is None):
         raise ConfigError("--restarts needs -n N and --out DIR: the launcher restarts that run.")
     options = RunOptions(

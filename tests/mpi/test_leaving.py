@@ -133,7 +133,8 @@ def test_an_uncaught_error_has_its_exit_code(by: Launcher, how: str, tmp_path: P
 _WRONG_ON_ONE = """
 import os, pathlib, time
 import burst_rt
-rank = next(int(os.environ[x]) for x in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK") if x in os.environ)
+names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
+rank = next(int(os.environ[x]) for x in names if x in os.environ)
 wrong = {{"{name}": 3}} if rank == 1 else {{}}
 if rank == 1:
     pathlib.Path("left_at").write_text(str(time.time()))
