@@ -92,6 +92,9 @@ def launch(
     launcher = find_launcher()
     if as_it_comes:
         mpi_args = [*launcher.as_it_comes(), *mpi_args]
+    if restarts.times and not one_host(mpi_args):
+        # mpirun may return 0 where it has lost a host. Telemetry knows.
+        os.environ.setdefault(TELEMETRY_VARIABLE, "1")
     before = launched.restarts()
 
     def start(restarted: int) -> JobResult:

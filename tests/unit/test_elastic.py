@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import burst_rt
 from burst_rt.errors import ConfigError, InputError
@@ -19,6 +20,7 @@ from burst_rt.job import launched
 from burst_rt.launch import hosts
 from burst_rt.launch.hosts import Placement, place_again
 from burst_rt.launch.mpirun import MpiLauncher
+from burst_rt.launch.run import command
 from burst_rt.launch.train import claim as claims
 from burst_rt.launch.train.checkpoint import Manifest, resolve
 from burst_rt.launch.train.claim import claim
@@ -225,3 +227,10 @@ def test_a_file_of_hosts(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPa
 def test_a_file_of_hosts_that_is_gone_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the file of hosts cannot be read"):
         place_again(_launcher(tmp_path, ""), ["--hostfile", str(tmp_path / "no")], 4, tmp_path)
+
+
+@pytest.mark.parametrize("options", [["--min-ranks", "1"], ["--min-ranks", "3", "--restarts", "1"]])
+def test_fewer_ranks_need_restarts(options: list[str]) -> None:
+    done = CliRunner().invoke(command, ["-n", "2", *options, "program.py"])
+    assert done.exit_code == 2
+    assert "--min-ranks: expected --restarts, and no more than -n" in done.output
