@@ -14,6 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from burst_rt.job import parent as _parent  # noqa: F401  (notes now which process started this one)
 from burst_rt.version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -17,6 +17,17 @@ __all__ = ["end_with_torchrun"]
 
 # Seconds that a rank has after SIGTERM, as torchrun itself gives.
 _GRACE_S = 30.0
+# The process that started this one: torchrun's agent. It may be gone when `init` is called.
+_agent = 0
+
+
+def _note_parent() -> None:
+    global _agent
+    _agent = os.getppid()
+
+
+_note_parent()
+os.register_at_fork(after_in_child=_note_parent)
 
 
 def end_with_torchrun() -> None:
@@ -27,17 +38,20 @@ def end_with_torchrun() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     try:
-        parent = os.pidfd_open(os.getppid())
+        agent = os.pidfd_open(_agent)
+    except ProcessLookupError:
+        agent = None
     except OSError:
         return
     threading.Thread(
-        target=_watch, args=(parent,), name="burst_rt torchrun's end", daemon=True
+        target=_watch, args=(agent,), name="burst_rt torchrun's end", daemon=True
     ).start()
 
 
-def _watch(parent: int) -> None:
-    """Blocks until the parent has ended."""
-    select.select([parent], [], [])
+def _watch(agent: int | None) -> None:
+    """Blocks until the agent has ended. None: it has."""
+    if agent is not None:
+        select.select([agent], [], [])
     print(
         f"burst-rt: rank {os.environ.get('RANK', '?')}: torchrun, which started this process, is "
         "gone, so the process ends",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from jobs import Job, Launcher, run_job
 from launchers import Mpirun, mpirun
 
 from burst_rt.errors import PeerLost, Stalled
+from burst_rt.launch.mpirun import kill_job
 
 _PROGRAMS = Path(__file__).parent / "programs"
 # From the moment the rank leaves to the end of the job; starting the job takes as long as the
@@ -475,6 +477,135 @@ sys.exit(run.launch(["program.py"], num_ranks=2))
         r"\(SIGSTOP, say\) for 1 s, and the other ranks have come to their ends",
         job.stderr,
     ), job.stderr
+
+
+_STOPPED = """
+import os, pathlib, signal
+import burst_rt
+with burst_rt.init() as ctx:
+    rank = ctx.rank
+pathlib.Path(f"pid-{rank}").write_text(str(os.getpid()))
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("well")
+"""
+
+
+@pytest.mark.parametrize("by", ["mpirun", "torchrun"])
+def test_other_launchers_wait_for_a_rank_that_is_stopped_after_its_last_call(
+    by: Launcher, tmp_path: Path
+) -> None:
+    """Nothing of burst_rt's runs there any more: `mpirun` and torchrun themselves wait."""
+    (tmp_path / "program.py").write_text(_STOPPED, encoding="utf-8")
+    state = []
+
+    def let_it_go_on() -> None:
+        path = tmp_path / "pid-1"
+        while not path.exists() or not path.read_text(encoding="utf-8"):
+            time.sleep(0.05)
+        rank = psutil.Process(int(path.read_text(encoding="utf-8")))
+        time.sleep(3.0)
+        state.append(rank.status())
+        rank.resume()
+
+    thread = threading.Thread(target=let_it_go_on, daemon=True)
+    thread.start()
+    job = run_job(tmp_path / "program.py", 2, by=by, cwd=tmp_path, timeout_s=60)
+    thread.join()
+    assert state == [psutil.STATUS_STOPPED]
+    assert (job.exit_code, job.out.count("well")) == (0, 2), job.text
+
+
+_CALLING = """
+import os, pathlib
+import torch
+import burst_rt
+ctx = burst_rt.init(timeout_s=30)
+x = torch.zeros(1, 4, 1, 16)
+pathlib.Path(f"pid-{ctx.rank}").write_text(str(os.getpid()))
+try:
+    while True:
+        burst_rt.burst_attention(x, x, x, layout=ctx.layout(4 * ctx.world_size))
+except burst_rt.errors.PeerLost:
+    pathlib.Path(f"told-{ctx.rank}").touch()
+    raise
+"""
+
+
+@contextmanager
+def _two_agents(folder: Path, source: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two agents of torchrun's with two ranks each, once there are `pid-0` to `pid-3`."""
+    (folder / "program.py").write_text(source, encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
+        "--master-addr=127.0.0.1", f"--master-port={port}",
+    ]  # fmt: skip
+    agents = [
+        subprocess.Popen(
+            [*command, f"--node-rank={number}", "program.py"],
+            cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + 60
+        while len(list(folder.glob("pid-*"))) < 4:
+            assert time.monotonic() < deadline_s
+            assert [agent.poll() for agent in agents] == [None, None]
+            time.sleep(0.05)
+        yield agents
+    finally:
+        for agent in agents:
+            kill_job(agent)
+            agent.wait()
+
+
+def _below(agents: list[subprocess.Popen[bytes]]) -> list[psutil.Process]:
+    return [x for agent in agents for x in psutil.Process(agent.pid).children(recursive=True)]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_one_agent_of_two_that_is_killed_ends_the_job(killed: int, tmp_path: Path) -> None:
+    """Also the one that has the store."""
+    with _two_agents(tmp_path, _CALLING) as agents:
+        below = _below(agents)
+        agents[killed].kill()
+        assert _still_there(below) == []
+        # torchrun's own for a rank that failed.
+        assert agents[1 - killed].wait(timeout=60) == 1
+    # The first rank that fails may have the other one ended before it has told.
+    told = {path.name for path in tmp_path.glob("told-*")}
+    assert told
+    assert told <= {f"told-{rank}" for rank in range(4) if rank // 2 != killed}
+
+
+_LATE = """
+import os, pathlib, time
+import burst_rt
+rank = os.environ["RANK"]
+pathlib.Path(f"pid-{rank}").write_text(str(os.getpid()))
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+ctx = burst_rt.init(join_s=5)
+pathlib.Path(f"joined-{rank}").touch()
+while True:
+    ctx.all_gather(None)
+"""
+
+
+def test_ranks_whose_agent_was_killed_before_init_end_in_it(tmp_path: Path) -> None:
+    with _two_agents(tmp_path, _LATE) as agents:
+        below = _below(agents)
+        agents[1].kill()
+        agents[1].wait()
+        (tmp_path / "go").touch()
+        _, alive = psutil.wait_procs(below, timeout=60)
+        assert alive == []
+        assert agents[0].wait(timeout=60) == 1
 
 
 def test_ranks_end_with_an_mpirun_that_is_killed(tmp_path: Path) -> None:
