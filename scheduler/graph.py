@@ -82,6 +82,14 @@ class Message(NamedTuple):
         return self.offset + self.size_bytes
 
 
+class Extent(NamedTuple):
+    """Bytes of a part: from `offset` to before `end`."""
+
+    part: int
+    offset: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class Lane:
     """A queue of a device or of the network."""
@@ -142,7 +150,8 @@ class Task:
     """One node of a graph: it computes (`op`) or exchanges messages (`sends`, `recvs`).
 
     id: the task's place in program order. reads, writes, accumulates: ids of parts. hop: the step
-    of the ring that the task belongs to, from 0; None: of no step.
+    of the ring that the task belongs to, from 0; None: of no step. looks_at: the bytes that an
+    operation needs of parts that it reads or accumulates into; it needs the whole of others.
     """
 
     id: int
@@ -156,6 +165,7 @@ class Task:
     recvs: tuple[Message, ...]
     cost: Cost
     hop: int | None = None
+    looks_at: tuple[Extent, ...] = ()
     # Follows from the rest, and is asked for whenever a task is issued.
     is_exchange: bool = field(init=False, repr=False, compare=False)
 
@@ -308,6 +318,7 @@ class GraphBuilder:
         cost: Cost = _FREE,
         lane: str = COMPUTE.name,
         hop: int | None = None,
+        looks_at: Iterable[tuple[Part, int, int]] = (),
     ) -> int:
         """Adds a task that performs `op`; returns its id. `accumulates` is a read and a write.
 
@@ -317,6 +328,8 @@ class GraphBuilder:
 
         op: a name alone means an `Op` whose arguments are what the task reads, then what it writes,
         then what it accumulates into.
+        looks_at: (part, size_bytes, offset) of parts that the task reads or accumulates into
+        without needing all of them: the verifier then wants no more bytes to have come.
         """
         reads, writes, accumulates = tuple(reads), tuple(writes), tuple(accumulates)
         if isinstance(op, str):
@@ -339,6 +352,7 @@ class GraphBuilder:
                 recvs=(),
                 cost=cost,
                 hop=hop,
+                looks_at=tuple(Extent(p.id, at, at + size) for p, size, at in looks_at),
             )
         )
 
@@ -417,6 +431,7 @@ class GraphBuilder:
                     id=len(self._tasks), name=task.name, lane=task.lane, op=task.op, reads=reads,
                     writes=writes, accumulates=accumulates, sends=moved(task.sends),
                     recvs=moved(task.recvs), cost=task.cost, hop=task.hop,
+                    looks_at=tuple(x._replace(part=number[x.part]) for x in task.looks_at),
                 )
             )  # fmt: skip
 

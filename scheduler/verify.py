@@ -7,8 +7,8 @@ all raise `InternalError`; it names the rank, the tasks and what is wrong. What 
 
 * Edges run forward in program order, and a path orders every two conflicting accesses to one part:
   nothing is overwritten while it is read or in flight.
-* Nothing is read that was never written: no part, and no bytes that are sent. (An operation names
-  parts, not bytes. A plan may receive only those bytes of a slot that the operation looks at.)
+* Nothing is read that was never written: no part, and no bytes that are sent, or that an operation
+  looks at. (A plan may receive only those bytes of a slot.)
 * A communication lane that is ordered or bounded is issued in program order. A graph with an
   ordered communication lane has no other communication lane.
 * Every send has its receive: peer, tag, order and size agree.
@@ -173,7 +173,7 @@ def _check_accesses(graph: Graph, ancestors: list[int]) -> None:
     come: dict[int, list[tuple[int, int]]] = {}  # bytes of parts that are not whole yet
     for task in graph.tasks:
         if come:
-            _check_sent(graph, task, come)
+            _check_come(graph, task, come)
         for part in (*task.reads, *task.accumulates):
             writer = last_writer[part]
             if writer is None and not graph.parts[part].initialised:
@@ -187,33 +187,40 @@ def _check_accesses(graph: Graph, ancestors: list[int]) -> None:
             for earlier in (*readers[part], last_writer[part]):
                 if earlier != task.id:
                     _require_path(graph, ancestors, earlier, task.id, part)
-            if last_writer[part] is None or part in come:
-                _note_bytes(graph, task, part, come)
+            if part not in task.accumulates:
+                is_new = last_writer[part] is None or bool(readers[part])
+                _note_bytes(graph, task, part, come, is_new)
             last_writer[part] = task.id
             readers[part] = []
 
 
 def _note_bytes(
-    graph: Graph, task: Task, part: int, come: dict[int, list[tuple[int, int]]]
+    graph: Graph, task: Task, part: int, come: dict[int, list[tuple[int, int]]], is_new: bool
 ) -> None:
-    """Notes the bytes that a task writes of a part that has not been written whole yet."""
+    """Notes the bytes of a part that a task writes; is_new: what the part held has been used."""
     whole = (0, graph.parts[part].size_bytes)
     written = [whole]
     if task.is_exchange and not graph.parts[part].initialised:
-        written = come.get(part, []) + [(m.offset, m.end) for m in task.recvs if m.part == part]
+        before = [] if is_new else come.get(part, [whole])
+        written = before + [(m.offset, m.end) for m in task.recvs if m.part == part]
     if _covers(written, whole):
         come.pop(part, None)
     else:
         come[part] = written
 
 
-def _check_sent(graph: Graph, task: Task, come: Mapping[int, list[tuple[int, int]]]) -> None:
-    """Raises InternalError where a task sends bytes on that no message has brought."""
-    for m in task.sends:
-        if m.part in come and not _covers(come[m.part], (m.offset, m.end)):
+def _check_come(graph: Graph, task: Task, come: Mapping[int, list[tuple[int, int]]]) -> None:
+    """Raises InternalError where a task uses bytes that no message has brought."""
+    used = [(m.part, m.offset, m.end) for m in task.sends] or [*task.looks_at]
+    if not task.is_exchange:
+        whole = {*task.reads, *task.accumulates} - {part for part, *_ in used}
+        used += [(part, 0, graph.parts[part].size_bytes) for part in whole]
+    for part, start, stop in used:
+        if part in come and not _covers(come[part], (start, stop)):
+            does = "sends" if task.sends else "looks at (looks_at=)"
             raise InternalError(
-                f"rank {graph.rank}: {_say(graph, task.id)} sends the bytes {m.offset} to {m.end} "
-                f"of {graph.parts[m.part].name}, of which only {sorted(come[m.part])} have come"
+                f"rank {graph.rank}: {_say(graph, task.id)} {does} the bytes {start} to {stop} of "
+                f"{graph.parts[part].name}, of which only {sorted(come[part])} have come"
             )
 
 

@@ -145,6 +145,7 @@ class _Staging:
                 cost=task.cost,
                 lane=task.lane,
                 hop=task.hop,
+                looks_at=[(self.parts[x.part], x.end - x.offset, x.offset) for x in task.looks_at],
             )
         return self.g.build()
 
@@ -176,6 +177,7 @@ class _Staging:
                     cost=Cost(0, size),
                     lane="d2h",
                     hop=task.hop,
+                    looks_at=[(whole, size, out.offset)],
                 )
                 g.exchange(
                     f"{task.name} out {i}",
@@ -204,6 +206,7 @@ class _Staging:
                     cost=Cost(0, size),
                     lane="h2d",
                     hop=task.hop,
+                    looks_at=[(chunk, size, 0)],
                 )
 
     def _chunks(self, way: str, messages: tuple[Message, ...]) -> Iterator[_Chunk]:

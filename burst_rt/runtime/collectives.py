@@ -109,6 +109,7 @@ def reduce_scatter(
                 accumulates=[coming],
                 cost=cost,
                 lane=lane,
+                looks_at=[(slot[0], coming.size_bytes, 0)],
             )
     return tag + world - 1
 

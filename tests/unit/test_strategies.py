@@ -26,19 +26,20 @@ from graphs import (
 from spec import seen
 from tolerances import BALANCE
 
-from burst_rt import Causal
+from burst_rt import Causal, Full
 from burst_rt.errors import InternalError
 from burst_rt.planning import sides
 from burst_rt.planning.choose import choose
 from burst_rt.planning.layouts import KINDS
-from burst_rt.planning.masks import Piece, Relation, Shape
+from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.operations import BackwardTile, FinishRows, ForwardTile, MergeRows
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies import Ring
 from burst_rt.planning.strategies.ring import backward_ring, forward_ring
 from burst_rt.planning.strategies.routes import OneRing, Route, Straight
-from burst_rt.scheduler import Graph, check_world
+from burst_rt.scheduler import Graph, check_world, match_messages
+from burst_rt.scheduler.verify import Endpoint
 
 Positions = tuple[int, ...]
 
@@ -138,6 +139,30 @@ def test_only_what_somebody_further_on_needs_is_sent(
         check_world(graphs)
         check_shares(graphs, ring)
         assert sum(map(bytes_of, graphs)) == ring.wire_bytes() == expected
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
+def test_every_byte_that_travels_is_looked_at_or_sent_on(mask: Mask) -> None:
+    """No message of blocks of unequal lengths could be four bytes shorter."""
+    p = problem(37, 37, 3, mask=mask)
+    for ring in (*rings(p), *rings(p, Straight(3))):
+        graphs = graphs_of(ring)
+        matched = match_messages(graphs)
+        assert matched
+        for received, sent in matched.items():
+            with pytest.raises(InternalError, match=r"of which only .* have come"):
+                check_world(_shorter(_shorter(graphs, received, "recvs"), sent, "sends"))
+
+
+def _shorter(graphs: list[Graph], end: Endpoint, side: str) -> list[Graph]:
+    task = graphs[end.rank].tasks[end.task]
+    messages = list(getattr(task, side))
+    short = messages[end.number]
+    messages[end.number] = short._replace(size_bytes=short.size_bytes - 4)
+    tasks = list(graphs[end.rank].tasks)
+    tasks[end.task] = replace(task, **{side: tuple(messages)})
+    changed = replace(graphs[end.rank], tasks=tuple(tasks))
+    return [changed if graph.rank == end.rank else graph for graph in graphs]
 
 
 def meeting(ring: Ring, block: tuple[range, ...], rank: int) -> set[int]:

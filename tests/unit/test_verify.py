@@ -27,6 +27,7 @@ from burst_rt.scheduler import (
     check_world,
     match_messages,
 )
+from burst_rt.scheduler.graph import Extent
 from burst_rt.scheduler.verify import Endpoint
 
 _FREE = Lane("network")
@@ -215,6 +216,36 @@ class _Fault:
     message: str
 
 
+def _needing(graphs: Sequence[Graph], rank: int, name: str, size_bytes: int) -> list[Graph]:
+    """The same world, with a task that needs the first bytes of what it reads."""
+    (part,) = _task(graphs, rank, name).reads
+    return _with_task(graphs, rank, name, looks_at=(Extent(part, 0, size_bytes),))
+
+
+def _four_bytes_fewer(graphs: Sequence[Graph]) -> list[Graph]:
+    """The same ring, whose last message to rank 0 both sides hold to be shorter."""
+    shorter = _with_message(graphs, 2, "hop 1", "sends", size_bytes=_BYTES - 4)
+    return _with_message(shorter, 0, "hop 1", "recvs", size_bytes=_BYTES - 4)
+
+
+def _added_to(size_bytes: int) -> list[Graph]:
+    """Rank 1 adds to the first four of the bytes that come from rank 0, and sends eight back."""
+    graphs = []
+    for rank in range(2):
+        g = _builder(rank, 2, _FREE)
+        out = g.buffer("out", size_bytes=_BYTES, initialised=True)
+        slot = g.buffer("slot", size_bytes=_BYTES)
+        if rank == 0:
+            g.exchange("away", sends=[(out, 1, size_bytes)], tag=0)
+            g.exchange("home", recvs=[(slot, 1)], tag=1)
+        else:
+            g.exchange("away", recvs=[(slot, 0, size_bytes)], tag=0)
+            g.compute("add", _WORK, accumulates=[slot], looks_at=[(slot[0], 4, 0)])
+            g.exchange("home", sends=[(slot, 0)], tag=1)
+        graphs.append(g.build())
+    return graphs
+
+
 _FREE_RING, _ORDERED_RING = _ring(3), _ring(3, _ORDERED)
 
 _FAULTS = [
@@ -222,7 +253,7 @@ _FAULTS = [
     _Fault(
         "missing receive",
         _FREE_RING,
-        lambda w: _with_task(w, 2, "hop 1", recvs=()),
+        lambda w: _needing(_with_task(w, 2, "hop 1", recvs=()), 2, "tile 2", 0),
         r"rank 1: task 2 'hop 1' sends tag 1 to rank 2, which never receives it",
     ),
     _Fault(
@@ -240,9 +271,32 @@ _FAULTS = [
     _Fault(
         "wrong size",
         _FREE_RING,
-        lambda w: _with_message(w, 0, "hop 1", "recvs", size_bytes=_BYTES - 4),
+        lambda w: _needing(
+            _with_message(w, 0, "hop 1", "recvs", size_bytes=_BYTES - 4), 0, "tile 2", _BYTES - 4
+        ),
         r"rank 2: task 2 'hop 1' sends 8 bytes with tag 1, but rank 0: task 2 'hop 1' "
         r"expects 4 bytes",
+    ),
+    _Fault(
+        "an operation on bytes that never came",
+        _FREE_RING,
+        _four_bytes_fewer,
+        r"rank 0: task 4 'tile 2' looks at \(looks_at=\) the bytes 0 to 8 of slot0\[0\], of "
+        r"which only \[\(0, 4\)\] have come",
+    ),
+    _Fault(
+        "an operation that needs more bytes than came",
+        _needing(_four_bytes_fewer(_FREE_RING), 0, "tile 2", 4),
+        lambda w: _needing(w, 0, "tile 2", 5),
+        r"rank 0: task 4 'tile 2' looks at \(looks_at=\) the bytes 0 to 5 of slot0\[0\], of "
+        r"which only \[\(0, 4\)\] have come",
+    ),
+    _Fault(
+        "bytes sent on that never came, though others were added to",
+        _added_to(8),
+        lambda w: _added_to(4),
+        r"rank 1: task 2 'home' sends the bytes 0 to 8 of slot\[0\], of which only "
+        r"\[\(0, 4\)\] have come",
     ),
     _Fault(
         "bytes sent on that never came",

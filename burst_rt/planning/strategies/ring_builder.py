@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from burst_rt.planning.masks import Piece, Shape
-from burst_rt.planning.needs import Rows, num_rows
+from burst_rt.planning.needs import Rows, num_rows, union_of
 from burst_rt.planning.operations import Add, Delta, FinishRows, MergeRows
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import Role
@@ -191,10 +191,9 @@ class RingBuilder:
         peer: int,
     ) -> list[tuple[Part, int, int, int]]:
         """The messages of some rows (owner, block, rows), to or from a rank of the ring."""
-        block = rows[1]
+        to = self.ranks[peer]
         return [
-            (buffers[rows_of.role][block], self.ranks[peer], rows_of.size_bytes, rows_of.offset)
-            for rows_of in self.ring.row_ranges(tensors, *rows)
+            (part, to, size, offset) for part, size, offset in self._extents(tensors, buffers, rows)
         ]
 
     # In step with `Round._sum_messages`, which tells the same messages for the verifier, and from
@@ -269,7 +268,31 @@ class RingBuilder:
             accumulates=[part for part in adds.values() if part not in new],
             cost=self._cost(pieces, zeroed_bytes),
             hop=hop,
+            looks_at=self._looks_at(hop, block, pieces) if hop else (),
         )
+
+    def _looks_at(
+        self, hop: int, block: int, pieces: tuple[Piece, ...]
+    ) -> list[tuple[Part, int, int]]:
+        """The bytes that the tile of a block that came here needs of the block's slots."""
+        ring, owner = self.ring, self._owner(hop, block)
+        by_rows = [p[:2] if ring.queries_travel else p[2:4] for p in pieces]
+        rows = union_of(by_rows) or ((0, 0),)
+        return self._extents(ring.bundle, self._bundle_at(hop), (owner, block, rows)) + (
+            self._extents(ring.sums, self.sum_slots[hop % 2], (owner, block, rows))
+        )
+
+    def _extents(
+        self,
+        tensors: tuple[tuple[Role, int], ...],
+        buffers: dict[Role, Buffer],
+        rows: tuple[int, int, Rows],
+    ) -> list[tuple[Part, int, int]]:
+        """Where some rows (owner, block, rows) are in the parts of a block."""
+        return [
+            (buffers[rows_of.role][rows[1]], rows_of.size_bytes, rows_of.offset)
+            for rows_of in self.ring.row_ranges(tensors, *rows)
+        ]
 
     def _cost(self, pieces: tuple[Piece, ...], zeroed_bytes: int) -> Cost:
         problem = self.ring.problem
@@ -307,6 +330,7 @@ class RingBuilder:
             if self.ring.forward and self.ring.sums:
                 self._merge_returned(block, rows, self._returns_at(hop))
                 continue
+            came = (self.rank, block, rows)
             for name, size in self.ring.sums:
                 total, arrived = self.owner_sums[name][block], self._returns_at(hop)[name][block]
                 cost = Cost(0, 3 * num_rows(rows) * size)
@@ -316,6 +340,7 @@ class RingBuilder:
                     reads=[arrived],
                     accumulates=[total],
                     cost=cost,
+                    looks_at=self._extents(((name, size),), self._returns_at(hop), came),
                 )
 
     def _merge_returned(self, block: int, rows: Rows, slots: dict[Role, Buffer]) -> None:
@@ -329,6 +354,7 @@ class RingBuilder:
             reads=arrived.values(),
             accumulates=state,
             cost=Cost(0, 3 * num_rows(rows) * size),
+            looks_at=self._extents(self.ring.sums, slots, (self.rank, block, rows)),
         )
 
 
