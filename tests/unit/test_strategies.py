@@ -26,7 +26,7 @@ from graphs import (
 from spec import seen
 from tolerances import BALANCE
 
-from burst_rt import Causal, Full
+from burst_rt import Causal, Documents, Full
 from burst_rt.errors import InternalError
 from burst_rt.planning import sides
 from burst_rt.planning.choose import choose
@@ -152,6 +152,17 @@ def test_every_byte_that_travels_is_looked_at_or_sent_on(mask: Mask) -> None:
         for received, sent in matched.items():
             with pytest.raises(InternalError, match=r"of which only .* have come"):
                 check_world(_shorter(_shorter(graphs, received, "recvs"), sent, "sends"))
+
+
+@pytest.mark.parametrize("cuts", [[0, 36, 52, 55, 63, 64], [0, 20, 30, 64]])
+@pytest.mark.parametrize(("strategy", "forward"), [("ring-q", True), ("burst", False)])
+def test_sums_that_begin_in_a_used_slot_look_at_nothing_of_it(
+    strategy: str, forward: bool, cuts: list[int]
+) -> None:
+    """Blocks of unequal lengths, whose sums begin at different hops."""
+    p = problem(64, 64, 6, mask=Documents(cuts), kinds=("contiguous", "contiguous"))
+    program = choose(p, strategy, forward=forward).program
+    check_world([program.graph(rank) for rank in range(6)])
 
 
 def _shorter(graphs: list[Graph], end: Endpoint, side: str) -> list[Graph]:

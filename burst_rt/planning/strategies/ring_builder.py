@@ -268,18 +268,25 @@ class RingBuilder:
             accumulates=[part for part in adds.values() if part not in new],
             cost=self._cost(pieces, zeroed_bytes),
             hop=hop,
-            looks_at=self._looks_at(hop, block, pieces) if hop else (),
+            looks_at=self._looks_at(hop, block, pieces, () if new else ring.sums) if hop else (),
         )
 
     def _looks_at(
-        self, hop: int, block: int, pieces: tuple[Piece, ...]
+        self,
+        hop: int,
+        block: int,
+        pieces: tuple[Piece, ...],
+        sums: tuple[tuple[Role, int], ...],
     ) -> list[tuple[Part, int, int]]:
-        """The bytes that the tile of a block that came here needs of the block's slots."""
-        ring, owner = self.ring, self._owner(hop, block)
-        by_rows = [p[:2] if ring.queries_travel else p[2:4] for p in pieces]
-        rows = union_of(by_rows) or ((0, 0),)
-        return self._extents(ring.bundle, self._bundle_at(hop), (owner, block, rows)) + (
-            self._extents(ring.sums, self.sum_slots[hop % 2], (owner, block, rows))
+        """The bytes that the tile of a block that came here needs of the block's slots.
+
+        sums: those that came with the block.
+        """
+        ring = self.ring
+        of_pieces = [p[:2] if ring.queries_travel else p[2:4] for p in pieces]
+        rows = (self._owner(hop, block), block, union_of(of_pieces) or ((0, 0),))
+        return self._extents(ring.bundle, self._bundle_at(hop), rows) + self._extents(
+            sums, self.sum_slots[hop % 2], rows
         )
 
     def _extents(
