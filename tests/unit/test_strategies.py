@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -171,7 +172,8 @@ def _shorter(graphs: list[Graph], end: Endpoint, side: str) -> list[Graph]:
     short = messages[end.number]
     messages[end.number] = short._replace(size_bytes=short.size_bytes - 4)
     tasks = list(graphs[end.rank].tasks)
-    tasks[end.task] = replace(task, **{side: tuple(messages)})
+    changes: Any = {side: tuple(messages)}
+    tasks[end.task] = replace(task, **changes)
     changed = replace(graphs[end.rank], tasks=tuple(tasks))
     return [changed if graph.rank == end.rank else graph for graph in graphs]
 
