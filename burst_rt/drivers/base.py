@@ -121,6 +121,7 @@ class BaseDriver:
         # Tasks that have ended: (task, issued, started, ended). Spans are made only when asked for.
         self._ended: deque[tuple[Task, float, float, float]] = deque()
         self._trace: Trace | None = None
+        self.on_events: Callable[[Sequence[TaskDone]], object] | None = None
         self._control: Task | None = None
         # By handle of a message under way: its task, its peer, its place in the exchange, and the
         # exchange's in the flight record.
