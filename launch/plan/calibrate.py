@@ -33,7 +33,7 @@ from burst_rt.launch.measure.timing import (
     slowest_s,
 )
 from burst_rt.launch.plan.doubts import BusyCores, doubts
-from burst_rt.launch.plan.fit import Sample, fit_link, fit_rates
+from burst_rt.planning.fit import Sample, fit_link, fit_rates
 from burst_rt.planning.machines import to_toml
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node

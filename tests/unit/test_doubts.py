@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from burst_rt.errors import ConfigError
 from burst_rt.launch.main import cli
 from burst_rt.launch.plan.doubts import BusyCores, doubts
-from burst_rt.launch.plan.fit import Sample
+from burst_rt.planning.fit import Sample
 from burst_rt.planning.machines import to_toml
 from burst_rt.scheduler import Cost
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Node, Rate

@@ -512,7 +512,7 @@ def test_planning_imports_no_torch(name: str) -> None:
     # What masks let through is counted for whole shards at once, and listed for whole tiles.
     counting = (
         "burst_rt.planning.balance", "burst_rt.planning.intervals", "burst_rt.planning.masks",
-        "burst_rt.planning.needs", "burst_rt.planning.sides",
+        "burst_rt.planning.fit", "burst_rt.planning.needs", "burst_rt.planning.sides",
         "burst_rt.planning.whole", "burst_rt.planning.worklist", "burst_rt.serving.chunks",
     )  # fmt: skip
     more |= {"numpy"} if _within(name, *counting) else set()
