@@ -140,6 +140,7 @@ def _run_once(
                 if hub is not None and (mpirun.returncode or several) and stop.received is None
                 else None
             )
+            verdict = hub.verdict() if hub is not None else None
             owed = ranks.started_here if several else range(num_ranks)
         sys.stdout.flush()
         word = read_word(job_dir)
@@ -168,6 +169,8 @@ def _run_once(
             *_, last = text.splitlines() or [""]
             kept.fail(LauncherNote(list(argv), num_ranks, last))
             text = first_lines(job_dir) + text
+        elif verdict is not None and verdict.advice:
+            text += f"burst-rt: what limited the job: {verdict.text}; {verdict.advice}\n"
         print(text, end="", file=sys.stderr, flush=True)
         *_, last = text.splitlines() or [""]
         return JobResult(exit_code, last, stopped=stop.received is not None)

@@ -21,7 +21,7 @@ from burst_rt.launch.watch import open_viewer, viewer_options
 
 if TYPE_CHECKING:
     from burst_rt.dashboard.links import LinkView
-    from burst_rt.telemetry.model.views import JobView, RankView, Snapshot
+    from burst_rt.telemetry.model.views import JobView, RankView, Snapshot, Verdict
     from burst_rt.telemetry.read.viewer import Viewer
 
 __all__ = ["command", "render"]
@@ -94,7 +94,8 @@ def _watch(viewer: Viewer, *, once: bool) -> None:
 
 def render(snapshot: Snapshot, links: Iterable[LinkView], losses: Iterable[float] = ()) -> Group:
     """The whole picture. losses: the last losses, drawn as a small curve."""
-    parts: list[RenderableType] = [_head(snapshot, losses), _Ranks(snapshot)]
+    head = [_head(snapshot, losses), *_limit(snapshot.job.verdict)]
+    parts: list[RenderableType] = [*head, _Ranks(snapshot)]
     parts += _links(list(links))
     events = _events(snapshot)
     if events.row_count:
@@ -145,6 +146,15 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
     else:
         text.append("no report yet", style="dim")
     return text
+
+
+def _limit(verdict: Verdict | None) -> list[RenderableType]:
+    """What limits the job, and what to do."""
+    if verdict is None:
+        return []
+    text = Text(f"limits: {verdict.text}", style="" if verdict.advice else "dim")
+    text.append(f"; {verdict.advice}" if verdict.advice else "", style="dim")
+    return [text]
 
 
 def _serving(values: Mapping[str, float]) -> str:

@@ -135,6 +135,10 @@ def _of_job(snapshot: Snapshot) -> Iterator[Metric]:
     text = "When the job's hub began, in seconds since the epoch."
     yield _gauge("burst_rt_job_start_time_seconds", text, (), [((), job.began_at_s)])
     yield _gauge("burst_rt_job_ranks", "Ranks of the job.", (), [((), job.world_size)])
+    if job.verdict is not None:
+        labels = (job.verdict.kind, str(job.verdict.rank) if job.verdict.rank >= 0 else "")
+        text = "What limits the job now, and the part of the ranks' time that it costs."
+        yield _gauge("burst_rt_limit_ratio", text, ("kind", "rank"), [(labels, job.verdict.share)])
     text = "Telemetry that ranks dropped because a queue was full."
     yield _counter("burst_rt_telemetry_dropped_messages", text, (), [((), job.dropped)])
     if progress.at_s is not None:

@@ -29,13 +29,15 @@ export class Overview {
     const loss = panel("Loss", "", this.loss.node);
     this.lossPanel = loss.node;
     this.lossNote = loss.hint;
-    this.node = el("div", { class: "page overview" }, this.facts.node, this.serving.node,
+    this.verdict = new VerdictLine();
+    this.node = el("div", { class: "page overview" }, this.verdict.node, this.facts.node, this.serving.node,
       el("div", { class: "aside" }, ring.node, panel("Events", "newest first", this.cause, this.events).node),
       el("div", { class: "ranks" }, this.grid, loss.node));
   }
 
   update(repaint = false) {
     const { present } = job;
+    this.verdict.update(present.job);
     this.facts.update(present);
     this.serving.update(present);
     this.ring.update(present);
@@ -81,6 +83,25 @@ function line(event, before = "") {
   const who = `${before}${event.rank < 0 ? "job" : `rank ${event.rank}`} ${event.kind} `;
   return el("li", {}, el("time", {}, tenths(event.at_s)), el("b", { class: look, title: event.severity }, sign),
     el("span", {}, el("span", { class: "who" }, who), event.text));
+}
+
+// What limits the job, since when, and what to do.
+class VerdictLine {
+  constructor() {
+    this.what = el("b");
+    this.since = el("span", { class: "muted" });
+    this.advice = el("span", { class: "advice" });
+    this.node = el("p", { class: "panel verdict", hidden: true, role: "status" }, this.what, this.since, this.advice);
+  }
+
+  update({ verdict, now_s }) {
+    this.node.hidden = !verdict;
+    if (!verdict) return;
+    this.node.dataset.kind = verdict.kind;
+    text(this.what, verdict.text);
+    text(this.since, ` for ${seconds(now_s - verdict.since_s)}`);
+    text(this.advice, verdict.advice && `${verdict.advice}.`);
+  }
 }
 
 function mean(values) {

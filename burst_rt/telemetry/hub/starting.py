@@ -30,7 +30,7 @@ from burst_rt.job.launched import (
 )
 
 if TYPE_CHECKING:
-    from burst_rt.telemetry.model.views import Lost
+    from burst_rt.telemetry.model.views import Lost, Verdict
     from burst_rt.telemetry.read.viewer import HubViewer
 
 __all__ = ["HUB_MODULE", "RunningHub", "hub_environment", "is_port", "start_hub"]
@@ -107,6 +107,14 @@ class RunningHub:
                     return viewer.first_lost() or staying[0]
                 time.sleep(_POLL_S)
             return viewer.first_lost()
+        return None
+
+    def verdict(self) -> Verdict | None:
+        """What limited the job. None where that is not known, or the hub is gone. Waits at most
+        0.8 s. Ask before `release`.
+        """
+        with suppress(ConfigError, Stalled), self._viewer() as viewer:
+            return viewer.snapshot().job.verdict
         return None
 
     def _viewer(self, patience_s: float = 0.0) -> HubViewer:

@@ -33,6 +33,7 @@ from burst_rt.telemetry.messages import (
 )
 from burst_rt.telemetry.model.blame import Blame
 from burst_rt.telemetry.model.events import EventLog
+from burst_rt.telemetry.model.limits import Limits
 from burst_rt.telemetry.model.plans import Plans
 from burst_rt.telemetry.model.ranks import JoinedRanks, Rank
 from burst_rt.telemetry.model.sources import Sources
@@ -46,6 +47,9 @@ from burst_rt.telemetry.model.views import (
 )
 
 __all__ = ["JobModel"]
+
+# What a rank that runs is.
+_HERE = ("live", "silent")
 
 
 class JobModel:
@@ -63,6 +67,7 @@ class JobModel:
         self.ranks = JoinedRanks(self._events)
         self.sources = Sources(self._events)
         self.plans = Plans(self._events)
+        self._limits = Limits()
         self._blame = Blame(began_at_s, self.ranks, self._events)
 
     def _from_rank(self, at_s: float, rank: Rank, message: FromRank) -> None:
@@ -87,14 +92,23 @@ class JobModel:
             case EndedCall():
                 rank.end_call(message)
                 self.plans.add_call(rank, message)
+                self._limit(rank, message)
             case Agreed():
-                pass  # it has no spans; a summary of the record reads it
+                self._limit(rank, message)
             case Note():
                 self._events.add(rank.view.rank, message.severity, message.kind, message.text)
             case Bye():
                 self._blame.bye(rank, message)
             case Hello():
                 raise AssertionError("a hello has its own way in")
+
+    def _limit(self, rank: Rank, message: EndedCall | Agreed) -> None:
+        group = self.plans.groups.get(message.group)
+        if group is not None and rank.view.rank in group.ranks:
+            self._limits.take(rank, message, group.ranks, self.plans.plan)
+            if self._limits.due(self.now_s):
+                ranks = [other.view for other in self.ranks.values()]
+                self._limits.judge(self.now_s, ranks, self.sources.views(ranks))
 
     @property
     def now_s(self) -> float:
@@ -158,6 +172,7 @@ class JobModel:
             dropped=sum(rank.dropped for rank in ranks),
             replayed=self.replayed,
             first_lost=lost.rank if lost is not None else -1,
+            verdict=self._limits.verdict(ended=all(rank.status not in _HERE for rank in ranks)),
         )
         return Snapshot(
             revision=self.revision,

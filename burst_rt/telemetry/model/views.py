@@ -17,8 +17,8 @@ from burst_rt.telemetry.messages import Candidate, Counts, Severity
 
 __all__ = [
     "CallView", "EventView", "FlowView", "JobView", "Lost", "PlanView", "ProgressView", "RankView",
-    "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView", "WaitView", "shared_fields",
-    "update",
+    "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView", "Verdict", "WaitView",
+    "shared_fields", "update",
 ]  # fmt: skip
 
 
@@ -40,6 +40,19 @@ def update(view: msgspec.Struct, message: msgspec.Struct) -> None:
         setattr(view, name, getattr(message, name))
 
 
+class Verdict(msgspec.Struct, kw_only=True):
+    """What limits the job; see `limits`."""
+
+    # "late rank", "full host", "transfers", "uneven ranks", "throttled GPU"; where ranks wait for
+    # nothing, "outside" or "nothing".
+    kind: str
+    rank: int  # that it is about, -1: none alone
+    share: float  # what it costs: the part of the ranks' time, 0 to 1
+    text: str
+    advice: str  # what to do; "" for nothing
+    since_s: float = 0.0  # since when it has been so
+
+
 class JobView(msgspec.Struct, kw_only=True):
     """The job as a whole."""
 
@@ -52,6 +65,7 @@ class JobView(msgspec.Struct, kw_only=True):
     dropped: int  # messages that ranks had no room for
     replayed: bool  # this is a record, not a running job
     first_lost: int = -1  # the rank that was lost, or failed, before all others; -1: none was
+    verdict: Verdict | None = None  # what limits the job; None before the first calls
 
 
 class RankView(Counts, kw_only=True):

@@ -18,7 +18,8 @@ from typing import TypeAlias
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.telemetry.messages import Hello, JobReport, SourceInfo, SourceSample
 from burst_rt.telemetry.model.timeline import flow_views, spans_of_calls, wait_views
-from burst_rt.telemetry.read.calls import CallOfAll, calls_of
+from burst_rt.telemetry.model.whole_calls import CallOfAll
+from burst_rt.telemetry.read.calls import calls_of
 from burst_rt.telemetry.read.record import Clocks, Record, replay
 
 __all__ = ["write_trace"]
