@@ -20,6 +20,7 @@ from burst_rt.telemetry.messages import HubReport, JobReport, SourceInfo, Source
 from burst_rt.telemetry.model.job_model import JobModel
 
 _LAPTOP = {"width": 1440, "height": 900}
+_TABS = ("overview", "timeline", "history", "traffic", "job")
 _PHONE = {"width": 390, "height": 844}
 # Texts of the ring with their boxes, and points along its links, in pixels of the page.
 _RING = """(svg) => {
@@ -42,6 +43,13 @@ _TICKS = """async () => {
   const { ticks } = await import("/chart.js");
   const { measure, short } = await import("/format.js");
   return ticks(0, 1.1, 3).map((at) => short(measure(at, "B/s")));
+}"""
+
+# What keys change.
+_TIMELINE = """async () => {
+  const t = (await import("/main.js")).made.get("timeline");
+  const { following, span, until, withMessages, selected, scroll } = t;
+  return [following, span, until, withMessages, selected, scroll, scrollY];
 }"""
 
 
@@ -123,6 +131,7 @@ def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
         expect(page.locator("#health")).to_have_text("○ 3 ranks stopped")
         expect(page.locator(".events")).to_contain_text("job stopping by SIGINT")
         expect(page.locator(".lost")).to_have_count(0)
+        assert not running.model.failed
         page.close()
 
 
@@ -278,4 +287,33 @@ def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) ->
             )
             page.mouse.move(0, 0)
         assert page.evaluate(_TICKS) == ["0 B/s", "0.5 B/s", "1 B/s"]
+        page.close()
+
+
+@pytest.mark.parametrize("tab", _TABS)
+def test_escape_closes_the_dialog_alone_and_no_key_acts_behind_it(
+    browser: Browser, tab: str
+) -> None:
+    with serving(_job(4)) as running:
+        page = _open(browser, running.served.link)
+        page.keyboard.press("2")
+        expect(page.locator(".status")).to_contain_text("shown", timeout=10_000)
+        page.keyboard.press("n")
+        expect(page.locator(".status")).to_contain_text("took")
+        page.keyboard.press(str(1 + _TABS.index(tab)))
+        expect(page).to_have_url(re.compile(f"#{tab}$"))
+        before = page.evaluate(_TIMELINE)
+        page.keyboard.press("?")
+        dialog = page.get_by_role("dialog", name="Keys")
+        expect(dialog).to_be_visible()
+        for key in ("1", "2", "5", "+", "-", "a", "d", "l", "f", "m", "n", "p", "?", "PageDown"):
+            page.keyboard.press(key)
+        expect(dialog).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(dialog).to_be_hidden()
+        expect(page).to_have_url(re.compile(f"#{tab}$"))
+        assert page.evaluate(_TIMELINE) == before
+        # Keys act again.
+        page.keyboard.press("3" if tab != "history" else "1")
+        expect(page).not_to_have_url(re.compile(f"#{tab}$"))
         page.close()

@@ -1,6 +1,6 @@
 // The job as the page knows it: the last present, short histories for small curves, events. Bounded, whatever the job does.
 
-import { ask } from "./dom.js";
+import { ask, keep } from "./ask.js";
 import { REASONS } from "./format.js";
 
 const POINTS = 240; // of a small curve: two minutes
@@ -104,16 +104,18 @@ export async function connect(changed) {
     }
     changed();
   };
-  source.addEventListener("end", () => {
+  const end = (last) => {
     job.state = "ended";
     source.close();
+    keep(last);
     changed();
-  });
+  };
+  source.addEventListener("end", (message) => end(JSON.parse(message.data)));
   source.onerror = () => {
     // The browser tries again by itself, unless it was refused.
     const over = job.present && job.present.ranks.every((rank) => rank.status !== "live");
-    job.state = over || source.readyState === EventSource.CLOSED ? "ended" : "away";
-    if (job.state === "ended") source.close();
+    if (over || source.readyState === EventSource.CLOSED) return end(null);
+    job.state = "away";
     changed();
   };
 }

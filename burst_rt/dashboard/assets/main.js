@@ -102,6 +102,7 @@ document.getElementById("help").addEventListener("click", () => keys.showModal()
 onTheme(() => { if (job.present) shown?.update(true); });
 addEventListener("hashchange", route);
 addEventListener("keydown", (event) => {
+  if (document.querySelector("dialog[open]")) return; // its own keys are the browser's, Escape among them
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
   const at = Number(event.key) - 1;
   if (PAGES[at]) location.hash = PAGES[at][0];

@@ -16,9 +16,9 @@ import msgspec
 from burst_rt.telemetry.messages import Candidate, Counts, Severity
 
 __all__ = [
-    "CallView", "EventView", "FlowView", "JobView", "Lost", "PlanView", "ProgressView", "RankView",
-    "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView", "WaitView", "shared_fields",
-    "update",
+    "CallView", "EventView", "FlowView", "JobView", "Lost", "PlanView", "PostMortemView",
+    "ProgressView", "RankView", "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView",
+    "WaitView", "shared_fields", "update",
 ]  # fmt: skip
 
 
@@ -40,6 +40,14 @@ def update(view: msgspec.Struct, message: msgspec.Struct) -> None:
         setattr(view, name, getattr(message, name))
 
 
+class PostMortemView(msgspec.Struct, kw_only=True):
+    """See `messages.PostMortemLines`."""
+
+    heading: list[str]
+    advice: list[str]
+    whole: list[str]
+
+
 class JobView(msgspec.Struct, kw_only=True):
     """The job as a whole."""
 
@@ -52,6 +60,8 @@ class JobView(msgspec.Struct, kw_only=True):
     dropped: int  # messages that ranks had no room for
     replayed: bool  # this is a record, not a running job
     first_lost: int = -1  # the rank that was lost, or failed, before all others; -1: none was
+    ended: bool = False  # the job has ended, and its hub goes once its viewers know
+    post_mortem: PostMortemView | None = None  # of a job that has failed, once it has ended
 
 
 class RankView(Counts, kw_only=True):
