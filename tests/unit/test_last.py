@@ -36,9 +36,9 @@ def test_the_newer_a_part_of_a_history_is_the_finer_it_is() -> None:
     for column in (times, values):
         assert column == sorted(column)
         assert len(column) == len(set(column))
-    for range_s, least in ((60, 60), (600, 250), (3600, 500), (_LASTS_S, 600)):
+    for range_s, least in ((60, 60), (600, 200), (3600, 350), (_LASTS_S, 500)):
         assert sum(at_s >= _LASTS_S - range_s for at_s in times) >= least
-    assert times[0] < 100
+    assert times[0] < 1000
     assert (times[-1], values[-1]) == (_LASTS_S, _LASTS_S)
     # Rows of the last minute are single samples, older ones are means of their neighbours.
     assert values[-60:] == times[-60:]
@@ -65,6 +65,6 @@ def test_its_size_is_bounded(num_ranks: int) -> None:
     num_spans = sum(len(call["spans"]) for call in last["timeline"]["calls"])
     num_values = sum(len(c) for view in last["series"] for c in view["values"].values())
     assert 15_000 < num_spans <= 20_000
-    assert 10_000 < num_values <= 200_000 * 1.01
+    assert 5_000 < num_values <= 200_000 * 1.01
     assert len(last["plans"]) == num_ranks
     assert len(msgspec.json.encode(last)) < 8e6

@@ -207,7 +207,7 @@ def _kill_a_rank(page: Page, job: RunningCommand, pictures: Path) -> None:
     expect(page.locator("#banner")).to_contain_text("The job has ended", timeout=15_000)
     # What was last seen stays, and so does who was lost first.
     expect(page.locator("#banner")).to_contain_text(
-        re.compile(r"Rank 2 was lost first, at \d+:\d\d\.\d: its connection closed")
+        re.compile(r"Rank 2 was lost first, at \d+:\d\d\.\d\. Look at it again")
     )
     _expect_one_cause(page)
     page.screenshot(path=pictures / "lost.png")

@@ -54,10 +54,11 @@ function brief(command) {
   return [program.replace(/\/__main__\.py$/, "").replace(/.*\//, ""), ...rest].join(" ");
 }
 
-// Who was lost first, for the banner.
+// Who was lost first, for the banner. The post-mortem knows more of how than the last message of the rank.
 function blame(present) {
   const cause = firstLost(present);
-  return cause ? ` Rank ${cause.rank} ${ending(cause)} first, at ${tenths(cause.status_since_s)}: ${cause.ending}.` : "";
+  const how = present.job.post_mortem ? "" : `: ${cause?.ending}`;
+  return cause ? ` Rank ${cause.rank} ${ending(cause)} first, at ${tenths(cause.status_since_s)}${how}.` : "";
 }
 
 function header() {
