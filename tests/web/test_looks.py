@@ -296,6 +296,7 @@ def test_escape_closes_the_dialog_alone_and_no_key_acts_behind_it(
 ) -> None:
     with serving(_job(4)) as running:
         page = _open(browser, running.served.link)
+        page.set_viewport_size({"width": 1000, "height": 400})  # there is more behind, to scroll to
         page.keyboard.press("2")
         expect(page.locator(".status")).to_contain_text("shown", timeout=10_000)
         page.keyboard.press("n")
