@@ -41,8 +41,8 @@ _STATES = {
 _SEVERITIES = {"info": "dim", "warning": "yellow", "error": "bold red"}
 # The column of the share of time in which a rank computes: a bar and a number.
 _COMPUTES = "computes"
-# Columns that a narrow terminal leaves out, in this order, until "doing" has room. Of _COMPUTES it
-# leaves out the bar.
+# Columns that a narrow terminal leaves out, in this order, until "doing" has room. _COMPUTES loses
+# only its bar.
 _DROPPED = ("graph calls", "flop/s", _COMPUTES, "sends", "away", "power", "temp", "memory", "waits")
 _LEAST_DOING = 24
 _BARS = "▁▂▃▄▅▆▇█"

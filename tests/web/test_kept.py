@@ -130,7 +130,7 @@ def _shoot(page: Page, folder: Path) -> None:
     for size, viewport in _SIZES.items():
         page.set_viewport_size(viewport)  # type: ignore[arg-type]  # the type's name is private
         for theme in ("light", "dark"):
-            page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]  # one of two words
+            page.emulate_media(color_scheme=theme)
             for key, tab in (("1", "overview"), ("2", "timeline"), ("3", "history"), ("5", "job")):
                 page.keyboard.press(key)
                 page.wait_for_timeout(600)

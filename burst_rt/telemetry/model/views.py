@@ -61,7 +61,7 @@ class JobView(msgspec.Struct, kw_only=True):
     replayed: bool  # this is a record, not a running job
     first_lost: int = -1  # the rank that was lost, or failed, before all others; -1: none was
     ended: bool = False  # the job has ended, and its hub goes once its viewers know
-    post_mortem: PostMortemView | None = None  # of a job that has failed, once it has ended
+    post_mortem: PostMortemView | None = None  # None unless the job has failed and ended
 
 
 class RankView(Counts, kw_only=True):
