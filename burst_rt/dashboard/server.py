@@ -32,7 +32,7 @@ _MAX_CONNECTIONS = 128
 _MAX_MUTE = 64
 _REQUEST_DEADLINE_S = 10.0
 # Seconds that streams may take to hand over what their pages keep; the hub waits longer.
-_CLOSING_S = 2
+_CLOSING_S = 3
 
 
 @dataclass(frozen=True)

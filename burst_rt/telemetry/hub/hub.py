@@ -70,7 +70,7 @@ _MAX_UNREAD_BYTES = 64 << 20
 _MAX_CONNECTIONS = 8192
 # Seconds that viewers may take, once the job has ended, to ask for what they want to keep, and the
 # dashboard to hand that over to its pages. A viewer that has not asked for _ASKED_S does not count.
-_CLOSING_S, _ASKED_S = 2.5, 2.5
+_CLOSING_S, _ASKED_S = 4.0, 2.5
 _POLL_S = 0.05
 # Bounds of a post-mortem that viewers get: its lines, and the characters of each.
 _MAX_LINES, _LINE_WIDTH = 300, 1000
