@@ -39,6 +39,18 @@ _RING = """(svg) => {
   return { texts, points, svg: box(svg), tips: svg.querySelectorAll("path.tip").length };
 }"""
 
+# The same, of a ring that has just been told of links between all.
+_ALL_TO_ALL = """async () => {
+  const { job } = await import("/live.js");
+  const { ring } = (await import("/main.js")).made.get("overview");
+  const ranks = job.present.ranks.map(({ rank }) => rank);
+  const others = (sender) => ranks.filter((rank) => rank !== sender);
+  const link = (sender) => (receiver) => ({ sender, receiver, bytes_per_s: 2e6, state: "ok" });
+  const links = ranks.flatMap((sender) => others(sender).map(link(sender)));
+  ring.update({ ...job.present, links });
+  return (%s)(ring.node);
+}"""
+
 _TICKS = """async () => {
   const { ticks } = await import("/chart.js");
   const { measure, short } = await import("/format.js");
@@ -118,6 +130,23 @@ def test_words_of_the_ring_cover_neither_links_nor_each_other(
         assert num_ranks > 8 or text.bottom - text.top > 10, text
     assert found["tips"] == (num_ranks if 1 < num_ranks <= 24 else 0)
     assert any("clockwise" in text.words for text in texts) == (num_ranks > 24)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8, 12])
+def test_words_have_room_where_all_ranks_send_to_all(browser: Browser, num_ranks: int) -> None:
+    with serving(_job(num_ranks)) as running:
+        page = _open(browser, running.served.link)
+        expect(page.locator(".ring text.of")).to_contain_text("links")
+        found = page.evaluate(_ALL_TO_ALL % _RING)
+        page.close()
+    texts = [_Text(*text) for text in found["texts"]]
+    assert {text.words for text in texts} > {f"over {num_ranks * (num_ranks - 1)} links"}
+    for one, other in itertools.combinations(texts, 2):
+        assert not one.covers(other), (one, other)
+    # The ranks' numbers are in their circles, which lie above the links.
+    for text in (text for text in texts if not text.words.isdigit()):
+        for x, y in found["points"]:
+            assert not (text.left < x < text.right and text.top < y < text.bottom), text
 
 
 def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
