@@ -4,6 +4,7 @@ why the job failed.
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 import time
@@ -83,6 +84,19 @@ def test_a_page_keeps_tabs_that_nobody_had_opened_when_a_rank_was_killed(
         page = browser.new_page()
         page.goto(replay.link("dashboard"))
         _expect_post_mortem(page, folder)
+        page.close()
+
+
+def test_a_page_says_so_where_the_hub_was_killed_too(browser: Browser, tmp_path: Path) -> None:
+    arguments = ["--telemetry", str(_PROGRAM), "2048", str(tmp_path / "stop")]
+    with ExitStack() as stack:
+        job = stack.enter_context(command("run", "-n", "2", *arguments, cwd=tmp_path))
+        page = browser.new_page()
+        page.goto(_dashboard(stack, job, tmp_path, attached=True))
+        expect(page.locator(".card.live")).to_have_count(2, timeout=60_000)
+        (hub,) = tmp_path.glob("burst-rt/*.json")
+        kill_rank(job.process, json.loads(hub.read_text())["pid"])
+        expect(page.locator("#banner")).to_contain_text("tabs that were not open have nothing")
         page.close()
 
 

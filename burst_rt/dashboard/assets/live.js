@@ -29,6 +29,7 @@ export class Curve {
 export const job = {
   present: null, // what the stream last said
   state: "waiting", // "live", "ended", "away"
+  bare: false, // it has ended, and nothing was handed over
   events: [],
   sources: new Map(),
   metrics: {},
@@ -106,6 +107,7 @@ export async function connect(changed) {
   };
   const end = (last) => {
     job.state = "ended";
+    job.bare = !last;
     source.close();
     keep(last);
     changed();

@@ -71,10 +71,11 @@ function header() {
   text(document.getElementById("clock"), clock(now()));
   const banner = document.getElementById("banner");
   const record = present.job.record;
+  const bare = job.bare ? " Its hub was lost without a word: tabs that were not open have nothing." : "";
   const again = record ? ` Look at it again with burst-rt dashboard --replay ${record}` : "";
   const what = present.job.replayed ? "record" : job.state === "ended" ? "left" : job.state === "away" ? "lost" : "";
   const said = { record: `A record, as it was ${clock(present.job.now_s)} after the start: ${record}${blame(present)}`,
-    left: `The job has ended; this is the last that was seen of it.${blame(present)}${again}`, lost: "The connection is lost; trying again.", "": "" }[what];
+    left: `The job has ended; this is the last that was seen of it.${blame(present)}${bare}${again}`, lost: "The connection is lost; trying again.", "": "" }[what];
   banner.hidden = !said;
   text(banner, said);
   attribute(banner, "class", what);
