@@ -74,7 +74,7 @@ function header() {
   const bare = job.bare ? " Its hub was lost without a word: tabs that were not open have nothing." : "";
   const again = record ? ` Look at it again with burst-rt dashboard --replay ${record}` : "";
   const what = present.job.replayed ? "record" : job.state === "ended" ? "left" : job.state === "away" ? "lost" : "";
-  const said = { record: `A record, as it was ${clock(present.job.now_s)} after the start: ${record}${blame(present)}`,
+  const said = { record: `A record (${record}), as it was ${clock(present.job.now_s)} after the start.${blame(present)}`,
     left: `The job has ended; this is the last that was seen of it.${blame(present)}${bare}${again}`, lost: "The connection is lost; trying again.", "": "" }[what];
   banner.hidden = !said;
   text(banner, said);
