@@ -43,6 +43,7 @@ __all__ = [
     "Ping",
     "PlanSummary",
     "Pong",
+    "PostMortemLines",
     "RecordHeader",
     "Recorded",
     "Severity",
@@ -336,13 +337,21 @@ class HubReport(_Message, tag="presence"):
     text: str  # how the connection ended; the signal that stops the job
 
 
+class PostMortemLines(_Message, tag="post-mortem", kw_only=True):
+    """The post-mortem of a job that failed, in lines (`job.postmortem`). The hub's last message."""
+
+    heading: list[str]  # who stopped first, and who waited for whom
+    advice: list[str]  # what to do next
+    whole: list[str]  # all of it, as far as it has room
+
+
+# A message that a JobModel takes.
+Item: TypeAlias = FromRank | HubReport | PostMortemLines
+
+
 class Recorded(_Message):
     """One entry of a record."""
 
     at_s: float  # when the hub had the message
     rank: int  # that the message came from, -1 for the hub itself
-    message: FromRank | HubReport
-
-
-# A message that a JobModel takes.
-Item: TypeAlias = FromRank | HubReport
+    message: Item

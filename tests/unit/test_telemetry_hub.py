@@ -329,6 +329,22 @@ def test_a_silent_rank_is_noticed(hub: RunningHub) -> None:
         assert "nothing heard for 2 s" in shown.events[-1].text
 
 
+def test_a_hub_whose_job_has_ended_waits_for_viewers_to_ask_what_they_keep() -> None:
+    running = start_hub(one_host=True, held=True)
+    with HubViewer(running.address, running.secret) as viewer:
+        with _rank(running, 0):
+            _wait_until(viewer, lambda s: bool(s.ranks))
+        releasing = threading.Thread(target=running.release)
+        releasing.start()
+        shown = _wait_until(viewer, lambda s: s.job.ended)
+        assert shown.ranks[0].status == "lost"
+        assert viewer.timeline().calls == []
+        assert [view.source for view in viewer.series()] == ["rank:0"]
+    releasing.join(_DEADLINE_S)
+    assert not releasing.is_alive()
+    assert running._process.returncode == 0
+
+
 def test_strangers_are_not_heard(hub: RunningHub) -> None:
     with (
         HubViewer(hub.address, "wrong") as viewer,

@@ -28,6 +28,7 @@ from burst_rt.telemetry.messages import (
     JobReport,
     Note,
     PlanSummary,
+    PostMortemLines,
     SourceInfo,
     SourceSample,
 )
@@ -41,9 +42,11 @@ from burst_rt.telemetry.model.views import (
     EventView,
     JobView,
     Lost,
+    PostMortemView,
     SeriesView,
     Snapshot,
     TimelineView,
+    shared_fields,
 )
 
 __all__ = ["JobModel"]
@@ -69,6 +72,8 @@ class JobModel:
         self.plans = Plans(self._events)
         self._limits = Limits()
         self._blame = Blame(began_at_s, self.ranks, self._events)
+        self._post_mortem: PostMortemView | None = None
+        self.ended = False  # the hub goes, once viewers have asked what they want to keep
 
     def _from_rank(self, at_s: float, rank: Rank, message: FromRank) -> None:
         """Each message of a rank, and what it changes."""
@@ -125,6 +130,12 @@ class JobModel:
         """The first rank that was lost, or failed."""
         return self._blame.first_lost
 
+    @property
+    def failed(self) -> bool:
+        """Whether a rank was lost, or failed, though nobody had stopped the job."""
+        ended_badly = any(rank.view.ending for rank in self.ranks.values())
+        return ended_badly and not self._blame.stopping
+
     def apply(self, at_s: float, rank: int, message: Item) -> None:
         """Takes one message. at_s: when the hub had it, in seconds since the hub began. rank: that
         it came from, -1 for the hub itself.
@@ -133,6 +144,8 @@ class JobModel:
         self._events.now_s = max(self._events.now_s, at_s)
         if isinstance(message, HubReport):
             self._blame.observe(message)
+        elif isinstance(message, PostMortemLines):
+            self._post_mortem = PostMortemView(**shared_fields(message, PostMortemView))
         elif isinstance(message, Hello):
             if self._first is None or self._first.rank == message.rank:
                 self._first = message
@@ -173,6 +186,8 @@ class JobModel:
             replayed=self.replayed,
             first_lost=lost.rank if lost is not None else -1,
             verdict=self._limits.verdict(ended=all(rank.status not in _HERE for rank in ranks)),
+            ended=self.ended,
+            post_mortem=self._post_mortem,
         )
         return Snapshot(
             revision=self.revision,

@@ -16,9 +16,9 @@ import msgspec
 from burst_rt.telemetry.messages import Candidate, Counts, Severity
 
 __all__ = [
-    "CallView", "EventView", "FlowView", "JobView", "Lost", "PlanView", "ProgressView", "RankView",
-    "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView", "Verdict", "WaitView",
-    "shared_fields", "update",
+    "CallView", "EventView", "FlowView", "JobView", "Lost", "PlanView", "PostMortemView",
+    "ProgressView", "RankView", "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView",
+    "Verdict", "WaitView", "shared_fields", "update",
 ]  # fmt: skip
 
 
@@ -53,6 +53,14 @@ class Verdict(msgspec.Struct, kw_only=True):
     since_s: float = 0.0  # since when it has been so
 
 
+class PostMortemView(msgspec.Struct, kw_only=True):
+    """See `messages.PostMortemLines`."""
+
+    heading: list[str]
+    advice: list[str]
+    whole: list[str]
+
+
 class JobView(msgspec.Struct, kw_only=True):
     """The job as a whole."""
 
@@ -66,6 +74,8 @@ class JobView(msgspec.Struct, kw_only=True):
     replayed: bool  # this is a record, not a running job
     first_lost: int = -1  # the rank that was lost, or failed, before all others; -1: none was
     verdict: Verdict | None = None  # what limits the job; None before the first calls
+    ended: bool = False  # the job has ended, and its hub goes once its viewers know
+    post_mortem: PostMortemView | None = None  # None unless the job has failed and ended
 
 
 class RankView(Counts, kw_only=True):
