@@ -183,7 +183,7 @@ _RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankView], float]], ...] = (
     ("burst_rt_rank_compute_seconds", "Time in tiles.", lambda rank: rank.compute_s),
     (
         "burst_rt_rank_wait_seconds",
-        "Time compute stood still while a transfer was under way.",
+        "Time compute stood still for a transfer, or for a rank that came late.",
         lambda rank: rank.wait_s,
     ),
     ("burst_rt_rank_call_seconds", "Time in calls.", lambda rank: rank.total_s),

@@ -168,7 +168,8 @@ class BaseDriver:
                 if backoff and transfers:
                     self.wait_s += backoff.elapsed_s()
                 return events
-            backoff, transfers = backoff or Backoff(), bool(self._num_open)
+            backoff = backoff or Backoff()
+            transfers = bool(self._num_open) or self._control is not None
             failure = self._overdue(backoff) if slept else None
             if failure:
                 return [failure]

@@ -166,7 +166,7 @@ class EndedCall(_Message, tag="call", kw_only=True):
     started_s: float
     ended_s: float
     compute_s: float
-    wait_s: float  # the compute lane idled while a transfer was under way
+    wait_s: float  # the compute lane idled: a transfer was under way, or a rank had not come yet
     spans: bytes  # 16 bytes each, see `timeline.SPAN`; times count from started_s
 
 
@@ -198,7 +198,7 @@ class Counts(msgspec.Struct, kw_only=True):
     # Number of calls whose spans were looked at; only these count in transfer_s and overlap_s.
     traced_calls: int = 0
     compute_s: float = 0.0  # time in tiles
-    wait_s: float = 0.0  # the compute lane idled while a transfer was under way
+    wait_s: float = 0.0  # as in `EndedCall`, and in calls that only agree
     total_s: float = 0.0  # time in calls
     transfer_s: float = 0.0  # at least one transfer was under way
     overlap_s: float = 0.0  # a transfer was under way while the compute lane was busy

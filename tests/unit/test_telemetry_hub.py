@@ -27,7 +27,7 @@ from telemetry_feed import beat, hello
 import burst_rt
 from burst_rt.errors import ConfigError, InputError, ProtocolError
 from burst_rt.telemetry.hub.starting import HUB_MODULE, RunningHub, hub_environment, start_hub
-from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Severity
+from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Pong, Severity
 from burst_rt.telemetry.model.views import Snapshot
 from burst_rt.telemetry.rank import joining
 from burst_rt.telemetry.rank.agent import Agent
@@ -196,6 +196,26 @@ def test_a_report_that_cannot_be_sent_leaves_telemetry_as_it_was(
         shown = _wait_until(viewer, lambda s: any(r.status == "left" for r in s.ranks))
         assert shown.progress.step == 2**63 - 1
         assert shown.progress.values == {"é" * 128: 2.0, "loss": 3.0}
+
+
+def test_a_rank_that_ends_hears_the_hub_out(tmp_path: Path) -> None:
+    """A hub that answers after the rank's last word finds the connection whole."""
+    path = str(tmp_path / "hub")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        agent = Agent(f"unix:{path}", hello(0, 1), None)
+        connection, _ = listening.accept()
+        closing = threading.Thread(target=agent.close, args=(0,))
+        with connection:
+            connection.settimeout(_DEADLINE_S)
+            closing.start()
+            while connection.recv(1 << 16):
+                pass
+            for _ in range(3):
+                connection.sendall(frame(msgspec.msgpack.encode(Pong(0.0, 0.0))))
+                time.sleep(0.05)
+        closing.join(_DEADLINE_S)
 
 
 def test_a_dropped_connection_is_noticed_within_100_ms(hub: RunningHub) -> None:

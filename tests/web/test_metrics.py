@@ -23,7 +23,7 @@ from telemetry_feed import arrive, beat, call, counters, gpu_sample
 
 from burst_rt.dashboard.exporter import DCGM, exposition
 from burst_rt.dashboard.links import LinkStates
-from burst_rt.telemetry.messages import JobReport, SourceInfo, SourceSample
+from burst_rt.telemetry.messages import Bye, JobReport, SourceInfo, SourceSample
 from burst_rt.telemetry.metrics import METRICS
 from burst_rt.telemetry.model.job_model import JobModel
 
@@ -156,6 +156,45 @@ def test_grafanas_dashboard_and_the_guide_name_what_there_is() -> None:
     told = set(re.findall(r"\b(?:burst_rt|DCGM)_[a-zA-Z_]+(?=[`{\[])", guide))
     assert len(told) > 12
     assert asked | told <= found
+
+
+def test_alerts_are_right_and_fire_for_a_rank_that_comes_late(tmp_path: Path) -> None:
+    promtool = installed("promtool", package="prometheus")
+    alerts = (_DASHBOARD / "alerts.yml").read_text(encoding="utf-8")
+    asked = set(re.findall(r"\bburst_rt_\w+", alerts))
+    model = _full_job()
+    model.apply(5.0, 1, Bye(5.0, 1, "MemoryError: none left"))
+    assert len(asked) == 4
+    assert asked - {"burst_rt_limit_ratio"} <= set(_exposed(model))
+    (tmp_path / "alerts.yml").write_text(alerts, encoding="utf-8")
+    case = """
+rule_files: [alerts.yml]
+evaluation_interval: 15s
+tests:
+  - interval: 15s
+    input_series:
+      - {series: 'burst_rt_limit_ratio{kind="late rank",rank="1"}', values: "0.84x20"}
+      - {series: 'burst_rt_limit_ratio{kind="outside",rank=""}', values: "0.9x20"}
+    alert_rule_test:
+      - eval_time: 2m
+        alertname: BurstRtJobLimited
+        exp_alerts:
+          - exp_labels: {severity: warning, kind: late rank, rank: "1"}
+            exp_annotations:
+              summary: "late rank, rank 1: 84% of the time is lost"
+              description: "The job's dashboard and `burst-rt top` say what to do."
+"""
+    (tmp_path / "case.yml").write_text(case, encoding="utf-8")
+    for words in (["check", "rules", "alerts.yml"], ["test", "rules", "case.yml"]):
+        done = subprocess.run(
+            [promtool, *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _free_port() -> int:

@@ -103,6 +103,7 @@ class JobModel:
             case Note():
                 self._events.add(rank.view.rank, message.severity, message.kind, message.text)
             case Bye():
+                self._judge()
                 self._blame.bye(rank, message)
             case Hello():
                 raise AssertionError("a hello has its own way in")
@@ -112,8 +113,11 @@ class JobModel:
         if group is not None and rank.view.rank in group.ranks:
             self._limits.take(rank, message, group.ranks, self.plans.plan)
             if self._limits.due(self.now_s):
-                ranks = [other.view for other in self.ranks.values()]
-                self._limits.judge(self.now_s, ranks, self.sources.views(ranks))
+                self._judge()
+
+    def _judge(self) -> None:
+        ranks = [rank.view for rank in self.ranks.values()]
+        self._limits.judge(self.now_s, ranks, self.sources.views(ranks))
 
     @property
     def now_s(self) -> float:

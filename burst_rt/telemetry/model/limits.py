@@ -62,6 +62,7 @@ class Limits:
         """
         number = rank.view.rank
         self._now_s = max(self._now_s, rank.at(message.ended_s))
+        self._judged_s = self._judged_s or self._now_s
         if not self._affords(message, len(members)):
             self._collector.skip(number, message)
             return
@@ -213,6 +214,19 @@ def _uneven(facts: Facts) -> Verdict | None:
     )  # fmt: skip
 
 
+def _overhead(facts: Facts) -> Verdict | None:
+    """What of the time in calls is neither in tasks nor in waits."""
+    names = ("compute_s", "exposed_s", "skew_s", "late_s")
+    share = 1.0 - sum(map(facts.share, names))
+    return Verdict(
+        kind="overhead", rank=-1, share=max(0.0, share),
+        text=f"calls spend {_percent(share)} of their time neither computing nor waiting: they "
+        "plan, or they are small",
+        advice="masks, lengths and layouts that come again are planned once; longer sequences "
+        "make more of a call",
+    )  # fmt: skip
+
+
 def _full_host(facts: Facts) -> Verdict | None:
     """Ranks on CPUs that compute for longer than they have a core."""
     verdicts = []
@@ -267,4 +281,10 @@ def _percent(share: float) -> str:
 
 
 # What may limit a job.
-RULES: tuple[Callable[[Facts], Verdict | None], ...] = (_comes_late, _full_host, _wire, _uneven)
+RULES: tuple[Callable[[Facts], Verdict | None], ...] = (
+    _comes_late,
+    _full_host,
+    _wire,
+    _uneven,
+    _overhead,
+)

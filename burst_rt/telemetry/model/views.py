@@ -43,8 +43,8 @@ def update(view: msgspec.Struct, message: msgspec.Struct) -> None:
 class Verdict(msgspec.Struct, kw_only=True):
     """What limits the job; see `limits`."""
 
-    # "late rank", "full host", "transfers", "uneven ranks", "throttled GPU"; where ranks wait for
-    # nothing, "outside" or "nothing".
+    # "late rank", "full host", "transfers", "uneven ranks", "throttled GPU" or "overhead"; where
+    # ranks wait for nothing, "outside" or "nothing".
     kind: str
     rank: int  # that it is about, -1: none alone
     share: float  # what it costs: the part of the ranks' time, 0 to 1
