@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from dashboards import serving
 from playwright.sync_api import Browser, Page, expect
-from telemetry_feed import Load, arrive, gpu_sample, offset_s
+from telemetry_feed import Load, arrive, call, gpu_sample, offset_s
 
 from burst_rt.telemetry.messages import HubReport, JobReport, SourceInfo, SourceSample
 from burst_rt.telemetry.model.job_model import JobModel
@@ -346,4 +346,33 @@ def test_escape_closes_the_dialog_alone_and_no_key_acts_behind_it(
         # Keys act again.
         page.keyboard.press("3" if tab != "history" else "1")
         expect(page).not_to_have_url(re.compile(f"#{tab}$"))
+        page.close()
+
+
+def test_the_first_line_says_what_limits_the_job(browser: Browser) -> None:
+    """Rank 1 comes 0.5 s late to every call. On a phone the line is no wider than the page."""
+    model = JobModel(1e9)
+    ranks = range(2)
+    for rank in ranks:
+        for message in arrive(rank):
+            model.apply(0.1, rank, message)
+    with serving(model) as shown:
+        page = _open(browser, shown.served.link)
+        page.set_viewport_size(_PHONE)  # type: ignore[arg-type]  # the type's name is private
+        verdict = page.locator(".verdict")
+        expect(verdict).to_be_hidden()
+
+        def calls(model: JobModel) -> None:
+            early = ((0.1, 0.1, 0.61), (0.0, 0.0, 0.1), (0.61, 0.61, 0.7))
+            late = ((0.1, 0.1, 0.11), (0.0, 0.0, 0.1), (0.11, 0.11, 0.2))
+            for number in range(8):
+                at_s = 1.0 + number
+                for rank, tasks in enumerate((early, late)):
+                    ended = call(rank, number, at_s + 0.5 * rank, *tasks)
+                    model.apply(at_s + 0.8, rank, ended)
+
+        shown.do(calls)
+        expect(verdict).to_contain_text("Rank 1 comes late: between calls it spends 500.0 ms more")
+        expect(verdict).to_contain_text("See what it does between calls: py-spy dump --pid")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.close()

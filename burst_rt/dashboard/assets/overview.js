@@ -101,11 +101,13 @@ class VerdictLine {
     this.node.hidden = !verdict;
     if (!verdict) return;
     this.node.dataset.kind = verdict.kind;
-    text(this.what, verdict.text);
-    text(this.since, ` for ${seconds(now_s - verdict.since_s)}`);
-    text(this.advice, verdict.advice && `${verdict.advice}.`);
+    text(this.what, sentence(verdict.text));
+    text(this.since, ` For ${seconds(now_s - verdict.since_s)}.`);
+    text(this.advice, verdict.advice && sentence(verdict.advice));
   }
 }
+
+function sentence(words) { return `${words[0].toUpperCase()}${words.slice(1)}.`; }
 
 function mean(values) {
   const known = values.filter((value) => value != null);

@@ -10,14 +10,15 @@ it or the rank has caught up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from burst_rt.scheduler import Span, Wait, overlap
+from burst_rt.scheduler import Wait, overlap
+from burst_rt.telemetry.model.timeline import entry_wait
 from burst_rt.telemetry.model.whole_calls import CallOfAll
 
 __all__ = ["GroupAccount", "Idle", "Latecomer", "TimesOfRanks", "idles_of"]
@@ -149,23 +150,13 @@ class GroupAccount:
 def idles_of(call: CallOfAll, place: int) -> list[Idle]:
     """When a rank's compute lane was idle in a whole call. place: of the rank in its group."""
     assert call.whole is not None
-    trace, rank = call.whole.traces[place], call.members[place]
-    plan, part = call.ranks[rank]
+    parts = [call.ranks[member][1] for member in call.members]
     idles = [
         Idle(wait.started_s, wait.ended_s - wait.started_s, wait)
         for wait in call.whole.waits[place]
     ]
-    # Nothing is sent until the last rank has entered the call and the ranks have agreed.
-    last_s, last = max((call.ranks[member][1].started_s, member) for member in call.members)
-    agreed_s = max((s.ended_s for s in trace if s.lane == "control"), default=0.0)
-    until_s = min(last_s, agreed_s if plan.tasks else part.ended_s)
-    idle_s = until_s - part.started_s - _computed_s(trace, until_s)
-    if last != rank and idle_s > 0:
-        idles.append(Idle(part.started_s, idle_s, None, last, last_s))
+    entry = entry_wait(call.whole, parts, place)
+    if entry is not None:
+        started_s = parts[place].started_s
+        idles.append(Idle(started_s, entry.took_s, None, entry.last, entry.entered_s))
     return idles
-
-
-def _computed_s(trace: Iterable[Span], until_s: float) -> float:
-    """Seconds that a rank computed up to a time."""
-    tiles = (s for s in trace if s.lane == "compute")
-    return sum(max(0.0, min(s.ended_s, until_s) - s.started_s) for s in tiles)

@@ -240,7 +240,7 @@ class WaitView(msgspec.Struct, array_like=True, kw_only=True):
     rank: int
     call: int
     # "exposed": a transfer that the rank needs was on the wire; "skew": a peer had not come to that
-    # transfer yet.
+    # transfer yet; "late entry": the last rank had not entered the call.
     cause: str
     started_s: float
     ended_s: float

@@ -128,7 +128,7 @@ def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_TraceEvent]:
             yield _slice(rank, threads[rank, span.task], span.name, task.op, times, about)
     if call.whole is None:
         return
-    for wait in wait_views(call.whole):
+    for wait in wait_views(call.whole, [call.ranks[rank][1] for rank in call.members]):
         times, about = (wait.started_s, wait.ended_s), {"task": wait.task, "peer": wait.peer}
         thread = rows.place(wait.rank, "waits", *times)
         yield _slice(wait.rank, thread, wait.cause, wait.cause, times, about)
