@@ -13,7 +13,7 @@ from telemetry_feed import Times, arrive, call
 from burst_rt.telemetry.messages import Bye
 from burst_rt.telemetry.model import limits
 from burst_rt.telemetry.model.account import GroupAccount, TimesOfRanks
-from burst_rt.telemetry.model.limits import Facts, verdict_on
+from burst_rt.telemetry.model.limits import Evidence, verdict_on
 from burst_rt.telemetry.model.views import RankView, SourceView, Verdict
 from burst_rt.telemetry.model.whole_calls import CallOfAll
 from burst_rt.telemetry.read.record import Record, Recorder, replay
@@ -41,9 +41,9 @@ def _source(name: str, **values: float) -> SourceView:
     return SourceView(name=name, kind="", host="n1", about=about, metrics=[], values=values)
 
 
-def _facts(times: TimesOfRanks, *sources: SourceView, **about: Any) -> Facts:
+def _evidence(times: TimesOfRanks, *sources: SourceView, **about: Any) -> Evidence:
     ranks = [_rank(number, **about) for number in range(3)]
-    return Facts([times], ranks, {source.name: source for source in sources})
+    return Evidence([times], ranks, {source.name: source for source in sources})
 
 
 def _full(cpu: float, got: float) -> list[SourceView]:
@@ -57,28 +57,28 @@ _SKEW = _times(skew_s=[2, 0, 2], compute_s=[7.5, 9.5, 7.5])
 
 
 @pytest.mark.parametrize(
-    ("facts", "kind", "rank", "share", "text"),
+    ("evidence", "kind", "rank", "share", "text"),
     [
-        (_facts(_LATE), "late rank", 1, 0.4, "spends 400.0 ms more than the others, who wait 40 %"),
-        (_facts(_WIRE), "transfers", -1, 0.2, "wait 20 % of .* rank 0 most, 30 %"),
-        (_facts(_SKEW), "uneven ranks", 1, 4 / 30, "rank 1 computes 1.16 times as long"),
-        (_facts(_times(skew_s=[1, 2, 1])), "uneven ranks", -1, 4 / 30, "each other, in turns"),
+        (_evidence(_LATE), "late rank", 1, 0.4, "spends 400.0 ms more than the others, who wait 40 %"),
+        (_evidence(_WIRE), "transfers", -1, 0.2, "wait 20 % of .* rank 0 most, 30 %"),
+        (_evidence(_SKEW), "uneven ranks", 1, 4 / 30, "rank 1 computes 1.16 times as long"),
+        (_evidence(_times(skew_s=[1, 2, 1])), "uneven ranks", -1, 4 / 30, "each other, in turns"),
         (
-            _facts(_times(), *_full(98.0, 30.0)), "full host", -1, 0.6,
+            _evidence(_times(), *_full(98.0, 30.0)), "full host", -1, 0.6,
             "host n1 is full: 3 ranks on 2 cores, each gets 30 % of one",
         ),
         (
-            _facts(_SKEW, _source("gpu1", throttle_bits=0x44), gpu="gpu1", device="cuda"),
+            _evidence(_SKEW, _source("gpu1", throttle_bits=0x44), gpu="gpu1", device="cuda"),
             "throttled GPU", 1, 4 / 30, r"rank 1 is held back \(hardware thermal slowdown\)",
         ),
-        (_facts(_times(compute_s=[4, 5, 3])), "overhead", -1, 0.6, "spend 60 % .* neither"),
-        (_facts(_times(between_s=[40, 40, 40])), "outside", -1, 0.8, "80 % of the time is outside"),
-        (_facts(_times()), "nothing", -1, 0.0, "ranks compute 96 % of their time in calls"),
+        (_evidence(_times(compute_s=[4, 5, 3])), "overhead", -1, 0.6, "spend 60 % .* neither"),
+        (_evidence(_times(between_s=[40, 40, 40])), "outside", -1, 0.8, "80 % of the time is outside"),
+        (_evidence(_times()), "nothing", -1, 0.0, "ranks compute 96 % of their time in calls"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )  # fmt: skip
-def test_each_rule(facts: Facts, kind: str, rank: int, share: float, text: str) -> None:
-    verdict = verdict_on(facts)
+def test_each_rule(evidence: Evidence, kind: str, rank: int, share: float, text: str) -> None:
+    verdict = verdict_on(evidence)
     assert (verdict.kind, verdict.rank) == (kind, rank)
     assert verdict.share == pytest.approx(share)
     assert re.search(text, verdict.text), verdict.text
@@ -86,27 +86,27 @@ def test_each_rule(facts: Facts, kind: str, rank: int, share: float, text: str) 
 
 
 @pytest.mark.parametrize(
-    "facts",
+    "evidence",
     [
-        _facts(_times(exposed_s=[0.4, 0.4, 0.4])),  # less than 5 percent
-        _facts(_times(), *_full(80.0, 30.0)),  # a core is free
-        _facts(_times(), *_full(98.0, 89.0)),
-        _facts(_times(), *_full(98.0, 30.0), device="cuda"),
-        _facts(_times(awaited_s=[0, 8, 0], late_s=[4, 0, 4])),  # ranks come late in turns
-        _facts(_SKEW, _source("gpu1", throttle_bits=0x4), gpu="gpu1")._replace(
+        _evidence(_times(exposed_s=[0.4, 0.4, 0.4])),  # less than 5 percent
+        _evidence(_times(), *_full(80.0, 30.0)),  # a core is free
+        _evidence(_times(), *_full(98.0, 89.0)),
+        _evidence(_times(), *_full(98.0, 30.0), device="cuda"),
+        _evidence(_times(awaited_s=[0, 8, 0], late_s=[4, 0, 4])),  # ranks come late in turns
+        _evidence(_SKEW, _source("gpu1", throttle_bits=0x4), gpu="gpu1")._replace(
             groups=[_times()]
         ),  # a power cap that costs nothing
     ],
 )
-def test_what_costs_little_is_no_verdict(facts: Facts) -> None:
-    assert verdict_on(facts).kind == "nothing"
+def test_what_costs_little_is_no_verdict(evidence: Evidence) -> None:
+    assert verdict_on(evidence).kind == "nothing"
 
 
 def test_the_dearest_is_told() -> None:
     both = _times(exposed_s=[3, 3, 3], awaited_s=[0, 4, 0], beyond_s=[-1, 2, -1], late_s=[2, 0, 2])
-    assert verdict_on(_facts(both)).kind == "transfers"
+    assert verdict_on(_evidence(both)).kind == "transfers"
     both.awaited_s, both.beyond_s = 2 * both.awaited_s, 2 * both.beyond_s
-    assert verdict_on(_facts(both)).kind == "late rank"
+    assert verdict_on(_evidence(both)).kind == "late rank"
 
 
 def _tiles(first_s: float, met_s: float) -> Times:

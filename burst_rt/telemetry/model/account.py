@@ -21,13 +21,13 @@ from burst_rt.scheduler import Wait, overlap
 from burst_rt.telemetry.model.timeline import entry_wait
 from burst_rt.telemetry.model.whole_calls import CallOfAll
 
-__all__ = ["GroupAccount", "Idle", "Latecomer", "TimesOfRanks", "idles_of"]
+__all__ = ["GroupAccount", "IdleTime", "Latecomer", "TimesOfRanks", "idles_of"]
 
 # Minimum share of the others' time in calls for which they wait for a latecomer that is named.
 _WORTH_SAYING = 0.01
 
 
-class Idle(NamedTuple):
+class IdleTime(NamedTuple):
     """An interval in which a rank's compute lane was idle."""
 
     started_s: float
@@ -99,7 +99,7 @@ class GroupAccount:
         # yet. The time before the group's first call is unknown, and counts as time outside.
         self._due_s: npt.NDArray[np.float64] = np.full((len(members), len(members)), np.inf)
 
-    def add(self, call: CallOfAll, idles: Sequence[Sequence[Idle]]) -> TimesOfRanks:
+    def add(self, call: CallOfAll, idles: Sequence[Sequence[IdleTime]]) -> TimesOfRanks:
         """The times of a whole call. idles: of each rank; see `idles_of`."""
         assert call.whole is not None
         times = TimesOfRanks(self.members)
@@ -147,16 +147,16 @@ class GroupAccount:
         return late_s
 
 
-def idles_of(call: CallOfAll, place: int) -> list[Idle]:
+def idles_of(call: CallOfAll, place: int) -> list[IdleTime]:
     """When a rank's compute lane was idle in a whole call. place: of the rank in its group."""
     assert call.whole is not None
     parts = [call.ranks[member][1] for member in call.members]
     idles = [
-        Idle(wait.started_s, wait.ended_s - wait.started_s, wait)
+        IdleTime(wait.started_s, wait.ended_s - wait.started_s, wait)
         for wait in call.whole.waits[place]
     ]
     entry = entry_wait(call.whole, parts, place)
     if entry is not None:
         started_s = parts[place].started_s
-        idles.append(Idle(started_s, entry.took_s, None, entry.last, entry.entered_s))
+        idles.append(IdleTime(started_s, entry.took_s, None, entry.last, entry.entered_s))
     return idles

@@ -18,7 +18,7 @@ from burst_rt.telemetry.model.timeline import num_spans
 from burst_rt.telemetry.model.views import RankView, SourceView, Verdict
 from burst_rt.telemetry.model.whole_calls import AGREEMENT, CallCollector
 
-__all__ = ["RULES", "Facts", "Limits", "verdict_on"]
+__all__ = ["RULES", "Evidence", "Limits", "verdict_on"]
 
 _WINDOW_S = 10.0
 _JUDGE_EVERY_S = 1.0
@@ -106,7 +106,7 @@ class Limits:
                 sums.setdefault(group, TimesOfRanks(times.members)).add(times)
         if not sums:
             return
-        new = verdict_on(Facts(list(sums.values()), ranks, {x.name: x for x in sources}))
+        new = verdict_on(Evidence(list(sums.values()), ranks, {x.name: x for x in sources}))
         last, cause = self._last, (new.kind, new.rank)
         same = last is not None and (last.kind, last.rank) == cause
         new.since_s = last.since_s if last is not None and same else now_s
@@ -123,7 +123,7 @@ class Limits:
         return self._said[max(self._counts, key=self._counts.__getitem__)]
 
 
-class Facts(NamedTuple):
+class Evidence(NamedTuple):
     """What rules look at: sums over calls, and the last values of all sources by name."""
 
     groups: Sequence[TimesOfRanks]
@@ -144,23 +144,23 @@ class Facts(NamedTuple):
         return self.sources[source].values.get(name) if source in self.sources else None
 
 
-def verdict_on(facts: Facts) -> Verdict:
+def verdict_on(evidence: Evidence) -> Verdict:
     """The dearest of what the rules say, if it costs 5 percent; else what there is to say of a job
     that waits for nothing.
     """
-    said = [verdict for rule in RULES if (verdict := rule(facts)) is not None]
+    said = [verdict for rule in RULES if (verdict := rule(evidence)) is not None]
     dear = [verdict for verdict in said if verdict.share >= _WORTH_SAYING]
-    return max(dear, key=lambda verdict: verdict.share, default=None) or _nothing(facts)
+    return max(dear, key=lambda verdict: verdict.share, default=None) or _nothing(evidence)
 
 
-def _comes_late(facts: Facts) -> Verdict | None:
+def _comes_late(evidence: Evidence) -> Verdict | None:
     late = max(
-        filter(None, (times.latecomer() for times in facts.groups)),
+        filter(None, (times.latecomer() for times in evidence.groups)),
         key=lambda late: late.waited_s, default=None,
     )  # fmt: skip
     if late is None:
         return None
-    view = facts.view(late.rank)
+    view = evidence.view(late.rank)
     where = f"py-spy dump --pid {view.pid}, on {view.host}" if view is not None else "py-spy dump"
     return Verdict(
         kind="late rank", rank=late.rank, share=late.waited_share,
@@ -171,9 +171,9 @@ def _comes_late(facts: Facts) -> Verdict | None:
     )  # fmt: skip
 
 
-def _wire(facts: Facts) -> Verdict | None:
-    share = facts.share("exposed_s")
-    times = max(facts.groups, key=lambda times: float(times.exposed_s.max()))
+def _wire(evidence: Evidence) -> Verdict | None:
+    share = evidence.share("exposed_s")
+    times = max(evidence.groups, key=lambda times: float(times.exposed_s.max()))
     place = int(times.exposed_s.argmax())
     most = _percent(times.exposed_s[place] / max(times.total_s[place], 1e-9))
     return Verdict(
@@ -185,13 +185,13 @@ def _wire(facts: Facts) -> Verdict | None:
     )  # fmt: skip
 
 
-def _uneven(facts: Facts) -> Verdict | None:
-    share = facts.share("skew_s")
-    times = max(facts.groups, key=lambda times: float(times.skew_s.sum()))
+def _uneven(evidence: Evidence) -> Verdict | None:
+    share = evidence.share("skew_s")
+    times = max(evidence.groups, key=lambda times: float(times.skew_s.sum()))
     place, mean_s = int(times.compute_s.argmax()), float(times.compute_s.mean())
     number, most = times.members[place], float(times.compute_s[place] / max(mean_s, 1e-9))
-    view = facts.view(number)
-    slow = _held_back(facts, view) if view is not None and view.gpu else ""
+    view = evidence.view(number)
+    slow = _held_back(evidence, view) if view is not None and view.gpu else ""
     if slow:
         return Verdict(
             kind="throttled GPU", rank=number, share=share,
@@ -214,10 +214,10 @@ def _uneven(facts: Facts) -> Verdict | None:
     )  # fmt: skip
 
 
-def _overhead(facts: Facts) -> Verdict | None:
+def _overhead(evidence: Evidence) -> Verdict | None:
     """What of the time in calls is neither in tasks nor in waits."""
     names = ("compute_s", "exposed_s", "skew_s", "late_s")
-    share = 1.0 - sum(map(facts.share, names))
+    share = 1.0 - sum(map(evidence.share, names))
     return Verdict(
         kind="overhead", rank=-1, share=max(0.0, share),
         text=f"calls spend {_percent(share)} of their time neither computing nor waiting: they "
@@ -227,18 +227,18 @@ def _overhead(facts: Facts) -> Verdict | None:
     )  # fmt: skip
 
 
-def _full_host(facts: Facts) -> Verdict | None:
+def _full_host(evidence: Evidence) -> Verdict | None:
     """Ranks on CPUs that compute for longer than they have a core."""
     verdicts = []
-    for host in {rank.host for rank in facts.ranks if rank.status == "live"}:
+    for host in {rank.host for rank in evidence.ranks if rank.status == "live"}:
         source = f"host:{host}"
-        if (facts.value(source, "cpu_percent") or 0.0) < _FULL_PERCENT:
+        if (evidence.value(source, "cpu_percent") or 0.0) < _FULL_PERCENT:
             continue
-        ranks = [rank for rank in facts.ranks if (rank.host, rank.device) == (host, "cpu")]
+        ranks = [rank for rank in evidence.ranks if (rank.host, rank.device) == (host, "cpu")]
         pairs = [
             (
-                facts.value(rank.source, "compute_percent"),
-                facts.value(rank.source, "process_percent"),
+                evidence.value(rank.source, "compute_percent"),
+                evidence.value(rank.source, "process_percent"),
             )
             for rank in ranks
         ]
@@ -247,7 +247,7 @@ def _full_host(facts: Facts) -> Verdict | None:
             continue
         share = sum(max(0.0, busy - got) for busy, got in known) / len(known) / 100
         got = sum(got for _, got in known) / len(known)
-        cores = facts.sources[source].about.get("cores", "?")
+        cores = evidence.sources[source].about.get("cores", "?")
         text = f"host {host} is full: {len(ranks)} ranks on {cores} cores, each gets {got:.0f} % "
         advice = "start as many ranks as there are cores, or end what else runs there (top)"
         full = Verdict(kind="full host", rank=-1, share=share, text=f"{text}of one", advice=advice)
@@ -255,14 +255,14 @@ def _full_host(facts: Facts) -> Verdict | None:
     return max(verdicts, key=lambda verdict: verdict.share, default=None)
 
 
-def _held_back(facts: Facts, rank: RankView) -> str:
-    bits = int(facts.value(rank.gpu, "throttle_bits") or 0)
+def _held_back(evidence: Evidence, rank: RankView) -> str:
+    bits = int(evidence.value(rank.gpu, "throttle_bits") or 0)
     return ", ".join(throttle_reasons(bits & _HELD_BACK))
 
 
-def _nothing(facts: Facts) -> Verdict:
-    between_s = sum(float(times.between_s.sum()) for times in facts.groups)
-    total_s = sum(float(times.total_s.sum()) for times in facts.groups)
+def _nothing(evidence: Evidence) -> Verdict:
+    between_s = sum(float(times.between_s.sum()) for times in evidence.groups)
+    total_s = sum(float(times.total_s.sum()) for times in evidence.groups)
     share = between_s / max(between_s + total_s, 1e-9)
     if share > _MOST:
         return Verdict(
@@ -271,7 +271,7 @@ def _nothing(facts: Facts) -> Verdict:
             "the job, not attention",
             advice="profile the rest (torch.profiler)",
         )  # fmt: skip
-    computing = _percent(facts.share("compute_s"))
+    computing = _percent(evidence.share("compute_s"))
     text = f"no wait is worth mentioning: ranks compute {computing} of their time in calls"
     return Verdict(kind="nothing", rank=-1, share=0.0, text=text, advice="")
 
@@ -281,7 +281,7 @@ def _percent(share: float) -> str:
 
 
 # What may limit a job.
-RULES: tuple[Callable[[Facts], Verdict | None], ...] = (
+RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
     _comes_late,
     _full_host,
     _wire,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from burst_rt.scheduler import Span, Wait
 from burst_rt.telemetry.model.account import (
     GroupAccount,
-    Idle,
+    IdleTime,
     Latecomer,
     TimesOfRanks,
     idles_of,
@@ -108,7 +108,7 @@ def _latecomer(groups: _Groups) -> Latecomer | None:
     return max(found, key=lambda late: late.waited_s, default=None)
 
 
-def _stall(call: CallOfAll, place: int, idle: Idle) -> IdleSpan:
+def _stall(call: CallOfAll, place: int, idle: IdleTime) -> IdleSpan:
     rank, wait = call.members[place], idle.wait
     if wait is None:
         later_ms = (idle.entered_s - idle.started_s) * 1e3
