@@ -59,7 +59,7 @@ _SKEW = _times(skew_s=[2, 0, 2], compute_s=[7.5, 9.5, 7.5])
 @pytest.mark.parametrize(
     ("evidence", "kind", "rank", "share", "text"),
     [
-        (_evidence(_LATE), "late rank", 1, 0.4, "spends 400.0 ms more than the others, who wait 40 %"),
+        (_evidence(_LATE), "late rank", 1, 0.4, "400.0 ms more than the others, who wait 40 %"),
         (_evidence(_WIRE), "transfers", -1, 0.2, "wait 20 % of .* rank 0 most, 30 %"),
         (_evidence(_SKEW), "uneven ranks", 1, 4 / 30, "rank 1 computes 1.16 times as long"),
         (_evidence(_times(skew_s=[1, 2, 1])), "uneven ranks", -1, 4 / 30, "each other, in turns"),
@@ -72,7 +72,7 @@ _SKEW = _times(skew_s=[2, 0, 2], compute_s=[7.5, 9.5, 7.5])
             "throttled GPU", 1, 4 / 30, r"rank 1 is held back \(hardware thermal slowdown\)",
         ),
         (_evidence(_times(compute_s=[4, 5, 3])), "overhead", -1, 0.6, "spend 60 % .* neither"),
-        (_evidence(_times(between_s=[40, 40, 40])), "outside", -1, 0.8, "80 % of the time is outside"),
+        (_evidence(_times(between_s=[40, 40, 40])), "outside", -1, 0.8, "80 % of the time is out"),
         (_evidence(_times()), "nothing", -1, 0.0, "ranks compute 96 % of their time in calls"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
