@@ -143,7 +143,12 @@ def test_a_job_that_has_measured_nothing_exposes_no_made_up_figures() -> None:
 def test_grafanas_dashboard_and_the_guide_name_what_there_is() -> None:
     model = _full_job()
     model.apply(4.0, 0, _SERVING)
+    for number in range(3):
+        for rank in range(2):
+            ended = call(rank, 10 + number, 5.0 + number, (0, 0, 0.2), (0, 0, 0.1), (0.2, 0.2, 0.3))
+            model.apply(6.0 + number, rank, ended)
     found = set(_exposed(model))
+    assert "burst_rt_limit_ratio" in found
     panels = json.loads((_DASHBOARD / "grafana.json").read_text(encoding="utf-8"))["panels"]
     asked = {
         name
