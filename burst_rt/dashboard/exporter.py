@@ -227,7 +227,21 @@ def _of_gpus(gpus: Sequence[SourceView]) -> Iterator[Metric]:
         elif info is not None:
             family = _counter if info.cumulative else _gauge
             text = f"{info.label} ({info.unit})"
-            yield family(f"burst_rt_gpu_{metric}", text, labels, samples)
+            yield family(_name("gpu", metric), text, labels, samples)
+
+
+# Metrics that Prometheus knows by another name: without abbreviated units, and no word twice.
+_NAMES = {
+    "energy_j": "energy_joules", "num_processes": "processes", "num_xid": "xid",
+    "throttle_bits": "throttle_reasons", "process_percent": "cpu_percent",
+    "host_memory_used_bytes": "memory_used_bytes", "num_threads": "threads",
+}  # fmt: skip
+
+
+def _name(of: str, metric: str) -> str:
+    known = _NAMES.get(metric, metric)
+    seconds = "_per_second" if known.endswith("_per_s") else ""
+    return f"burst_rt_{of}_{known.removesuffix('_per_s') if seconds else known}{seconds}"
 
 
 def _gpu_labels(gpu: SourceView) -> tuple[str, ...]:
@@ -245,5 +259,5 @@ def _of_sources(label: str, sources: Sequence[SourceView]) -> Iterator[Metric]:
             for source in sources
             if (value := source.values.get(metric)) is not None
         )
-        name = f"burst_rt_{'host' if label == 'host' else 'process'}_{metric}"
+        name = _name("host" if label == "host" else "process", metric)
         yield _gauge(name, f"{info.label} ({info.unit})", (label,), samples)

@@ -163,6 +163,21 @@ def test_grafanas_dashboard_and_the_guide_name_what_there_is() -> None:
     assert asked | told <= found
 
 
+def test_promtool_accepts_the_names() -> None:
+    """But for the labels of DCGM's exporter, whose names GPU metrics share."""
+    promtool = installed("promtool", package="prometheus")
+    model = _full_job()
+    model.apply(4.0, 0, _SERVING)
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=exposition(model.snapshot(), []),
+        capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    said = done.stderr.decode().splitlines()
+    of_dcgm = "label names should be written in 'snake_case' not 'camelCase'"
+    assert [line for line in said if not line.endswith(of_dcgm)] == []
+    assert len(said) > 10
+
+
 def test_alerts_are_right_and_fire_for_a_rank_that_comes_late(tmp_path: Path) -> None:
     promtool = installed("promtool", package="prometheus")
     alerts = (_DASHBOARD / "alerts.yml").read_text(encoding="utf-8")
