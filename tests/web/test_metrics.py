@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -240,6 +241,17 @@ def _prometheus(config: str, folder: Path) -> Iterator[str]:
         process.wait(15)
 
 
+def _expressions() -> set[str]:
+    """What Grafana's dashboard asks of all jobs and ranks."""
+    panels = json.loads((_DASHBOARD / "grafana.json").read_text(encoding="utf-8"))["panels"]
+    asked = {target["expr"] for panel in panels for target in panel["targets"]}
+    assert all('{instance=~"$job"' in x or ',instance=~"$job"' in x for x in asked)
+    values = {"$job": ".*", "$rank": ".*", "$__rate_interval": "1m"}
+    for name, value in values.items():
+        asked = {expression.replace(name, value) for expression in asked}
+    return asked
+
+
 def _query(prometheus: str, expression: str, *, at_least: int) -> dict[str, float]:
     """Values by rank or GPU, once there are so many."""
     deadline_s = time.monotonic() + _DEADLINE_S
@@ -249,6 +261,9 @@ def _query(prometheus: str, expression: str, *, at_least: int) -> dict[str, floa
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
                 found = json.load(answer)["data"]["result"]
+        except urllib.error.HTTPError as error:
+            if error.code == 400:  # it does not understand the expression
+                raise
         except OSError:
             pass  # it is starting
         if len(found) >= at_least:
@@ -290,5 +305,11 @@ def test_prometheus_scrapes_a_run_and_a_dashboard(tmp_path: Path) -> None:
                 "1": 456.0,
             }
             assert _query(prometheus, "sum(up)", at_least=1) == {"": 2.0}
+            shown_by_grafana = {
+                expression: _query(prometheus, expression, at_least=0)
+                for expression in _expressions()
+            }
         stop.touch()
         assert job.process.wait(30) == 0, "".join(job.said)
+    assert len(shown_by_grafana) > 20
+    assert sum(map(bool, shown_by_grafana.values())) > 12, shown_by_grafana
