@@ -106,8 +106,9 @@ class Calibration:
             took_s = 0.0
             for tokens in (size for size in sizes if size <= self.max_tokens):
                 started_s = time.monotonic()
+                late = started_s + _GROWTH * took_s > until_s
                 # Rank 0's clock decides for all.
-                if self.ctx.all_gather(started_s + _GROWTH * took_s > until_s)[0]:
+                if took_s and self.ctx.all_gather(late)[0]:
                     self.left_out.append(f"{strategy} from {tokens:,} tokens a rank")
                     break
                 for causal in (False, True):
