@@ -42,6 +42,8 @@ _TOKENS = 4096  # number of tokens of a rank
 class _NoOpDriver:
     """A driver that reports every task done as soon as the task is issued."""
 
+    on_events: Callable[[Sequence[TaskDone]], object] | None = None
+
     def __init__(self) -> None:
         self._done: list[Event] = []
 

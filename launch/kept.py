@@ -18,8 +18,8 @@ from burst_rt.job.folders import (
     release_folder,
     shared_memory_of,
 )
+from burst_rt.job.postmortem import LauncherNote, leave_note
 from burst_rt.launch.mpirun import MpiLauncher, one_host
-from burst_rt.launch.postmortem import LauncherNote, leave_note
 
 __all__ = ["KeptFolder", "kept_folder", "shared_memory"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -22,7 +23,9 @@ from burst_rt.errors import ConfigError
 from burst_rt.job.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES
 
-__all__ = ["MpiLauncher", "find_launcher", "kill_job", "num_usable_cores", "one_host"]
+__all__ = [
+    "MpiLauncher", "find_launcher", "kill_job", "num_usable_cores", "one_host", "rendezvous",
+]  # fmt: skip
 
 _VERSION_DEADLINE_S = 20.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -215,6 +218,20 @@ def one_host(mpi_args: Sequence[str]) -> bool:
     """Whether all ranks are sure to be on this host."""
     hosts_named = any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
     return not _in_batch_job() and not hosts_named
+
+
+def rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
+    """The variables by which the ranks' `torch.distributed.init_process_group()` meets.
+
+    Empty where rank 0 may be on another host: the free ports of that host are not known here.
+    """
+    if not one_host(mpi_args):
+        return {}
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {name: os.environ.get(name, value) for name, value in found.items()}
 
 
 def _in_batch_job() -> bool:

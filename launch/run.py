@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,16 +27,12 @@ import click
 from burst_rt.errors import ConfigError, InputError, PeerLost
 from burst_rt.job import launched
 from burst_rt.job.launched import RESTARTS_VARIABLE, TELEMETRY_VARIABLE
-from burst_rt.job.reports import (
-    RankWait,
-    primary_failure,
-    read_reports,
-    read_resume,
-)
+from burst_rt.job.postmortem import LauncherNote
+from burst_rt.job.reports import RankWait, primary_failure, read_reports, read_resume
 from burst_rt.launch.hosts import place_again
-from burst_rt.launch.kept import kept_folder, shared_memory
-from burst_rt.launch.mpirun import MpiLauncher, find_launcher, kill_job, one_host
-from burst_rt.launch.postmortem import LauncherNote, first_lines
+from burst_rt.launch.kept import KeptFolder, kept_folder, shared_memory
+from burst_rt.launch.mpirun import MpiLauncher, find_launcher, kill_job, one_host, rendezvous
+from burst_rt.launch.postmortem import first_lines
 from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.restarts import ONCE, JobResult, Restarts
 from burst_rt.launch.stopping import ask_to_stop, listen, put_back, read_word
@@ -132,11 +127,11 @@ def _run_once(
         started_at_s = time.time()
         with (
             _forward_signals() as stop,
-            _telemetry(mpi_args) as (hub, told),
+            _telemetry(mpi_args, job_dir) as (hub, told),
             shared_memory(launcher, mpi_args, job_dir.name) as shared,
             Ranks(job_dir, num_ranks) as ranks,
         ):
-            told |= _rendezvous(mpi_args)
+            told |= rendezvous(mpi_args)
             told |= {RESTARTS_VARIABLE: str(restarted)}
             mpirun = subprocess.Popen(
                 launcher.command(program, num_ranks, mpi_args, told),
@@ -160,51 +155,49 @@ def _run_once(
                 if hub is not None and (mpirun.returncode or several) and stop.received is None
                 else None
             )
+            verdict = hub.verdict() if hub is not None else None
             owed = ranks.started_here if several else range(num_ranks)
+            end = JobEnd(
+                job_dir=job_dir, num_ranks=num_ranks, started_at_s=started_at_s,
+                mpirun_code=mpirun.returncode, owed=owed, ranks=ranks, stuck_by=stuck, lost=lost,
+            )  # fmt: skip
+            # The hub, which ends with this block, makes its post-mortem of what this leaves.
+            text, result = _conclude(argv, kept, stop, end)
         sys.stdout.flush()
-        word = read_word(job_dir)
-        if word is not None:
-            print(word.text, file=sys.stderr, flush=True)
-            return JobResult(word.exit_code, word.text, stopped=True)
-        # Ranks that were asked to stop end by themselves: successfully, or with an error of their
-        # own.
-        if stop.received is not None and not stop.asked:
-            name = signal.Signals(stop.received).name
-            # Begin a new line: the terminal has written ^C.
-            start = "\n" * sys.stderr.isatty()
-            last = f"burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s"
-            print(f"{start}{last}", file=sys.stderr, flush=True)
-            kept.fail(LauncherNote(list(argv), num_ranks, last))
-            return JobResult(128 + stop.received, last, stopped=True)
-        end = JobEnd(
-            job_dir=job_dir, num_ranks=num_ranks, started_at_s=started_at_s,
-            mpirun_code=mpirun.returncode, owed=owed, ranks=ranks, stuck_by=stuck, lost=lost,
-        )  # fmt: skip
-        text, exit_code = last_words(end)
-        resume = read_resume(job_dir)
-        if text and resume:
-            text = f"{text.rstrip()}; resume with: {resume}\n"
-        if exit_code:
-            *_, last = text.splitlines() or [""]
-            kept.fail(LauncherNote(list(argv), num_ranks, last))
-            text = first_lines(job_dir) + text
+        if verdict is not None and verdict.advice and not (result.exit_code or result.stopped):
+            text += f"burst-rt: what limited the job: {verdict.text}; {verdict.advice}\n"
+        # Only now: the hub, too, writes to standard error.
         print(text, end="", file=sys.stderr, flush=True)
-        *_, last = text.splitlines() or [""]
-        return JobResult(exit_code, last, stopped=stop.received is not None)
+        return result
 
 
-def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
-    """The variables by which the ranks' `torch.distributed.init_process_group()` meets.
-
-    Empty where rank 0 may be on another host: the free ports of that host are not known here.
+def _conclude(
+    argv: Sequence[str], kept: KeptFolder, stop: _Stop, end: JobEnd
+) -> tuple[str, JobResult]:
+    """The text to print of a job that has ended, and its result. Leaves a note in the folder of one
+    that failed.
     """
-    if not one_host(mpi_args):
-        return {}
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {name: os.environ.get(name, value) for name, value in found.items()}
+    word = read_word(end.job_dir)
+    if word is not None:
+        return f"{word.text}\n", JobResult(word.exit_code, word.text, stopped=True)
+    # Ranks that were asked to stop end by themselves: successfully, or with an error of their own.
+    if stop.received is not None and not stop.asked:
+        name = signal.Signals(stop.received).name
+        # Begin a new line: the terminal has written ^C.
+        start = "\n" * sys.stderr.isatty()
+        last = f"burst-rt: stopped by {name} after {time.time() - end.started_at_s:.1f} s"
+        kept.fail(LauncherNote(list(argv), end.num_ranks, last))
+        return f"{start}{last}\n", JobResult(128 + stop.received, last, stopped=True)
+    text, exit_code = last_words(end)
+    resume = read_resume(end.job_dir)
+    if text and resume:
+        text = f"{text.rstrip()}; resume with: {resume}\n"
+    if exit_code:
+        *_, last = text.splitlines() or [""]
+        kept.fail(LauncherNote(list(argv), end.num_ranks, last))
+        text = first_lines(end.job_dir) + text
+    *_, last = text.splitlines() or [""]
+    return text, JobResult(exit_code, last, stopped=stop.received is not None)
 
 
 _PR_SET_PDEATHSIG = 1
@@ -222,7 +215,9 @@ def _end_with(launcher: int) -> None:
 
 
 @contextmanager
-def _telemetry(mpi_args: Sequence[str]) -> Iterator[tuple[RunningHub | None, dict[str, str]]]:
+def _telemetry(
+    mpi_args: Sequence[str], job_dir: Path
+) -> Iterator[tuple[RunningHub | None, dict[str, str]]]:
     """The job's hub, where telemetry is asked for, and the variables by which ranks find it."""
     settings = read_settings()
     if not settings.asked or settings.address:
@@ -235,6 +230,7 @@ def _telemetry(mpi_args: Sequence[str]) -> Iterator[tuple[RunningHub | None, dic
             held=True,
             dashboard=settings.dashboard,
             metrics_port=settings.metrics_port,
+            job_folder=job_dir,
         )
     except (ConfigError, OSError) as error:
         print(f"burst-rt: no telemetry: {error}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from burst_rt.launch.watch import open_viewer, viewer_options
 
 if TYPE_CHECKING:
     from burst_rt.dashboard.links import LinkView
-    from burst_rt.telemetry.model.views import JobView, RankView, Snapshot
+    from burst_rt.telemetry.model.views import JobView, RankView, Snapshot, Verdict
     from burst_rt.telemetry.read.viewer import Viewer
 
 __all__ = ["command", "render"]
@@ -39,10 +39,11 @@ _STATES = {
     "stopped": ("○", "dim"),
 }
 _SEVERITIES = {"info": "dim", "warning": "yellow", "error": "bold red"}
-# The share of time in which a rank computes: as a bar, or as a number where the bar has no room.
-_BAR, _SHARE = "computing", "busy"
-# Columns that a narrow terminal leaves out, in this order, until "doing" has room.
-_DROPPED = ("graph calls", "flop/s", _BAR, "sends", "away", "power", "temp", "memory", "waits")
+# The column of the share of time in which a rank computes: a bar and a number.
+_COMPUTES = "computes"
+# Columns that a narrow terminal leaves out, in this order, until "doing" has room. _COMPUTES loses
+# only its bar.
+_DROPPED = ("graph calls", "flop/s", _COMPUTES, "sends", "away", "power", "temp", "memory", "waits")
 _LEAST_DOING = 24
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -65,28 +66,28 @@ def _watch(viewer: Viewer, *, once: bool) -> None:
 
     links, losses, console = LinkStates(), deque[float](maxlen=40), Console()
 
-    def look() -> Group:
+    def look() -> tuple[Group, bool]:
         snapshot, views = links.read(viewer)
         loss = snapshot.progress.values.get("loss")
         if loss is not None and (not losses or losses[-1] != loss):
             losses.append(loss)
-        return render(snapshot, views, losses)
+        return render(snapshot, views, losses), snapshot.job.ended
 
+    last, ended = look()
     if once:
-        console.print(look())
+        console.print(last)
         return
-    with Live(look(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        last = live.renderable
-        with contextlib.suppress(ConfigError):  # the hub has ended
-            while True:
-                time.sleep(_PERIOD_S)
-                try:
-                    last = look()
-                except Stalled as error:
-                    late = Text(f"{error.message}; trying again", style="bold yellow")
-                    live.update(Group(last, late), refresh=True)
-                else:
-                    live.update(last, refresh=True)
+    screen = Live(last, console=console, screen=console.is_terminal, auto_refresh=False)
+    with screen as live, contextlib.suppress(ConfigError):  # the hub has gone
+        while not ended:
+            time.sleep(_PERIOD_S)
+            try:
+                last, ended = look()
+            except Stalled as error:
+                late = Text(f"{error.message}; trying again", style="bold yellow")
+                live.update(Group(last, late), refresh=True)
+            else:
+                live.update(last, refresh=True)
     # The shell has its screen back: print the last picture there, so that it stays.
     console.print(last)
     console.print("[dim]the job has ended[/dim]")
@@ -94,8 +95,12 @@ def _watch(viewer: Viewer, *, once: bool) -> None:
 
 def render(snapshot: Snapshot, links: Iterable[LinkView], losses: Iterable[float] = ()) -> Group:
     """The whole picture. losses: the last losses, drawn as a small curve."""
-    parts: list[RenderableType] = [_head(snapshot, losses), _Ranks(snapshot)]
+    head = [_head(snapshot, losses), *_limit(snapshot.job.verdict)]
+    parts: list[RenderableType] = [*head, _Ranks(snapshot)]
     parts += _links(list(links))
+    post_mortem = snapshot.job.post_mortem
+    if post_mortem is not None:
+        parts.append(Text("\n".join((*post_mortem.heading, *post_mortem.advice))))
     events = _events(snapshot)
     if events.row_count:
         parts.append(events)
@@ -147,6 +152,15 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
     return text
 
 
+def _limit(verdict: Verdict | None) -> list[RenderableType]:
+    """What limits the job, and what to do."""
+    if verdict is None:
+        return []
+    text = Text(f"limits: {verdict.text}", style="" if verdict.advice else "dim")
+    text.append(f"; {verdict.advice}" if verdict.advice else "", style="dim")
+    return [text]
+
+
 def _serving(values: Mapping[str, float]) -> str:
     """The job's report about tokens and their cache, in a line."""
     words = [f"first token {_milliseconds(values['time_to_first_token_s'])}"]
@@ -182,25 +196,29 @@ class _Ranks:
         for name in names:
             cells = [name, *(str(row[name]) for row in rows)]
             widths[name] = 1 + max(map(cell_len, cells))
+        barred = True
         for name in _DROPPED:
             if sum(widths.values()) + _LEAST_DOING <= options.max_width:
                 break
-            if widths.pop(name, None) and name == _BAR:
-                widths[_SHARE] = 1 + max(cell_len(_SHARE), cell_len("100 %"))
-        names = [name for name in (*names[:2], _SHARE, *names[2:]) if name in widths]
+            widths.pop(name, None)
+            if name == _COMPUTES:
+                barred = False
+                widths[name] = 1 + max(cell_len(name), cell_len("100 %"))
+        names = [name for name in names if name in widths]
         table = Table(
             box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False, expand=True
         )
         for name in names:
             table.add_column(
                 name,
-                justify="left" if name in ("state", _BAR) else "right",
+                justify="left" if name == "state" or (barred and name == _COMPUTES) else "right",
                 no_wrap=True,
                 width=widths[name] - 1,
             )
         table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
         for rank, row in zip(self._ranks, rows, strict=True):
-            row[_SHARE] = Text(row[_BAR].plain.lstrip("█░ "))
+            if not barred:
+                row[_COMPUTES] = Text(row[_COMPUTES].plain.lstrip("█░ "))
             table.add_row(*(row[name] for name in names), escape(_doing(rank, self._job)))
         yield table
 
@@ -215,7 +233,7 @@ class _Ranks:
                 f"{sign} {rank.status}{' first' if rank.rank == self._job.first_lost else ''}",
                 style,
             ),
-            _BAR: _bar(process.get("compute_percent", 0.0)),
+            _COMPUTES: _bar(process.get("compute_percent", 0.0)),
             "waits": _percent(process.get("wait_percent")),
             "away": _percent(process.get("outside_percent")),
         }

@@ -6,7 +6,7 @@ tasks or where all tasks go onto streams at once, no engine is asked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from burst_rt.scheduler.engine import (
@@ -14,7 +14,7 @@ from burst_rt.scheduler.engine import (
     Batches,
     Engine,
     Event,
-    Finish,
+    Instruction,
     Issue,
     Schedule,
     TaskDone,
@@ -25,7 +25,14 @@ __all__ = ["Driver", "run"]
 
 
 class Driver(Protocol):
-    """Performs instructions and says what happened."""
+    """Performs instructions and says what happened.
+
+    on_events: set by `run` while there is an engine to ask. A driver whose tasks run inside `wait`
+    calls it in the middle of a task, with the ends of other tasks, so that messages that follow
+    them leave before the task ends.
+    """
+
+    on_events: Callable[[Sequence[TaskDone]], object] | None
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
         """Starts the task and returns without waiting for it. The task's lane waits for the events
@@ -63,18 +70,26 @@ def run(schedule: Schedule, driver: Driver, *, validate: bool = False) -> None:
         instructions = engine.start()
         for events in past:
             instructions = engine.handle(events)
-        while True:
-            for instruction in instructions:
-                if isinstance(instruction, Issue):
-                    driver.issue(tasks[instruction.task], instruction.after)
-                elif isinstance(instruction, Finish):
-                    return
-                elif isinstance(instruction, Abort):
-                    raise instruction.error
+        driver.on_events = lambda events: _obey(engine.handle(events), tasks, driver)
+        while not _obey(instructions, tasks, driver):
             instructions = engine.handle(driver.wait())
     except BaseException:
         driver.abort()
         raise
+    finally:
+        driver.on_events = None
+
+
+def _obey(instructions: Sequence[Instruction], tasks: Sequence[Task], driver: Driver) -> bool:
+    """Whether the run has finished. Raises the error of an abort."""
+    for instruction in instructions:
+        if isinstance(instruction, Issue):
+            driver.issue(tasks[instruction.task], instruction.after)
+        elif isinstance(instruction, Abort):
+            raise instruction.error
+        else:
+            return True
+    return False
 
 
 def _run_line(schedule: Schedule, driver: Driver) -> list[Sequence[Event]] | None:

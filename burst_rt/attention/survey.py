@@ -1,21 +1,23 @@
 """A survey: what decides between strategies, measured in a second or two when a job starts.
 
-The ranks measure together, with all of them at work: messages of up to three sizes to neighbours
-on the host and to counterparts on the next host, one tile of attention in each direction, a sum of
-two tensors and a product of matrices. `burst-rt calibrate` measures more, and better.
+Rank 0 times tiles, sums and products while the other ranks rest. Then all ranks measure together:
+how much slower a tile is now, messages of up to three sizes to neighbours on the host and to
+counterparts on the next host, and what a message takes from the tiles beside it. `burst-rt
+calibrate` measures more, and better.
 
-The figures are those of the slowest rank, rounded to steps of 19 percent, so that small changes do
-not change a plan. Further groups of the same processes plan with the figures of the first. Where
-all ranks are on one host the figures are remembered, so that later jobs plan alike. Networks
-between hosts differ from day to day, and are measured anew.
+The figures are rounded to steps of 19 percent, so that small changes do not change a plan. Further
+groups of the same processes plan with the figures of the first. Where all ranks are on one host the
+figures are remembered, so that later jobs plan alike. Networks between hosts differ from day to
+day, and are measured anew.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from statistics import median
 
 import psutil
@@ -23,15 +25,17 @@ import torch
 
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import Work, pick
-from burst_rt.kernels.speed import TileProblem, chip_and_versions
+from burst_rt.kernels.speed import TileProblem, chip_and_versions, seconds_in_turn
+from burst_rt.planning.fit import Sample, fit_rates
 from burst_rt.planning.machines import parse_hardware, to_toml
-from burst_rt.planning.masks import Full
+from burst_rt.planning.masks import Causal, Full, SlidingWindow
+from burst_rt.planning.strategies.ring_builder import tile_cost
 from burst_rt.remembered import recall, remember
 from burst_rt.runtime.calibrated import fit_to_job
 from burst_rt.runtime.objects import all_gather
 from burst_rt.runtime.pipeline import make_pipeline
 from burst_rt.runtime.runtime import Runtime
-from burst_rt.scheduler import Graph, GraphBuilder
+from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node, Rate
 
 __all__ = ["survey"]
@@ -44,10 +48,20 @@ _KIND = "survey"  # the answers' name in `remembered`
 _LINK_S = 0.8
 _MESSAGE_BYTES = (1 << 14, 1 << 18, 1 << 22)
 _REPEATS = 3
-_TOKENS = 1024  # a tile has so many queries and keys
+_PAIRS = 12  # so often a small message and none take turns
+_TOKENS = (1024, 128)  # a tile has so many queries and keys
+_MASKS = (Full(), Causal(), SlidingWindow(64))
 _HEAD_DIM = 64
-_NUMBERS = 1 << 22  # two tensors of so many are added
-_WIDTH = 512  # the matrices that are multiplied are square
+_DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+_NUMBERS = (1 << 10, 1 << 22)  # two tensors of so many are added
+_WIDTHS = (32, 512)  # the matrices that are multiplied are square
+_IDLE_TASKS = (1, 33)
+# Seconds of work by which ranks show whether they share cores: many of an operating system's turns.
+_TURNS_S = 0.05
+# Tiles take so many times the time of the message that moves beside them.
+_COVER = 1.5
+# Ranks that are slowed down by more than this share cores; by less, memory or power.
+_SHARED = 1.5
 
 
 def survey(runtime: Runtime) -> Hardware:
@@ -98,45 +112,118 @@ def _is_machine(text: object) -> bool:
 def _measured(runtime: Runtime) -> Hardware:
     machine, world = runtime.machine, runtime.world_size
     per_node = machine.ranks_per_node
-    inside = _link(runtime, 1, per_node) if per_node > 1 else None
-    outside = _link(runtime, per_node, world) if per_node < world else None
-    link = inside or outside
-    assert link is not None
+    alone = all_gather(runtime, _samples(runtime.device) if runtime.rank == 0 else None)[0]
+    samples = [Sample(name, Cost(*cost), seconds) for name, cost, seconds in alone]
+    slowdown = _slowdown(runtime, samples[0].seconds)
     memory = int(psutil.virtual_memory().total) // machine.ranks_here
+    cores, scale = None, slowdown
     if machine.device.type == "cuda":
         memory = int(torch.cuda.get_device_properties(machine.device).total_memory)
+    elif slowdown >= _SHARED:
+        cores = max(1, round(per_node / slowdown))
+        scale = slowdown * cores / per_node
+    task_s = _task_s(runtime) / slowdown
+    rates = {
+        name: _scaled(rate, task_s, max(1.0, scale)) for name, rate in fit_rates(samples).items()
+    }
+    inside = _link(runtime, 1, per_node, slowdown) if per_node > 1 else None
+    outside = _link(runtime, per_node, world, slowdown) if per_node < world else None
+    link = inside or outside
+    assert link is not None
     return Hardware(
         f"{world} ranks over {machine.choice.name}, measured when the job began",
-        Device(int(_rounded(memory)), _rates(runtime)),
-        Node(per_node, link),
+        Device(int(_rounded(memory)), rates),
+        Node(per_node, link, cores),
         None if outside is None else Nics(per_node, outside),
     )
 
 
-def _rates(runtime: Runtime) -> dict[str, Rate]:
-    device = runtime.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rates = {}
+def _samples(device: torch.device) -> list[tuple[str, list[int], float]]:
+    """What tasks cost and take here: the first is a whole tile, forward. Blocks for a second."""
+    dtype = _DTYPES[device.type]
+    costs: dict[str, Cost] = {}
+    runs: dict[str, Callable[[], object]] = {}
     for name, products in (("forward", 2), ("backward", 5)):
-        work = Work(device, dtype, _HEAD_DIM, Full(), forward=name == "forward", ring_size=2)
-        kernel = pick(work).kernel
-        small, large = (TileProblem(work, tokens=n, alone=False) for n in (64, _TOKENS))
-        small_s, large_s = (_seconds(runtime, partial(x.run, kernel)) for x in (small, large))
-        flops = 2 * products * _TOKENS**2 * large.num_heads * _HEAD_DIM
-        launch_s = min(small_s, large_s / 2)
-        rates[name] = Rate(_rounded(launch_s), _rounded(flops / (large_s - launch_s)))
-    x, y = (torch.zeros(_NUMBERS, device=device) for _ in range(2))
-    added_s = _seconds(runtime, partial(torch.add, x, y, out=x))
-    rates["default"] = Rate(1e-6, bytes_per_s=_rounded(3 * x.nbytes / added_s))
-    a, b = (torch.zeros(_WIDTH, _WIDTH, dtype=dtype, device=device) for _ in range(2))
-    product_s = _seconds(runtime, partial(torch.mm, a, b))
-    rates["linear"] = Rate(1e-6, _rounded(2 * _WIDTH**3 / product_s))
-    return rates
+        for mask, tokens in product(_MASKS, _TOKENS):
+            work = Work(device, dtype, _HEAD_DIM, mask, forward=name == "forward", ring_size=2)
+            tile = TileProblem(work, tokens=tokens, alone=False)
+            kernel = pick(work._replace(tiles=(tile.pieces,))).kernel
+            which = f"{name} {mask!r} {tokens}"
+            costs[which] = tile_cost(tile.pieces, 2 * products * tile.num_heads * _HEAD_DIM, 0)
+            runs[which] = partial(tile.run, kernel)
+    for numbers in _NUMBERS:
+        x, y = (torch.zeros(numbers, device=device) for _ in range(2))
+        which = f"default {numbers}"
+        costs[which], runs[which] = Cost(size_bytes=3 * x.nbytes), partial(torch.add, x, y, out=x)
+    for width in _WIDTHS:
+        a, b = (torch.zeros(width, width, dtype=dtype, device=device) for _ in range(2))
+        which = f"linear {width}"
+        costs[which], runs[which] = Cost(2 * width**3), partial(torch.mm, a, b)
+    return [
+        (which.split()[0], list(costs[which]), seconds)
+        for which, seconds in seconds_in_turn(device, runs).items()
+        if isinstance(seconds, float)
+    ]
 
 
-def _seconds(runtime: Runtime, run: Callable[[], object]) -> float:
+def _whole_tile(runtime: Runtime) -> Callable[[], object]:
+    """What does a tile without a mask."""
+    device = runtime.device
+    work = Work(device, _DTYPES[device.type], _HEAD_DIM, Full(), forward=True, ring_size=2)
+    return partial(TileProblem(work, tokens=_TOKENS[0], alone=False).run, pick(work).kernel)
+
+
+def _slowdown(runtime: Runtime, alone_s: float) -> float:
+    """How much longer a whole tile takes on the slowest rank where all ranks compute.
+
+    Ranks that share cores take turns, so each works for several turns.
+    """
+    run = _whole_tile(runtime)
+    times = max(1, round(_TURNS_S / alone_s))
+    together_s = _seconds(runtime, lambda: [run() for _ in range(times)])
+    return max(1.0, together_s / times / alone_s)
+
+
+def _task_s(runtime: Runtime) -> float:
+    """Seconds that a task takes which does nothing, where all ranks run such tasks."""
+    few_s, many_s = (_seconds(runtime, _idling(runtime, count)) for count in _IDLE_TASKS)
+    return max(many_s - few_s, 0.0) / (_IDLE_TASKS[1] - _IDLE_TASKS[0])
+
+
+def _idling(runtime: Runtime, tasks: int) -> Callable[[], object]:
+    """What runs tasks that do nothing."""
+
+    def build(rank: int) -> Graph:
+        g = GraphBuilder(rank, runtime.world_size, runtime.machine.lanes)
+        nothing = g.buffer("nothing", initialised=True)
+        for task in range(tasks):
+            g.compute(f"nothing {task}", "nothing", accumulates=[nothing])
+        return g.build()
+
+    return partial(
+        make_pipeline(runtime, build).run, buffers={"nothing": torch.zeros(1)},
+        ops={"nothing": lambda *_: None},
+    )  # fmt: skip
+
+
+def _scaled(rate: Rate, task_s: float, times: float) -> Rate:
+    """A rate whose tasks take `times` as long and task_s more; rounded."""
+
+    def rounded(value: float | None, factor: float = 1.0) -> float | None:
+        return None if value is None else _rounded(value * factor)
+
+    return Rate(
+        _rounded(max(rate.launch_s * times + task_s, 1e-7)),
+        rounded(rate.flops_per_s, 1 / times),
+        rounded(rate.bytes_per_s, 1 / times),
+        masked=rounded(rate.masked),
+        edge=rounded(rate.edge),
+    )
+
+
+def _seconds(runtime: Runtime, run: Callable[[], object], repeats: int = _REPEATS) -> float:
     """Median seconds of a function on the slowest rank, while all ranks run it."""
-    took = [_slowest_s(runtime, run) for _ in range(_REPEATS + 1)]
+    took = [_slowest_s(runtime, run) for _ in range(repeats + 1)]
     return max(median(took[1:]), 1e-9)  # the first warms up
 
 
@@ -149,31 +236,63 @@ def _slowest_s(runtime: Runtime, run: Callable[[], object]) -> float:
     return float(max(all_gather(runtime, time.perf_counter() - started_s)))
 
 
-def _link(runtime: Runtime, step: int, ring: int) -> Link:
+def _link(runtime: Runtime, step: int, ring: int, slowdown: float) -> Link:
     """The link to the rank `step` further on, in rings of `ring` neighbouring ranks, used both ways
     by all ranks at once.
     """
-    idle_s = _seconds(runtime, _exchanging(runtime, step, ring, 0))
-    took: dict[int, float] = {}
-    left_s, last = _LINK_S, _MESSAGE_BYTES[0]
-    for size in _MESSAGE_BYTES:
-        if took and took[last] / last * size * (_REPEATS + 1) > left_s:
+    smallest = _MESSAGE_BYTES[0]
+    idle, small = _idling(runtime, 1), _exchanging(runtime, step, ring, smallest)
+    # In turn, because they differ by little.
+    pairs = [(_slowest_s(runtime, idle), _slowest_s(runtime, small)) for _ in range(_PAIRS + 1)]
+    idle_s, small_s = (median(times) for times in zip(*pairs[1:], strict=True))
+    took = {smallest: small_s}
+    left_s, last = _LINK_S, smallest
+    for size in _MESSAGE_BYTES[1:]:
+        if took[last] / last * size * (_REPEATS + 1) > left_s:
             break
         took[size] = _seconds(runtime, _exchanging(runtime, step, ring, size))
         left_s -= took[size] * (_REPEATS + 1)
         last = size
-    smallest = min(took)
-    latency_s = max(took[smallest] - idle_s, 1e-6)
+    latency_s = max(small_s - idle_s, 1e-6)
     if last == smallest:
         return Link(0.0, _rounded(last / took[last]), 1.0, "full")
-    byte_s = (took[last] - took[smallest]) / (last - smallest)
+    byte_s = (took[last] - small_s) / (last - smallest)
     per_s = 1 / byte_s if byte_s > 0 else last / took[last]
     latency_s = max(latency_s - smallest / per_s, 1e-6)
-    return Link(_rounded(latency_s), _rounded(per_s), 1.0, "full")
+    work_s = _work_byte_s(runtime, step, ring, last, took[last]) / slowdown
+    return Link(
+        _rounded(latency_s), _rounded(per_s), 1.0, "full",
+        work_byte_s=_rounded(work_s) if work_s > 0 else None,
+    )  # fmt: skip
 
 
-def _exchanging(runtime: Runtime, step: int, ring: int, size: int) -> Callable[[], object]:
-    """What exchanges messages of a size once; without messages for size 0."""
+def _work_byte_s(runtime: Runtime, step: int, ring: int, size: int, message_s: float) -> float:
+    """Seconds that a message takes from the tiles beside it, for a byte sent or received.
+
+    All ranks compute and exchange. message_s: what a message of this size takes alone.
+    """
+    run = _whole_tile(runtime)
+    tile_s = _seconds(runtime, lambda: [run() for _ in range(4)], 1) / 4
+    times = max(1, round(_COVER * message_s / tile_s))
+    plain, beside = (
+        _exchanging(runtime, step, ring, size, [run] * times, sends=sends)
+        for sends in (False, True)
+    )
+    pairs = [(_slowest_s(runtime, plain), _slowest_s(runtime, beside)) for _ in range(_REPEATS + 1)]
+    more_s = median(with_s - without_s for without_s, with_s in pairs[1:])
+    return max(0.0, more_s) / (2 * size)
+
+
+def _exchanging(
+    runtime: Runtime,
+    step: int,
+    ring: int,
+    size: int,
+    tiles: Sequence[Callable[[], object]] = (),
+    *,
+    sends: bool = True,
+) -> Callable[[], object]:
+    """What exchanges messages of a size once, and does the tiles meanwhile."""
 
     def build(rank: int) -> Graph:
         g = GraphBuilder(rank, runtime.world_size, runtime.machine.lanes)
@@ -182,19 +301,21 @@ def _exchanging(runtime: Runtime, step: int, ring: int, size: int) -> Callable[[
         )
         first = rank - rank % ring
         after, before = (first + (rank - first + way) % ring for way in (step, -step))
-        if size:
+        if sends:
             g.exchange("exchange", sends=[(out, after)], recvs=[(into, before)], tag=0)
-        else:
-            g.compute("nothing", "nothing", writes=[into])
+        for number in range(len(tiles)):
+            g.compute(f"tile {number}", Op("tile", (number,)), reads=[out])
         return g.build()
 
     buffers = {
-        name: torch.zeros(size, dtype=torch.uint8, device=runtime.device)
-        for name in ("out", "in")
-        if size
+        name: torch.zeros(size, dtype=torch.uint8, device=runtime.device) for name in ("out", "in")
     }
     pipeline = make_pipeline(runtime, build)
-    return partial(pipeline.run, buffers=buffers, ops={} if size else {"nothing": lambda *_: None})
+
+    def tile(number: int) -> None:
+        tiles[number]()
+
+    return partial(pipeline.run, buffers=buffers, ops={"tile": tile} if tiles else {})
 
 
 def _rounded(value: float) -> float:

@@ -25,8 +25,9 @@ from starlette.routing import Route
 
 from burst_rt.dashboard.compact import compact
 from burst_rt.dashboard.exporter import CONTENT_TYPE, exposition
+from burst_rt.dashboard.last import last_answers
 from burst_rt.dashboard.links import LinkStates, LinkView
-from burst_rt.errors import BurstError, Stalled
+from burst_rt.errors import BurstError, ConfigError, Stalled
 from burst_rt.telemetry.metrics import METRICS, THROTTLE_REASONS
 from burst_rt.telemetry.model.views import (
     EventView,
@@ -76,6 +77,7 @@ class Dashboard:
         self._present_at_s = -math.inf
         self._asking = asyncio.Lock()
         self._making = asyncio.Lock()
+        self._last: bytes | None = None  # see `last_answers`; None before the job's end
 
     async def ask(self, question: Callable[..., _T], *about: Any) -> _T:  # question's arguments
         """The viewer's answer. A model of this process is for the event loop's thread alone. A hub
@@ -84,6 +86,8 @@ class Dashboard:
         if not self.viewer.blocks:
             return question(*about)
         async with self._asking:
+            if self._last is not None:
+                raise ConfigError("the job has ended, and its hub with it")
             return await asyncio.to_thread(question, *about)
 
     async def present(self, *, fresh: bool = False) -> tuple[Snapshot, list[LinkView]]:
@@ -97,33 +101,43 @@ class Dashboard:
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events: the present, twice a second, until the viewer goes or the hub
-        ends. A last event named "end" says that nothing more comes.
+        ends. A last event named "end" says that nothing more comes, and brings `last_answers`;
+        null where the hub has gone without a word.
         """
         self.streams += 1
-        last = 0
+        told = 0  # number of the last event that this viewer has
+        sent = None
         closing = False
         try:
-            while True:
+            # Another viewer's stream may have handed over before this one.
+            while self._last is None:
                 try:
-                    snapshot, links = await self.present(fresh=closing)
+                    sent = await self.present(fresh=closing)
                 except Stalled:
                     continue  # the try took long enough: the next may begin at once
-                events = [event for event in snapshot.events if event.number > last]
-                last = max((event.number for event in events), default=last)
-                yield self._event(snapshot, links, events)
-                if closing:
+                yield self._event(*sent, told)
+                told = max((event.number for event in sent[0].events), default=told)
+                if closing or sent[0].job.ended:
+                    await self._hand_over(sent[0])
                     break
                 with contextlib.suppress(TimeoutError):
                     closing = await asyncio.wait_for(self.closing.wait(), _PERIOD_S)
         except BurstError:
-            # The hub that this dashboard asks has ended: a viewer who comes now sees its last.
-            if self._present is not None and not last:
-                yield self._event(*self._present, self._present[0].events)
+            pass
         finally:
             self.streams -= 1
-        yield b"event: end\ndata: {}\n\n"
+        if self._present is not None and self._present is not sent:
+            yield self._event(*self._present, told)
+        yield b"event: end\ndata: " + (self._last or b"null") + b"\n\n"
 
-    def _event(self, snapshot: Snapshot, links: list[LinkView], events: list[EventView]) -> bytes:
+    async def _hand_over(self, snapshot: Snapshot) -> None:
+        """Makes the last answers, once for all viewers, and lets the hub go."""
+        async with self._making:
+            if self._last is None:
+                self._last = await self.ask(last_answers, self.viewer, snapshot)
+                self.viewer.close()
+
+    def _event(self, snapshot: Snapshot, links: list[LinkView], told: int) -> bytes:
         view = Present(
             job=snapshot.job,
             progress=snapshot.progress,
@@ -131,7 +145,7 @@ class Dashboard:
             sources=snapshot.sources,
             links=links,
             plans=len(snapshot.plans),
-            events=events,
+            events=[event for event in snapshot.events if event.number > told],
         )
         return b"data: " + msgspec.json.encode(view) + b"\n\n"
 

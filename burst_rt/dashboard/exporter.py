@@ -135,6 +135,10 @@ def _of_job(snapshot: Snapshot) -> Iterator[Metric]:
     text = "When the job's hub began, in seconds since the epoch."
     yield _gauge("burst_rt_job_start_time_seconds", text, (), [((), job.began_at_s)])
     yield _gauge("burst_rt_job_ranks", "Ranks of the job.", (), [((), job.world_size)])
+    if job.verdict is not None:
+        labels = (job.verdict.kind, str(job.verdict.rank) if job.verdict.rank >= 0 else "")
+        text = "What limits the job now, and the part of the ranks' time that it costs."
+        yield _gauge("burst_rt_limit_ratio", text, ("kind", "rank"), [(labels, job.verdict.share)])
     text = "Telemetry that ranks dropped because a queue was full."
     yield _counter("burst_rt_telemetry_dropped_messages", text, (), [((), job.dropped)])
     if progress.at_s is not None:
@@ -179,7 +183,7 @@ _RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankView], float]], ...] = (
     ("burst_rt_rank_compute_seconds", "Time in tiles.", lambda rank: rank.compute_s),
     (
         "burst_rt_rank_wait_seconds",
-        "Time compute stood still while a transfer was under way.",
+        "Time compute stood still for a transfer, or for a rank that came late.",
         lambda rank: rank.wait_s,
     ),
     ("burst_rt_rank_call_seconds", "Time in calls.", lambda rank: rank.total_s),
@@ -223,7 +227,21 @@ def _of_gpus(gpus: Sequence[SourceView]) -> Iterator[Metric]:
         elif info is not None:
             family = _counter if info.cumulative else _gauge
             text = f"{info.label} ({info.unit})"
-            yield family(f"burst_rt_gpu_{metric}", text, labels, samples)
+            yield family(_name("gpu", metric), text, labels, samples)
+
+
+# Metrics that Prometheus knows by another name: without abbreviated units, and no word twice.
+_NAMES = {
+    "energy_j": "energy_joules", "num_processes": "processes", "num_xid": "xid",
+    "throttle_bits": "throttle_reasons", "process_percent": "cpu_percent",
+    "host_memory_used_bytes": "memory_used_bytes", "num_threads": "threads",
+}  # fmt: skip
+
+
+def _name(of: str, metric: str) -> str:
+    known = _NAMES.get(metric, metric)
+    seconds = "_per_second" if known.endswith("_per_s") else ""
+    return f"burst_rt_{of}_{known.removesuffix('_per_s') if seconds else known}{seconds}"
 
 
 def _gpu_labels(gpu: SourceView) -> tuple[str, ...]:
@@ -241,5 +259,5 @@ def _of_sources(label: str, sources: Sequence[SourceView]) -> Iterator[Metric]:
             for source in sources
             if (value := source.values.get(metric)) is not None
         )
-        name = f"burst_rt_{'host' if label == 'host' else 'process'}_{metric}"
+        name = _name("host" if label == "host" else "process", metric)
         yield _gauge(name, f"{info.label} ({info.unit})", (label,), samples)

@@ -50,6 +50,7 @@ def main() -> None:
         except OSError as error:
             hub.lines.append(f"no record: cannot write {options.record}: {error.strerror}")
             hub.model.record = ""
+    hub.job_folder = options.job_folder
     folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
         folder.rmdir()
@@ -79,6 +80,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--dashboard", default="", help='"1", or [HOST:]PORT')
     parser.add_argument("--metrics-port", type=int)
+    parser.add_argument("--job-folder", type=Path, help="where the ranks leave their traces")
     return parser.parse_args()
 
 

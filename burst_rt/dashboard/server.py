@@ -31,7 +31,8 @@ _MAX_CONNECTIONS = 128
 # been silent longest is closed. Deadline for a complete request.
 _MAX_MUTE = 64
 _REQUEST_DEADLINE_S = 10.0
-_CLOSING_S = 1
+# Seconds that streams may take to hand over what their pages keep; the hub waits longer.
+_CLOSING_S = 3
 
 
 @dataclass(frozen=True)

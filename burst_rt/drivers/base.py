@@ -121,6 +121,7 @@ class BaseDriver:
         # Tasks that have ended: (task, issued, started, ended). Spans are made only when asked for.
         self._ended: deque[tuple[Task, float, float, float]] = deque()
         self._trace: Trace | None = None
+        self.on_events: Callable[[Sequence[TaskDone]], object] | None = None
         self._control: Task | None = None
         # By handle of a message under way: its task, its peer, its place in the exchange, and the
         # exchange's in the flight record.
@@ -167,7 +168,8 @@ class BaseDriver:
                 if backoff and transfers:
                     self.wait_s += backoff.elapsed_s()
                 return events
-            backoff, transfers = backoff or Backoff(), bool(self._num_open)
+            backoff = backoff or Backoff()
+            transfers = bool(self._num_open) or self._control is not None
             failure = self._overdue(backoff) if slept else None
             if failure:
                 return [failure]

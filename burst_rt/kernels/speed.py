@@ -90,6 +90,7 @@ class TileProblem:
         self._qkv = QKV(q, k, v)
         whole = (range(tokens),)
         pieces = work.mask.pieces(*whole, *whole)
+        self.pieces = pieces
         self._tile = Tile(
             pieces,
             whole,

@@ -14,7 +14,7 @@ class Stats(NamedTuple):
     bytes_sent: int = 0
     bytes_received: int = 0
     compute_s: float = 0.0  # seconds in compute tasks; on a GPU see `Context.stats`
-    # Seconds that the compute lane idled while a transfer was under way: exposed communication and
-    # late peers together.
+    # Seconds that the compute lane idled while a transfer was under way or a rank had not entered
+    # the call: exposed communication and late peers together.
     wait_s: float = 0.0
     total_s: float = 0.0  # seconds inside calls

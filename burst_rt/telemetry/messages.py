@@ -43,6 +43,7 @@ __all__ = [
     "Ping",
     "PlanSummary",
     "Pong",
+    "PostMortemLines",
     "RecordHeader",
     "Recorded",
     "Severity",
@@ -165,7 +166,7 @@ class EndedCall(_Message, tag="call", kw_only=True):
     started_s: float
     ended_s: float
     compute_s: float
-    wait_s: float  # the compute lane idled while a transfer was under way
+    wait_s: float  # the compute lane idled: a transfer was under way, or a rank had not come yet
     spans: bytes  # 16 bytes each, see `timeline.SPAN`; times count from started_s
 
 
@@ -197,7 +198,7 @@ class Counts(msgspec.Struct, kw_only=True):
     # Number of calls whose spans were looked at; only these count in transfer_s and overlap_s.
     traced_calls: int = 0
     compute_s: float = 0.0  # time in tiles
-    wait_s: float = 0.0  # the compute lane idled while a transfer was under way
+    wait_s: float = 0.0  # as in `EndedCall`, and in calls that only agree
     total_s: float = 0.0  # time in calls
     transfer_s: float = 0.0  # at least one transfer was under way
     overlap_s: float = 0.0  # a transfer was under way while the compute lane was busy
@@ -336,13 +337,21 @@ class HubReport(_Message, tag="presence"):
     text: str  # how the connection ended; the signal that stops the job
 
 
+class PostMortemLines(_Message, tag="post-mortem", kw_only=True):
+    """The post-mortem of a job that failed, in lines (`job.postmortem`). The hub's last message."""
+
+    heading: list[str]  # who stopped first, and who waited for whom
+    advice: list[str]  # what to do next
+    whole: list[str]  # all of it, as far as it has room
+
+
+# A message that a JobModel takes.
+Item: TypeAlias = FromRank | HubReport | PostMortemLines
+
+
 class Recorded(_Message):
     """One entry of a record."""
 
     at_s: float  # when the hub had the message
     rank: int  # that the message came from, -1 for the hub itself
-    message: FromRank | HubReport
-
-
-# A message that a JobModel takes.
-Item: TypeAlias = FromRank | HubReport
+    message: Item

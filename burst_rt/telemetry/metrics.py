@@ -88,7 +88,7 @@ METRICS: dict[str, Metric] = {
     "sent_bytes_per_s": Metric(unit="B/s", label="sent by calls", high=10 * _TERABYTE),
     "calls_per_s": Metric(unit="1/s", label="calls", high=1e7),
     "compute_percent": _percent("time in tiles"),
-    "wait_percent": _percent("time compute stood still while a transfer was under way"),
+    "wait_percent": _percent("time compute stood still for a transfer or a late rank"),
     "outside_percent": _percent("time outside of calls"),
     "overlap_percent": _percent("share of the transfer time that compute hid"),
     # The job, from `telemetry.report`. Other values that a job reports have their own names, and no

@@ -13,6 +13,7 @@ ranks on the host share these cores.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
@@ -33,7 +34,7 @@ from burst_rt.launch.measure.timing import (
     slowest_s,
 )
 from burst_rt.launch.plan.doubts import BusyCores, doubts
-from burst_rt.launch.plan.fit import Sample, fit_link, fit_rates
+from burst_rt.planning.fit import Sample, fit_link, fit_rates
 from burst_rt.planning.machines import to_toml
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node
@@ -51,6 +52,13 @@ _STRATEGIES = {
     "burst-untiled": _WHOLE,
     "ring-naive": _WHOLE,
 }
+# Seconds for each of them, and for links of one kind. What a strategy leaves is the next one's. A
+# size that is foreseen to take longer is left out; the smallest never is.
+_SECONDS = {"ring-kv": 40.0, "burst": 15.0, "all-to-all": 10.0, "burst-untiled": 15.0,
+            "ring-naive": 15.0}  # fmt: skip
+_LINK_S = 8.0
+# A call of twice the tokens takes about so many times as long.
+_GROWTH = 4.0
 # Number of tokens from which on calls have a quarter of the heads and run at most twice: they take
 # seconds.
 _LONG = 4096
@@ -83,18 +91,29 @@ class Calibration:
         self.heads, self.head_dim, self.dtype, self.repeats = heads, head_dim, dtype, repeats
         self.per_node = ctx.runtime.machine.ranks_per_node
         self.samples: list[Sample] = []
+        self.left_out: list[str] = []  # sizes that this machine is too slow for
         self._busy = BusyCores()
 
     def hardware(self, say: Callable[[str], None]) -> Hardware:
-        """Measures the machine, a minute or two on a CPU; `say` is told what is being measured."""
+        """Measures the machine in at most two minutes; `say` is told what is being measured."""
         samples = self.samples
+        until_s = time.monotonic()
         for strategy, sizes in _STRATEGIES.items():
+            until_s += _SECONDS[strategy]
             if strategy == "all-to-all" and self.heads % self.ctx.world_size:
                 continue
             say(f"tiles and sums of {strategy}")
+            took_s = 0.0
             for tokens in (size for size in sizes if size <= self.max_tokens):
+                started_s = time.monotonic()
+                late = started_s + _GROWTH * took_s > until_s
+                # Rank 0's clock decides for all.
+                if took_s and self.ctx.all_gather(late)[0]:
+                    self.left_out.append(f"{strategy} from {tokens:,} tokens a rank")
+                    break
                 for causal in (False, True):
                     samples += self.attention(strategy, tokens, causal)
+                took_s = time.monotonic() - started_s
         say("matrix products")
         samples += self.products()
         say("links")
@@ -197,7 +216,14 @@ class Calibration:
         # hits all of them.
         idle_s: list[float] = []
         took: dict[int, list[float]] = {size: [] for size in _MESSAGE_BYTES}
-        for repeat in range(4 * self.repeats + 1):
+        rounds, left_s = 4 * self.repeats + 1, _LINK_S
+        for size, exchange in list(exchanges.items()):
+            # The first run of each warms up.
+            once_s = slowest_s(self.ctx, exchange)
+            left_s -= rounds * once_s
+            if left_s < 0 and size > _MESSAGE_BYTES[1]:
+                del exchanges[size], took[size]
+        for repeat in range(rounds):
             for size, exchange in exchanges.items():
                 exchange_s, nothing_s = slowest_s(self.ctx, exchange), slowest_s(self.ctx, idle)
                 if repeat:  # The first round warms up.
@@ -282,5 +308,10 @@ def measure_machine(made: str, doubts: str, repeats: int, max_tokens: int, **sha
             Path(doubts).write_text(text, encoding="utf-8")
             by = ", ".join(f"{name} {value}" for name, value in machine().items())
             day = date.today().isoformat()
-            head = f"# Made by `burst-rt calibrate` on {day}: {about}.\n# {by}\n\n"
+            head = f"# Made by `burst-rt calibrate` on {day}: {about}.\n# {by}\n"
+            if calibration.left_out:
+                head += (
+                    f"# Left out, to end within two minutes: {', '.join(calibration.left_out)}.\n"
+                )
+            head += "\n"
             Path(made).write_text(head + to_toml(hardware), encoding="utf-8")

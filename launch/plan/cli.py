@@ -193,7 +193,7 @@ def plan(**options: Any) -> None:  # see `PlanOptions`
 def calibrate(num_ranks: int, out: Path | None, force: bool, **options: object) -> None:
     """Measure this machine, for `simulate` and `plan`, and for strategy="auto" of later jobs.
 
-    Takes about four minutes on a CPU. Run nothing else meanwhile: on a busy machine no file is
+    Takes at most two minutes. Run nothing else meanwhile: on a busy machine no file is
     written. Jobs find the file by themselves. BURST_RT_HARDWARE=none makes them ignore it,
     BURST_RT_HARDWARE=FILE makes them use another.
     """

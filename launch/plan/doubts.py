@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import psutil
 
-from burst_rt.launch.plan.fit import Sample
+from burst_rt.planning.fit import Sample
 from burst_rt.scheduler import Cost
 from burst_rt.scheduler.simulator import Hardware
 

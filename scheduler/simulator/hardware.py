@@ -82,12 +82,16 @@ class Device:
 class Link:
     """A way for messages: each takes latency_s, then its bytes at its share of bytes_per_s *
     efficiency (of one direction).
+
+    work_byte_s: seconds of computing that a byte takes from each of its two ranks, where the host's
+    cores or the device's own move it; None: none.
     """
 
     latency_s: float
     bytes_per_s: float
     efficiency: float
     duplex: Duplex
+    work_byte_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,8 @@ class Hardware:
         """
         node, nics = self.node, self.nics
         if node.switch or node.cores or node.host_memory or nics is None:
+            return None
+        if node.link.work_byte_s or nics.link.work_byte_s:
             return None
         share = nics.link.bytes_per_s * nics.count / node.ranks
         link = replace(nics.link, bytes_per_s=min(share, nics.link.bytes_per_s))

@@ -150,9 +150,16 @@ class Network:
             None if node.host_memory is None else _both_ways(node.host_memory)
             for _ in range(num_nodes)
         ]
-        self._cores = [
-            None if node.cores is None else Resource(node.cores) for _ in range(num_nodes)
-        ]
+        links = [node.link, *([nics.link] if nics is not None and num_nodes > 1 else [])]
+        # Whether messages take time from computing.
+        self.working = any(link.work_byte_s for link in links)
+        # By rank.
+        self._cores: list[Resource | None]
+        if node.cores is not None:
+            of_nodes = [Resource(node.cores) for _ in range(num_nodes)]
+            self._cores = [of_nodes[rank // node.ranks] for rank in range(world_size)]
+        else:
+            self._cores = [Resource(1.0) if self.working else None for _ in range(world_size)]
         self._switch_of = _switches(node, world_size)
         self._nics = (
             [] if nics is None else [_both_ways(nics.link) for _ in range(num_nodes * nics.count)]
@@ -181,8 +188,16 @@ class Network:
         )
 
     def cores(self, rank: int) -> Resource | None:
-        """The cores that the rank's compute tasks share with others of its node, or None."""
-        return self._cores[rank // self._hardware.node.ranks]
+        """What the rank's compute tasks share with others of its node and with messages, or
+        None.
+        """
+        return self._cores[rank]
+
+    def work_byte_s(self, source: int, destination: int) -> float:
+        """Seconds of computing that a byte takes from each of two ranks."""
+        node, nics = self._hardware.node, self._hardware.nics
+        apart = source // node.ranks != destination // node.ranks
+        return (nics.link if nics is not None and apart else node.link).work_byte_s or 0.0
 
     def _find(self, source: int, destination: int, staged: bool) -> Path:
         node = self._hardware.node

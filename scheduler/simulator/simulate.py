@@ -11,6 +11,7 @@ devices and wires the times that a `Hardware` (or your own function) gives. Rule
   alone;
 * a control task (operation "agree") ends on all ranks at once: when all have reached it, plus the
   latency of an allreduce;
+* where a machine says so, a message also takes its share of the time of its ranks' computing;
 * a copy between device and host ("to host", "to device") flows like a message; anything else
   computes.
 
@@ -356,6 +357,13 @@ class Simulation:
                 send[1].number, recv[1].number, send[1].plan.staged
             )
         self._launch(MessageFlow(self._next_flow(), resources, send, recv), latency_s + more_s)
+        if self._network is not None and self._network.working:
+            work_s = self._network.work_byte_s(send[1].number, recv[1].number) * send[4]
+            for _, rank, task, _, _ in (send, recv) if work_s else ():
+                cores = self._network.cores(rank.number)
+                assert cores is not None
+                work = Flow(self._next_flow(), (rank.number, task), work_s, (cores,), 1.0)
+                self._launch(work, latency_s + more_s)
 
     def _next_flow(self) -> int:
         self._num_flows += 1
@@ -373,8 +381,8 @@ class Simulation:
     def _arrive(self, flow: Flow) -> None:
         if isinstance(flow, TaskFlow):
             self._end(flow.rank, flow.task)
+        if not isinstance(flow, MessageFlow):
             return
-        assert isinstance(flow, MessageFlow)
         self._on_move(flow.send, flow.recv)
         flow.send[1].sent_bytes += flow.send[4]
         for _, rank, task, _, _ in (flow.send, flow.recv):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from jobs import Job, Launcher, run_command, run_job
+
+from burst_rt.job.launched import RECORD_VARIABLE
+from burst_rt.job.postmortem import PostMortem
+from burst_rt.telemetry.read.record import Record, replay
 
 _PROGRAM = Path(__file__).parent / "programs" / "stopping_first.py"
 _CASES: list[tuple[Launcher, str, str]] = [
@@ -73,6 +78,26 @@ def test_nothing_is_kept_of_a_job_that_ended_well(by: Launcher, kept: Path) -> N
     job = run_job(_PROGRAM, 2, ["end", "0"], by=by)
     assert job.exit_code == 0, job.text
     assert _folders(kept) == []
+
+
+@pytest.mark.parametrize("by", ["burst-rt run", "mpirun", "torchrun"])
+def test_viewers_get_the_post_mortem_too(
+    by: Launcher, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kept / "job.record"
+    monkeypatch.setenv(RECORD_VARIABLE, str(path))
+    job = run_job(_PROGRAM, 3, ["kill", "1"], by=by)
+    assert job.exit_code != 0, job.text
+    (folder,) = _folders(kept)
+    deadline_s = time.monotonic() + 20  # a hub that a rank has started outlives the ranks
+    while (told := replay(Record(path)).snapshot().job.post_mortem) is None:
+        assert time.monotonic() < deadline_s, job.text
+        time.sleep(0.2)
+    post_mortem = PostMortem(folder)
+    assert told.heading[0].startswith("first to stop: rank 1, ")
+    assert told.heading == list(post_mortem.heading())
+    assert told.advice == list(post_mortem.advice())
+    assert told.whole == list(post_mortem.lines())
 
 
 def test_at_most_ten_jobs_are_kept(kept: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ broken, hurts a run.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -98,6 +99,37 @@ def test_a_rank_that_sleeps_before_calls_is_named_with_what_it_costs(
     assert found.latecomer is not None, found
     assert found.latecomer.rank == 1
     assert all(found.ranks[rank].late_s > found.ranks[1].late_s for rank in (0, 2))
+    verdict = replay(Record(path)).snapshot().job.verdict
+    assert verdict is not None
+    # On a busy machine the lack of cores may cost more.
+    assert verdict.kind == "full host" or (verdict.kind, verdict.rank) == ("late rank", 1), verdict
+
+
+def test_a_job_among_busy_neighbours_says_that_its_host_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, program = tmp_path / "run.record", tmp_path / "busy.py"
+    source = (
+        _LATE.replace("TOKENS", "9216")
+        .replace("FIRST", "")
+        .replace("sleep(", "sleep(0 * ")
+        .replace("range(8)", "range(20)")
+    )
+    program.write_text(source, encoding="utf-8")
+    monkeypatch.setenv("BURST_RT_RECORD", str(path))
+    spinning = [sys.executable, "-c", "while True: pass"]
+    neighbours = [subprocess.Popen(spinning) for _ in range(3 * (os.cpu_count() or 1))]
+    try:
+        job = run_job(program, 2, cwd=tmp_path, timeout_s=_DEADLINE_S, warm="torch")
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
+    assert job.exit_code == 0, job.text
+    verdict = replay(Record(path)).snapshot().job.verdict
+    assert verdict is not None
+    assert verdict.kind == "full host", verdict
+    assert re.search(rf"2 ranks on {os.cpu_count()} cores, each gets \d+ % of one", verdict.text)
 
 
 class _Run(NamedTuple):

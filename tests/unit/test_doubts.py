@@ -12,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+import burst_rt
 from burst_rt.errors import ConfigError
 from burst_rt.launch.main import cli
+from burst_rt.launch.plan import calibrate
 from burst_rt.launch.plan.doubts import BusyCores, doubts
-from burst_rt.launch.plan.fit import Sample
+from burst_rt.planning.fit import Sample
 from burst_rt.planning.machines import to_toml
 from burst_rt.scheduler import Cost
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Node, Rate
@@ -119,3 +122,26 @@ def test_figures_of_a_busy_machine_are_not_written_unless_forced(
     assert out.read_text(encoding="utf-8").startswith(
         "# Doubtful: it was so.\n# Doubtful: and so.\n"
     )
+
+
+def test_sizes_that_would_take_too_long_are_left_out_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibrate, "_SECONDS", dict.fromkeys(calibrate._STRATEGIES, 0.0))
+    monkeypatch.setattr(calibrate, "_LINK_S", 0.0)
+    monkeypatch.setattr(calibrate, "_LINEAR", calibrate._LINEAR[:1])
+
+    def measure(ctx: burst_rt.Context) -> tuple[list[str], set[str]]:
+        measuring = calibrate.Calibration(
+            ctx, heads=2, head_dim=16, dtype=torch.float32, repeats=1, max_tokens=1024
+        )
+        hardware = measuring.hardware(lambda what: None)
+        return measuring.left_out, set(hardware.device.rates)
+
+    first, second = burst_rt.run_local(2, measure, timeout_s=120)
+    assert first == second
+    left_out, rates = first
+    assert left_out == [
+        f"{name} from 512 tokens a rank" for name in ("ring-kv", "burst", "all-to-all")
+    ]
+    assert {"forward", "backward", "forward-untiled", "linear", "default"} <= rates

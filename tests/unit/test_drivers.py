@@ -479,6 +479,30 @@ def test_progress_keeps_messages_moving_while_a_task_computes() -> None:
     assert [span.name for span in receiver.driver.trace] == ["receive", "tile"]
 
 
+def test_a_message_that_waited_for_another_leaves_while_a_task_computes() -> None:
+    world = LocalWorld(2)
+    g = GraphBuilder(0, 2)
+    out, slot = g.buffer("out", initialised=True), g.buffer("slot", size_bytes=_BYTES)
+    g.exchange("receive", recvs=[(slot, 1)], tag=0)
+    g.exchange("pass on", sends=[(slot, 1)], tag=1)
+    g.compute("tile", Op("until it is back"), accumulates=[out])
+    rank = _Rank(world, g.build())
+
+    def compute_until_it_is_back() -> None:
+        peer, back = world.transport(1), bytearray(_BYTES)
+        peer.isend(memoryview(bytearray(b"x" * _BYTES)), 0, 0)
+        peer.irecv(memoryview(back), 0, 1)
+        deadline_s = time.perf_counter() + _LONG_S
+        while bytes(back) != b"x" * _BYTES:
+            assert time.perf_counter() < deadline_s, "nothing was sent while the tile ran"
+            rank.driver.progress()
+            peer.poll()
+
+    rank.ops["until it is back"] = compute_until_it_is_back
+    rank.run()
+    assert {span.name for span in rank.driver.trace} == {"receive", "pass on", "tile"}
+
+
 def test_compute_tasks_run_one_at_a_time_in_the_callers_thread() -> None:
     g = GraphBuilder(0, 1)
     for i in range(5):

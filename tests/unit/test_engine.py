@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -346,6 +346,8 @@ class _ScriptedDriver:
     """Ends tasks at once, in the order they were issued; `script` overrides what is reported of a
     task. The first `silent` waits return nothing.
     """
+
+    on_events: Callable[[Sequence[TaskDone]], object] | None = None
 
     def __init__(self, script: dict[int, Event], silent: int = 0) -> None:
         self.script, self.silent = script, silent

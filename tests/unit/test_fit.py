@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from burst_rt.launch.plan.fit import Sample, fit_link, fit_rate, fit_rates
+from burst_rt.planning.fit import Sample, fit_link, fit_rate, fit_rates
 from burst_rt.scheduler import Cost
 
 

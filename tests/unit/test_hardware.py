@@ -31,7 +31,7 @@ _BARE = Hardware('a "bare" machine', Device(1 << 30, _RATES), Node(2, _LINK))
 _FULL = replace(
     _BARE,
     node=Node(4, _LINK, 2, Switch(2, 3e9, 1.0), _LINK, replace(_LINK, duplex="full")),
-    nics=Nics(2, _LINK),
+    nics=Nics(2, replace(_LINK, work_byte_s=2e-10)),
 )
 
 

@@ -89,7 +89,7 @@ def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) ->
 
     from burst_rt.dashboard.links import LinkStates
     from burst_rt.launch.top import render
-    from burst_rt.telemetry.messages import HubReport
+    from burst_rt.telemetry.messages import HubReport, PostMortemLines
     from burst_rt.telemetry.model.job_model import JobModel
 
     model = JobModel(1e9)
@@ -110,6 +110,10 @@ def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) ->
     assert all(words in shown for words in ("● live", "✕ lost", "call 4, hop 1", "1 kB/s"))
     assert "1 → 0 silent" in shown
     assert "rank 1 lost: its connection ended" in shown
+    told = PostMortemLines(heading=["first to stop: rank 1"], advice=["look [there]"], whole=[])
+    model.apply(4.0, -1, told)
+    Console(width=100).print(render(model.snapshot(), [], []))
+    assert "first to stop: rank 1\nlook [there]\n" in capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 100
 
 
@@ -156,7 +160,9 @@ def test_top_shows_whole_columns_at_any_width(
     assert header[-1] == "doing"
     assert ("power" in header) == (gpu and width >= 80)
     assert ("memory" in header) == (width >= 80)
-    assert ("computing" in header) == (width >= 100)
+    assert "computes" in header
+    # Where there is room, a bar shows it, too.
+    assert any("█" in line for line in lines) == (width >= 100)
     assert ("away" in header) == (width >= (100 if gpu else 80))
     assert ("flop/s" in header) == (width >= (120 if gpu else 100))
     assert ("calls" in header) == (width >= 120)

@@ -162,7 +162,8 @@ def test_a_wheel_holds_modules_examples_the_type_marker_the_machines_and_the_pag
     expected |= {f"burst_rt/examples/{path.name}" for path in (_ROOT / "examples").glob("*.py")}
     assert "burst_rt/examples/finetune.py" in expected
     assert {name for name in names if name.endswith(".py")} == expected
-    assert {"burst_rt/dashboard/grafana.json", "burst_rt/dashboard/prometheus.yml"} < names
+    configured = {"alerts.yml", "grafana.json", "prometheus.yml"}
+    assert {f"burst_rt/dashboard/{name}" for name in configured} < names
     assert "burst_rt/py.typed" in names
     machines = {
         f"burst_rt/planning/machines/{path.name}"
@@ -512,7 +513,7 @@ def test_planning_imports_no_torch(name: str) -> None:
     # What masks let through is counted for whole shards at once, and listed for whole tiles.
     counting = (
         "burst_rt.planning.balance", "burst_rt.planning.intervals", "burst_rt.planning.masks",
-        "burst_rt.planning.needs", "burst_rt.planning.sides",
+        "burst_rt.planning.fit", "burst_rt.planning.needs", "burst_rt.planning.sides",
         "burst_rt.planning.whole", "burst_rt.planning.worklist", "burst_rt.serving.chunks",
     )  # fmt: skip
     more |= {"numpy"} if _within(name, *counting) else set()

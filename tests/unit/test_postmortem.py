@@ -1,4 +1,4 @@
-"""The post-mortem of a job (launch/postmortem.py): made-up ranks, and each way to end."""
+"""The post-mortem of a job (job/postmortem.py): made-up ranks, and each way to end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from click.testing import CliRunner
 from burst_rt.errors import InputError, PeerLost, Stalled
 from burst_rt.job import folders
 from burst_rt.job.flight import CLOSED_AT, MESSAGE_ENTRY, TASK_ENTRY, FlightRecord
+from burst_rt.job.postmortem import LauncherNote, PostMortem, leave_note
 from burst_rt.job.reports import RankReport, crash_path, stderr_path, write_report
-from burst_rt.launch.postmortem import LauncherNote, PostMortem, command, first_lines, leave_note
+from burst_rt.launch.postmortem import command, first_lines
 from burst_rt.scheduler import Graph, GraphBuilder
 
 _CALL = "burst_attention"

@@ -257,6 +257,32 @@ def test_ranks_share_the_cores_of_their_node() -> None:
     assert _ends(_run(_world(computing(10), computing(20)), apart)) == [10.0, 20.0]
 
 
+def test_a_message_takes_time_from_the_computing_of_its_ranks() -> None:
+    """50 bytes, half a second of computing each on either side."""
+
+    def computing(g: GraphBuilder) -> None:
+        a, into = g.buffer("a"), g.buffer("in", size_bytes=50)
+        out = g.buffer("out", size_bytes=50, initialised=True)
+        if g.rank < 2:
+            sends, recvs = [(out, 1)], [(into, 0)]
+            g.exchange("pass", sends=sends * (1 - g.rank), recvs=recvs * g.rank, tag=0)
+        g.compute("work", _WORK, writes=[a], cost=Cost(30))
+
+    def working(node: Node, nics: Nics | None = None) -> list[float]:
+        return _ends(_run(_world(computing, computing, computing), _on(node, nics)))
+
+    link, light = replace(_link(100.0), work_byte_s=0.5), _link(100.0)
+    # While both are there each has half of the rank's time: 25 s of work take 50 s.
+    assert working(Node(3, link)) == pytest.approx([55.0, 55.0, 30.0], rel=1e-12)
+    assert working(Node(3, light)) == [30.0, 30.0, 30.0]
+    # Five on three cores: the messages' work ends after 25 / 0.6 s, when tasks have 5 s left.
+    shared = working(Node(3, link, cores=3))
+    assert shared == pytest.approx([25 / 0.6 + 5] * 3, rel=1e-12)
+    # Ranks 0 and 1 share a node, and its link.
+    assert working(Node(2, light), Nics(2, link)) == [30.0, 30.0, 30.0]
+    assert working(Node(1, light), Nics(1, link)) == pytest.approx([55.0, 55.0, 30.0], rel=1e-12)
+
+
 def test_an_agreement_waits_for_the_last_rank_and_takes_the_rounds_of_an_allreduce() -> None:
     def entering(at_s: int) -> _Program:
         def program(g: GraphBuilder) -> None:

@@ -27,7 +27,7 @@ from telemetry_feed import beat, hello
 import burst_rt
 from burst_rt.errors import ConfigError, InputError, ProtocolError
 from burst_rt.telemetry.hub.starting import HUB_MODULE, RunningHub, hub_environment, start_hub
-from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Severity
+from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Pong, Severity
 from burst_rt.telemetry.model.views import Snapshot
 from burst_rt.telemetry.rank import joining
 from burst_rt.telemetry.rank.agent import Agent
@@ -198,6 +198,26 @@ def test_a_report_that_cannot_be_sent_leaves_telemetry_as_it_was(
         assert shown.progress.values == {"é" * 128: 2.0, "loss": 3.0}
 
 
+def test_a_rank_that_ends_hears_the_hub_out(tmp_path: Path) -> None:
+    """A hub that answers after the rank's last word finds the connection whole."""
+    path = str(tmp_path / "hub")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        agent = Agent(f"unix:{path}", hello(0, 1), None)
+        connection, _ = listening.accept()
+        closing = threading.Thread(target=agent.close, args=(0,))
+        with connection:
+            connection.settimeout(_DEADLINE_S)
+            closing.start()
+            while connection.recv(1 << 16):
+                pass
+            for _ in range(3):
+                connection.sendall(frame(msgspec.msgpack.encode(Pong(0.0, 0.0))))
+                time.sleep(0.05)
+        closing.join(_DEADLINE_S)
+
+
 def test_a_dropped_connection_is_noticed_within_100_ms(hub: RunningHub) -> None:
     with HubViewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as other:
         connection = _rank(hub, 1)
@@ -327,6 +347,22 @@ def test_a_silent_rank_is_noticed(hub: RunningHub) -> None:
     with HubViewer(hub.address, hub.secret) as viewer, _rank(hub, 0):
         shown = _wait_until(viewer, lambda s: bool(s.ranks) and s.ranks[0].status == "silent")
         assert "nothing heard for 2 s" in shown.events[-1].text
+
+
+def test_a_hub_whose_job_has_ended_waits_for_viewers_to_ask_what_they_keep() -> None:
+    running = start_hub(one_host=True, held=True)
+    with HubViewer(running.address, running.secret) as viewer:
+        with _rank(running, 0):
+            _wait_until(viewer, lambda s: bool(s.ranks))
+        releasing = threading.Thread(target=running.release)
+        releasing.start()
+        shown = _wait_until(viewer, lambda s: s.job.ended)
+        assert shown.ranks[0].status == "lost"
+        assert viewer.timeline().calls == []
+        assert [view.source for view in viewer.series()] == ["rank:0"]
+    releasing.join(_DEADLINE_S)
+    assert not releasing.is_alive()
+    assert running._process.returncode == 0
 
 
 def test_strangers_are_not_heard(hub: RunningHub) -> None:

@@ -512,6 +512,13 @@ def test_a_rank_that_comes_late_is_waited_for_at_the_agreement(tmp_path: Path) -
     first = found.ranks[0]
     assert [first.late_s, first.skew_s] == pytest.approx([2.0, 0.0], abs=1e-4)
     assert {stall.cause for stall in found.stalls} == {"rank 1 entered the call 500.0 ms later"}
+    drawn = replay(Record(tmp_path / "agreement")).timeline(0.0, limit=1000).waits
+    entries = [wait for wait in drawn if wait.cause == "late entry"]
+    assert {(wait.rank, wait.peer) for wait in entries} == {(0, 1), (2, 1)}
+    for wait in entries:
+        # The first tile ends 0.3 s after the call's start, and rank 1 enters 0.5 s after it.
+        times = [wait.started_s - wait.call - 1.0, wait.ended_s - wait.call - 1.0]
+        assert times == pytest.approx([0.3, 0.5], abs=1e-4)
     assert found.latecomer is not None
     assert found.latecomer.rank == 1
 

@@ -14,12 +14,13 @@ import msgspec
 import pytest
 from dashboards import serving
 from playwright.sync_api import Browser, Page, expect
-from telemetry_feed import Load, arrive, gpu_sample, offset_s
+from telemetry_feed import Load, arrive, call, gpu_sample, offset_s
 
 from burst_rt.telemetry.messages import HubReport, JobReport, SourceInfo, SourceSample
 from burst_rt.telemetry.model.job_model import JobModel
 
 _LAPTOP = {"width": 1440, "height": 900}
+_TABS = ("overview", "timeline", "history", "traffic", "job")
 _PHONE = {"width": 390, "height": 844}
 # Texts of the ring with their boxes, and points along its links, in pixels of the page.
 _RING = """(svg) => {
@@ -38,10 +39,29 @@ _RING = """(svg) => {
   return { texts, points, svg: box(svg), tips: svg.querySelectorAll("path.tip").length };
 }"""
 
+# The same, of a ring that has just been told of links between all.
+_ALL_TO_ALL = """async () => {
+  const { job } = await import("/live.js");
+  const { ring } = (await import("/main.js")).made.get("overview");
+  const ranks = job.present.ranks.map(({ rank }) => rank);
+  const others = (sender) => ranks.filter((rank) => rank !== sender);
+  const link = (sender) => (receiver) => ({ sender, receiver, bytes_per_s: 2e6, state: "ok" });
+  const links = ranks.flatMap((sender) => others(sender).map(link(sender)));
+  ring.update({ ...job.present, links });
+  return (%s)(ring.node);
+}"""
+
 _TICKS = """async () => {
   const { ticks } = await import("/chart.js");
   const { measure, short } = await import("/format.js");
   return ticks(0, 1.1, 3).map((at) => short(measure(at, "B/s")));
+}"""
+
+# What keys change.
+_TIMELINE = """async () => {
+  const t = (await import("/main.js")).made.get("timeline");
+  const { following, span, until, withMessages, selected, scroll } = t;
+  return [following, span, until, withMessages, selected, scroll, scrollY];
 }"""
 
 
@@ -112,6 +132,23 @@ def test_words_of_the_ring_cover_neither_links_nor_each_other(
     assert any("clockwise" in text.words for text in texts) == (num_ranks > 24)
 
 
+@pytest.mark.parametrize("num_ranks", [4, 8, 12])
+def test_words_have_room_where_all_ranks_send_to_all(browser: Browser, num_ranks: int) -> None:
+    with serving(_job(num_ranks)) as running:
+        page = _open(browser, running.served.link)
+        expect(page.locator(".ring text.of")).to_contain_text("links")
+        found = page.evaluate(_ALL_TO_ALL % _RING)
+        page.close()
+    texts = [_Text(*text) for text in found["texts"]]
+    assert {text.words for text in texts} > {f"over {num_ranks * (num_ranks - 1)} links"}
+    for one, other in itertools.combinations(texts, 2):
+        assert not one.covers(other), (one, other)
+    # The ranks' numbers are in their circles, which lie above the links.
+    for text in (text for text in texts if not text.words.isdigit()):
+        for x, y in found["points"]:
+            assert not (text.left < x < text.right and text.top < y < text.bottom), text
+
+
 def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
     with serving(_job(3)) as running:
         page = _open(browser, running.served.link)
@@ -123,6 +160,7 @@ def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
         expect(page.locator("#health")).to_have_text("○ 3 ranks stopped")
         expect(page.locator(".events")).to_contain_text("job stopping by SIGINT")
         expect(page.locator(".lost")).to_have_count(0)
+        assert not running.model.failed
         page.close()
 
 
@@ -278,4 +316,63 @@ def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) ->
             )
             page.mouse.move(0, 0)
         assert page.evaluate(_TICKS) == ["0 B/s", "0.5 B/s", "1 B/s"]
+        page.close()
+
+
+@pytest.mark.parametrize("tab", _TABS)
+def test_escape_closes_the_dialog_alone_and_no_key_acts_behind_it(
+    browser: Browser, tab: str
+) -> None:
+    with serving(_job(4)) as running:
+        page = _open(browser, running.served.link)
+        page.set_viewport_size({"width": 1000, "height": 400})  # there is more behind, to scroll to
+        page.keyboard.press("2")
+        expect(page.locator(".status")).to_contain_text("shown", timeout=10_000)
+        page.keyboard.press("n")
+        expect(page.locator(".status")).to_contain_text("took")
+        page.keyboard.press(str(1 + _TABS.index(tab)))
+        expect(page).to_have_url(re.compile(f"#{tab}$"))
+        before = page.evaluate(_TIMELINE)
+        page.keyboard.press("?")
+        dialog = page.get_by_role("dialog", name="Keys")
+        expect(dialog).to_be_visible()
+        for key in ("1", "2", "5", "+", "-", "a", "d", "l", "f", "m", "n", "p", "?", "PageDown"):
+            page.keyboard.press(key)
+        expect(dialog).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(dialog).to_be_hidden()
+        expect(page).to_have_url(re.compile(f"#{tab}$"))
+        assert page.evaluate(_TIMELINE) == before
+        # Keys act again.
+        page.keyboard.press("3" if tab != "history" else "1")
+        expect(page).not_to_have_url(re.compile(f"#{tab}$"))
+        page.close()
+
+
+def test_the_first_line_says_what_limits_the_job(browser: Browser) -> None:
+    """Rank 1 comes 0.5 s late to every call. On a phone the line is no wider than the page."""
+    model = JobModel(1e9)
+    ranks = range(2)
+    for rank in ranks:
+        for message in arrive(rank):
+            model.apply(0.1, rank, message)
+    with serving(model) as shown:
+        page = _open(browser, shown.served.link)
+        page.set_viewport_size(_PHONE)  # type: ignore[arg-type]  # the type's name is private
+        verdict = page.locator(".verdict")
+        expect(verdict).to_be_hidden()
+
+        def calls(model: JobModel) -> None:
+            early = ((0.1, 0.1, 0.61), (0.0, 0.0, 0.1), (0.61, 0.61, 0.7))
+            late = ((0.1, 0.1, 0.11), (0.0, 0.0, 0.1), (0.11, 0.11, 0.2))
+            for number in range(8):
+                at_s = 1.0 + number
+                for rank, tasks in enumerate((early, late)):
+                    ended = call(rank, number, at_s + 0.5 * rank, *tasks)
+                    model.apply(at_s + 0.8, rank, ended)
+
+        shown.do(calls)
+        expect(verdict).to_contain_text("Rank 1 comes late: between calls it spends 500.0 ms more")
+        expect(verdict).to_contain_text("See what it does between calls: py-spy dump --pid")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.close()

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from telemetry_feed import arrive, beat, call, counters, gpu_sample
 
 from burst_rt.dashboard.exporter import DCGM, exposition
 from burst_rt.dashboard.links import LinkStates
-from burst_rt.telemetry.messages import JobReport, SourceInfo, SourceSample
+from burst_rt.telemetry.messages import Bye, JobReport, SourceInfo, SourceSample
 from burst_rt.telemetry.metrics import METRICS
 from burst_rt.telemetry.model.job_model import JobModel
 
@@ -143,7 +144,12 @@ def test_a_job_that_has_measured_nothing_exposes_no_made_up_figures() -> None:
 def test_grafanas_dashboard_and_the_guide_name_what_there_is() -> None:
     model = _full_job()
     model.apply(4.0, 0, _SERVING)
+    for number in range(3):
+        for rank in range(2):
+            ended = call(rank, 10 + number, 5.0 + number, (0, 0, 0.2), (0, 0, 0.1), (0.2, 0.2, 0.3))
+            model.apply(6.0 + number, rank, ended)
     found = set(_exposed(model))
+    assert "burst_rt_limit_ratio" in found
     panels = json.loads((_DASHBOARD / "grafana.json").read_text(encoding="utf-8"))["panels"]
     asked = {
         name
@@ -156,6 +162,60 @@ def test_grafanas_dashboard_and_the_guide_name_what_there_is() -> None:
     told = set(re.findall(r"\b(?:burst_rt|DCGM)_[a-zA-Z_]+(?=[`{\[])", guide))
     assert len(told) > 12
     assert asked | told <= found
+
+
+def test_promtool_accepts_the_names() -> None:
+    """But for the labels of DCGM's exporter, whose names GPU metrics share."""
+    promtool = installed("promtool", package="prometheus")
+    model = _full_job()
+    model.apply(4.0, 0, _SERVING)
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=exposition(model.snapshot(), []),
+        capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    said = done.stderr.decode().splitlines()
+    of_dcgm = "label names should be written in 'snake_case' not 'camelCase'"
+    assert [line for line in said if not line.endswith(of_dcgm)] == []
+    assert len(said) > 10
+
+
+def test_alerts_are_right_and_fire_for_a_rank_that_comes_late(tmp_path: Path) -> None:
+    promtool = installed("promtool", package="prometheus")
+    alerts = (_DASHBOARD / "alerts.yml").read_text(encoding="utf-8")
+    asked = set(re.findall(r"\bburst_rt_\w+", alerts))
+    model = _full_job()
+    model.apply(5.0, 1, Bye(5.0, 1, "MemoryError: none left"))
+    assert len(asked) == 4
+    assert asked - {"burst_rt_limit_ratio"} <= set(_exposed(model))
+    (tmp_path / "alerts.yml").write_text(alerts, encoding="utf-8")
+    case = """
+rule_files: [alerts.yml]
+evaluation_interval: 15s
+tests:
+  - interval: 15s
+    input_series:
+      - {series: 'burst_rt_limit_ratio{kind="late rank",rank="1"}', values: "0.84x20"}
+      - {series: 'burst_rt_limit_ratio{kind="outside",rank=""}', values: "0.9x20"}
+    alert_rule_test:
+      - eval_time: 2m
+        alertname: BurstRtJobLimited
+        exp_alerts:
+          - exp_labels: {severity: warning, kind: late rank, rank: "1"}
+            exp_annotations:
+              summary: "late rank, rank 1: 84% of the time is lost"
+              description: "The job's dashboard and `burst-rt top` say what to do."
+"""
+    (tmp_path / "case.yml").write_text(case, encoding="utf-8")
+    for words in (["check", "rules", "alerts.yml"], ["test", "rules", "case.yml"]):
+        done = subprocess.run(
+            [promtool, *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _free_port() -> int:
@@ -181,6 +241,17 @@ def _prometheus(config: str, folder: Path) -> Iterator[str]:
         process.wait(15)
 
 
+def _expressions() -> set[str]:
+    """What Grafana's dashboard asks of all jobs and ranks."""
+    panels = json.loads((_DASHBOARD / "grafana.json").read_text(encoding="utf-8"))["panels"]
+    asked = {target["expr"] for panel in panels for target in panel["targets"]}
+    assert all('{instance=~"$job"' in x or ',instance=~"$job"' in x for x in asked)
+    values = {"$job": ".*", "$rank": ".*", "$__rate_interval": "1m"}
+    for name, value in values.items():
+        asked = {expression.replace(name, value) for expression in asked}
+    return asked
+
+
 def _query(prometheus: str, expression: str, *, at_least: int) -> dict[str, float]:
     """Values by rank or GPU, once there are so many."""
     deadline_s = time.monotonic() + _DEADLINE_S
@@ -190,6 +261,9 @@ def _query(prometheus: str, expression: str, *, at_least: int) -> dict[str, floa
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
                 found = json.load(answer)["data"]["result"]
+        except urllib.error.HTTPError as error:
+            if error.code == 400:  # it does not understand the expression
+                raise
         except OSError:
             pass  # it is starting
         if len(found) >= at_least:
@@ -231,5 +305,11 @@ def test_prometheus_scrapes_a_run_and_a_dashboard(tmp_path: Path) -> None:
                 "1": 456.0,
             }
             assert _query(prometheus, "sum(up)", at_least=1) == {"": 2.0}
+            shown_by_grafana = {
+                expression: _query(prometheus, expression, at_least=0)
+                for expression in _expressions()
+            }
         stop.touch()
         assert job.process.wait(30) == 0, "".join(job.said)
+    assert len(shown_by_grafana) > 20
+    assert sum(map(bool, shown_by_grafana.values())) > 12, shown_by_grafana

@@ -207,7 +207,7 @@ def _kill_a_rank(page: Page, job: RunningCommand, pictures: Path) -> None:
     expect(page.locator("#banner")).to_contain_text("The job has ended", timeout=15_000)
     # What was last seen stays, and so does who was lost first.
     expect(page.locator("#banner")).to_contain_text(
-        re.compile(r"Rank 2 was lost first, at \d+:\d\d\.\d: its connection closed")
+        re.compile(r"Rank 2 was lost first, at \d+:\d\d\.\d\. Look at it again")
     )
     _expect_one_cause(page)
     page.screenshot(path=pictures / "lost.png")
@@ -228,7 +228,10 @@ def _expect_one_cause(page: Page) -> None:
     expect(cause).to_contain_text(
         "first: rank 2 lost its connection closed unexpectedly; last heard"
     )
-    expect(cause).to_be_in_viewport(ratio=1)
+    # The first thing in sight is the post-mortem.
+    first = page.locator(".post-mortem .first")
+    expect(first).to_contain_text("first to stop: rank 2, ")
+    expect(first).to_be_in_viewport(ratio=1)
     expect(cause.locator("time")).to_have_text(re.compile(r"^\d+:\d\d\.\d$"))
     expect(page.locator(".events")).not_to_contain_text("rank 2 lost")
 

@@ -39,11 +39,3 @@ export function panel(title, note, ...body) {
   const box = el("div", { class: "body" }, ...body);
   return { node: el("section", { class: "panel" }, el("div", { class: "head" }, el("h2", {}, title), hint), box), hint, box };
 }
-
-export async function ask(path, query = {}) {
-  const words = new URLSearchParams();
-  for (const [name, value] of Object.entries(query)) for (const word of [value].flat()) if (word != null) words.append(name, word);
-  const answer = await fetch(`/api/${path}?${words}`, { credentials: "same-origin" });
-  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
-  return answer.json();
-}

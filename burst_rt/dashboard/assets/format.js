@@ -73,6 +73,10 @@ function reasons(bits) {
   return words.join(", ") || (bits ? `reason ${bits}` : "none");
 }
 
+// A metric's name for people. What the cards and `burst-rt top` show, too, has the same name there.
+const TITLES = { compute_percent: "computes", wait_percent: "waits", outside_percent: "away" };
+export const title = (metric) => TITLES[metric] ?? metric.replaceAll("_", " ");
+
 // By the unit of a metric (telemetry/metrics.py).
 export function measure(value, unit) {
   if (value == null || Number.isNaN(value)) return "";

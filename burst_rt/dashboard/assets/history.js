@@ -1,7 +1,9 @@
 // Plots over time: one a metric, a line a GPU (or host, process, the job). Asked for every few seconds, at a bounded number of points.
 
 import { Chart, swatch } from "./chart.js";
-import { ask, el, panel, text } from "./dom.js";
+import { ask } from "./ask.js";
+import { el, panel, text } from "./dom.js";
+import { title } from "./format.js";
 import { job, now } from "./live.js";
 
 const EVERY_MS = 4000;
@@ -36,7 +38,7 @@ export class History {
 
   update() {
     const there = KINDS.filter(([kind]) => job.present.sources.some((source) => source.kind === kind && source.metrics.length));
-    const known = `${there.map(([kind]) => kind)} ${this.sources().map((source) => source.name)}`;
+    const known = `${there.map(([kind]) => kind)} ${this.sources().map((source) => source.name)} ${job.state === "ended"}`;
     if (known === this.known) return;
     this.known = known;
     this.kind = there.some(([kind]) => kind === this.kind) ? this.kind : there[0]?.[0];
@@ -66,7 +68,7 @@ export class History {
     const chosen = this.one.value;
     const sources = this.sources();
     this.places = new Map(sources.map((source, i) => [source.name, i]));
-    const options = sources.map((source) => el("option", { value: source.name }, title(source)));
+    const options = sources.map((source) => el("option", { value: source.name }, titled(source)));
     this.one.replaceChildren(el("option", { value: "" }, "all"), ...options);
     this.one.value = chosen;
   }
@@ -75,23 +77,24 @@ export class History {
     clearTimeout(this.timer);
     this.ranges.forEach((button, i) => button.setAttribute("aria-pressed", String(RANGES[i][0] === this.range)));
     if (!this.visible) return;
-    if (job.present && this.kind && !document.hidden) {
+    const over = job.state === "ended"; // the last time: whoever looks away now comes back
+    if (job.present && this.kind && (over || !document.hidden)) {
       const sources = this.sources().filter((source) => !this.one.value || source.name === this.one.value);
       try {
         this.draw(sources, await ask("series", { source: sources.map((source) => source.name), since: -this.range, limit: POINTS }));
       } catch { /* the stream says when the job is gone */ }
     }
-    if (job.state !== "ended") this.timer = setTimeout(() => this.load(), EVERY_MS);
+    if (!over) this.timer = setTimeout(() => this.load(), EVERY_MS);
   }
 
   draw(sources, views) {
     const measured = (name) => views.some((view) => view.values[name]?.some((value) => value != null));
     const metrics = [...new Set(views.flatMap((view) => Object.keys(view.values)))].filter(measured);
     this.none.hidden = metrics.length > 0;
-    const names = new Map(sources.map((source) => [source.name, title(source)]));
+    const names = new Map(sources.map((source) => [source.name, titled(source)]));
     const place = (name) => this.places.get(name) ?? this.places.size;
     views.sort((a, b) => place(a.source) - place(b.source));
-    const shown = sources.slice(0, LISTED).map((source) => el("span", {}, swatch(place(source.name)), title(source)));
+    const shown = sources.slice(0, LISTED).map((source) => el("span", {}, swatch(place(source.name)), titled(source)));
     const more = sources.length > LISTED ? [`and ${sources.length - LISTED} more: point at a curve`] : [];
     this.legend.replaceChildren(...(sources.length > 1 ? [...shown, ...more] : []));
     const until = now();
@@ -106,7 +109,7 @@ export class History {
       let found = this.charts.get(metric);
       if (!found) {
         const chart = new Chart(job.metrics[metric]?.[0] ?? "");
-        found = { chart, panel: panel(metric.replaceAll("_", " "), job.metrics[metric]?.[1] ?? "", chart.node) };
+        found = { chart, panel: panel(title(metric), job.metrics[metric]?.[1] ?? "", chart.node) };
         this.charts.set(metric, found);
         this.grid.append(found.panel.node);
       }
@@ -123,7 +126,7 @@ function byRank(a, b) {
   return first(a) === first(b) ? a.name.localeCompare(b.name) : first(a) - first(b);
 }
 
-function title(source) {
+function titled(source) {
   if (source.kind === "process") return source.name.replace(":", " ");
   if (source.kind === "gpu") {
     const ranks = [...source.ranks].sort((a, b) => a - b).join(", ");

@@ -1,6 +1,7 @@
 // What the job is: where it runs, its plans in words, measured beside predicted.
 
-import { ask, el, panel, table } from "./dom.js";
+import { ask } from "./ask.js";
+import { el, panel, table } from "./dom.js";
 import { bytes, clock, seconds } from "./format.js";
 import { job } from "./live.js";
 

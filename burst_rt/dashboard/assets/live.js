@@ -1,6 +1,6 @@
 // The job as the page knows it: the last present, short histories for small curves, events. Bounded, whatever the job does.
 
-import { ask } from "./dom.js";
+import { ask, keep } from "./ask.js";
 import { REASONS } from "./format.js";
 
 const POINTS = 240; // of a small curve: two minutes
@@ -29,6 +29,7 @@ export class Curve {
 export const job = {
   present: null, // what the stream last said
   state: "waiting", // "live", "ended", "away"
+  bare: false, // it has ended, and nothing was handed over
   events: [],
   sources: new Map(),
   metrics: {},
@@ -104,16 +105,19 @@ export async function connect(changed) {
     }
     changed();
   };
-  source.addEventListener("end", () => {
+  const end = (last) => {
     job.state = "ended";
+    job.bare = !last;
     source.close();
+    keep(last);
     changed();
-  });
+  };
+  source.addEventListener("end", (message) => end(JSON.parse(message.data)));
   source.onerror = () => {
     // The browser tries again by itself, unless it was refused.
     const over = job.present && job.present.ranks.every((rank) => rank.status !== "live");
-    job.state = over || source.readyState === EventSource.CLOSED ? "ended" : "away";
-    if (job.state === "ended") source.close();
+    if (over || source.readyState === EventSource.CLOSED) return end(null);
+    job.state = "away";
     changed();
   };
 }

@@ -54,10 +54,11 @@ function brief(command) {
   return [program.replace(/\/__main__\.py$/, "").replace(/.*\//, ""), ...rest].join(" ");
 }
 
-// Who was lost first, for the banner.
+// Who was lost first, for the banner. The post-mortem knows more of how than the last message of the rank.
 function blame(present) {
   const cause = firstLost(present);
-  return cause ? ` Rank ${cause.rank} ${ending(cause)} first, at ${tenths(cause.status_since_s)}: ${cause.ending}.` : "";
+  const how = present.job.post_mortem ? "" : `: ${cause?.ending}`;
+  return cause ? ` Rank ${cause.rank} ${ending(cause)} first, at ${tenths(cause.status_since_s)}${how}.` : "";
 }
 
 function header() {
@@ -70,10 +71,11 @@ function header() {
   text(document.getElementById("clock"), clock(now()));
   const banner = document.getElementById("banner");
   const record = present.job.record;
+  const bare = job.bare ? " Its hub was lost without a word: tabs that were not open have nothing." : "";
   const again = record ? ` Look at it again with burst-rt dashboard --replay ${record}` : "";
   const what = present.job.replayed ? "record" : job.state === "ended" ? "left" : job.state === "away" ? "lost" : "";
-  const said = { record: `A record, as it was ${clock(present.job.now_s)} after the start: ${record}${blame(present)}`,
-    left: `The job has ended; this is the last that was seen of it.${blame(present)}${again}`, lost: "The connection is lost; trying again.", "": "" }[what];
+  const said = { record: `A record (${record}), as it was ${clock(present.job.now_s)} after the start.${blame(present)}`,
+    left: `The job has ended; this is the last that was seen of it.${blame(present)}${bare}${again}`, lost: "The connection is lost; trying again.", "": "" }[what];
   banner.hidden = !said;
   text(banner, said);
   attribute(banner, "class", what);
@@ -102,6 +104,7 @@ document.getElementById("help").addEventListener("click", () => keys.showModal()
 onTheme(() => { if (job.present) shown?.update(true); });
 addEventListener("hashchange", route);
 addEventListener("keydown", (event) => {
+  if (document.querySelector("dialog[open]")) return; // its own keys are the browser's, Escape among them
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
   const at = Number(event.key) - 1;
   if (PAGES[at]) location.hash = PAGES[at][0];

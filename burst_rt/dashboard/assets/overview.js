@@ -4,6 +4,7 @@ import { Chart } from "./chart.js";
 import { el, panel, text, attribute } from "./dom.js";
 import { bytes, bytesOf, clock, count, looks, measure, percent, rate, seconds, SIGNS, tenths } from "./format.js";
 import { curve, firstLost, job } from "./live.js";
+import { PostMortem } from "./postmortem.js";
 import { Ring } from "./ring.js";
 import { spark } from "./spark.js";
 import { colours } from "./theme.js";
@@ -14,6 +15,7 @@ const REPAINT_MS = 480; // curves change no faster than they are told
 
 export class Overview {
   constructor() {
+    this.postMortem = new PostMortem();
     this.facts = new Facts();
     this.serving = new Serving();
     this.ring = new Ring();
@@ -29,13 +31,16 @@ export class Overview {
     const loss = panel("Loss", "", this.loss.node);
     this.lossPanel = loss.node;
     this.lossNote = loss.hint;
-    this.node = el("div", { class: "page overview" }, this.facts.node, this.serving.node,
+    this.verdict = new VerdictLine();
+    this.node = el("div", { class: "page overview" }, this.postMortem.node, this.verdict.node, this.facts.node, this.serving.node,
       el("div", { class: "aside" }, ring.node, panel("Events", "newest first", this.cause, this.events).node),
       el("div", { class: "ranks" }, this.grid, loss.node));
   }
 
   update(repaint = false) {
     const { present } = job;
+    this.postMortem.update(present);
+    this.verdict.update(present.job);
     this.facts.update(present);
     this.serving.update(present);
     this.ring.update(present);
@@ -83,6 +88,27 @@ function line(event, before = "") {
     el("span", {}, el("span", { class: "who" }, who), event.text));
 }
 
+// What limits the job, since when, and what to do.
+class VerdictLine {
+  constructor() {
+    this.what = el("b");
+    this.since = el("span", { class: "muted" });
+    this.advice = el("span", { class: "advice" });
+    this.node = el("p", { class: "panel verdict", hidden: true, role: "status" }, this.what, this.since, this.advice);
+  }
+
+  update({ verdict, now_s }) {
+    this.node.hidden = !verdict;
+    if (!verdict) return;
+    this.node.dataset.kind = verdict.kind;
+    text(this.what, sentence(verdict.text));
+    text(this.since, ` For ${seconds(now_s - verdict.since_s)}.`);
+    text(this.advice, verdict.advice && sentence(verdict.advice));
+  }
+}
+
+function sentence(words) { return `${words[0].toUpperCase()}${words.slice(1)}.`; }
+
 function mean(values) {
   const known = values.filter((value) => value != null);
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
@@ -107,9 +133,9 @@ class Facts {
     if ("loss" in values) facts.push(["Loss", values.loss.toFixed(3), curve("job", "loss")]);
     if ("tokens_per_s" in values) facts.push(["Tokens/s", count(values.tokens_per_s), curve("job", "tokens_per_s")]);
     const compute = mean(of("compute_percent"));
-    if (compute != null) facts.push(["Computing", percent(compute)]);
+    if (compute != null) facts.push(["Computes", percent(compute)]);
     const wait = mean(of("wait_percent"));
-    if (wait != null) facts.push(["Waiting for transfers", percent(wait)]);
+    if (wait != null) facts.push(["Waits for transfers", percent(wait)]);
     const overlap = mean(present.ranks.map((rank) => rank.overlap));
     if (overlap != null) facts.push(["Transfers hidden", percent(100 * overlap)]);
     facts.push(["Sent, all ranks", rate(sum("sent_bytes_per_s"))]);
@@ -175,7 +201,7 @@ class Card {
     this.doingAt = el("span", { class: "muted num" });
     this.state = el("span", { class: "state" });
     this.where = el("div", { class: "where" });
-    this.canvas = el("canvas", { role: "img", "aria-label": `rank ${rank}: computing, last two minutes` });
+    this.canvas = el("canvas", { role: "img", "aria-label": `rank ${rank}: computes, last two minutes` });
     this.compute = el("i", { class: "compute" });
     this.wait = el("i", { class: "wait" });
     this.computes = el("b");
@@ -187,7 +213,7 @@ class Card {
       el("div", { class: "top" }, this.name, this.doingAt, this.state), this.where, this.canvas,
       el("div", { class: "split", "aria-hidden": "true" }, this.compute, this.wait),
       el("div", { class: "shares" },
-        el("span", {}, "busy ", this.computes), el("span", {}, "waits ", this.waits)),
+        el("span", {}, "computes ", this.computes), el("span", {}, "waits ", this.waits)),
       this.fields, this.doing);
     this.paintedAt = 0;
   }

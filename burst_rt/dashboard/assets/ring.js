@@ -17,8 +17,8 @@ export class Ring {
     this.links = svg("g");
     this.nodes = svg("g");
     this.words = svg("g");
-    this.sum = svg("text", { x: MIDDLE, y: MIDDLE - 10, class: "sum" });
-    this.of = svg("text", { x: MIDDLE, y: MIDDLE + 16, class: "of" });
+    this.sum = svg("text", { class: "sum" });
+    this.of = svg("text", { class: "of" });
     this.node.append(this.title, this.links, this.nodes, this.words, this.sum, this.of);
     this.legend = el("div", { class: "legend" });
     this.known = "";
@@ -50,15 +50,21 @@ export class Ring {
       attribute(tip, "class", `tip ${look}`);
       attribute(line, "stroke-width", (1.2 + 3.2 * Math.sqrt(link.bytes_per_s / most)).toFixed(1));
       const said = link.state === "silent" ? "silent" : link.state === "slow" ? `slow ${rate(link.bytes_per_s)}` : rate(link.bytes_per_s);
-      // Words of neighbours would cover each other on a large ring; what stands below it names them all.
-      const shown = ranks.length <= NAMED || (link.state !== "ok" && !near.has(link.sender) && !near.has(link.receiver));
+      // Words of neighbours would cover each other on a large ring, or links that cross it; what stands below it names them all.
+      const shown = (ranks.length <= NAMED && !this.crossed) || (link.state !== "ok" && !near.has(link.sender) && !near.has(link.receiver));
       if (shown) near.add(link.sender).add(link.receiver);
       text(word, shown ? said : "");
       attribute(word, "class", `rate ${link.state}`);
     }
     for (const rank of present.ranks) attribute(this.circles.get(rank.rank), "class", `node ${looks(rank)}`);
     text(this.sum, ranks.length > 1 ? rate(total) : "");
-    attribute(this.of, "y", MIDDLE + (ranks.length > 1 ? 16 : 44));
+    // Links through the middle leave no room there.
+    const [x, y] = this.crossed ? [-40, 36] : [MIDDLE, MIDDLE + (ranks.length > 1 ? 16 : 44)];
+    for (const [node, at] of [[this.sum, y - 26], [this.of, y]]) {
+      attribute(node, "x", x);
+      attribute(node, "y", at);
+      node.style.textAnchor = this.crossed ? "start" : "middle";
+    }
     const way = ranks.length > ARROWS && this.onward ? ", clockwise" : "";
     text(this.of, links.length ? `over ${links.length} links${way}` : "nothing sent yet");
     text(this.title, `Ring of ${ranks.length} ranks, ${rate(total)}${bad.length ? `; ${bad.slice(0, 8).join(", ")}` : ""}`);
@@ -87,6 +93,7 @@ export class Ring {
       }
     }
     this.onward = links.every((link) => this.steps(link) === 1);
+    this.crossed = links.some((link) => this.steps(link) > 1 && this.steps(link) < many - 1);
     attribute(this.node, "class", many <= 8 ? "few" : "");
     for (const link of links) if (this.order.has(link.sender) && this.order.has(link.receiver)) this.draw(link, node);
   }

@@ -1,6 +1,7 @@
 // Every rank's lanes over time: drags, wheels, pinches and keys move the window, the pointer asks what a task was, a poll brings news.
 
-import { ask, el, text } from "./dom.js";
+import { ask } from "./ask.js";
+import { el, text } from "./dom.js";
 import { bytes, count, percent, rate, seconds } from "./format.js";
 import { beside } from "./chart.js";
 import { job, now } from "./live.js";
@@ -30,7 +31,7 @@ export class Timeline extends Picture {
         el("button", { type: "button", onclick: () => this.all(), title: "F" }, "All"), this.messages, this.choice, legend()),
       el("div", { class: "stage panel" }, this.canvas, this.tip), this.status, this.spoken);
     this.visible = false;
-    this.asked = false;
+    this.asked = null; // the state of the job at the last answer
     this.pointers = new Map();
     this.listen();
   }
@@ -80,12 +81,14 @@ export class Timeline extends Picture {
   async poll() {
     clearTimeout(this.timer);
     if (!this.visible) return;
-    if (job.present && !document.hidden && !(this.asked && (job.state !== "live" || job.present.job.replayed))) {
+    const { state } = job;
+    const over = state !== "live" || job.present?.job.replayed; // one more answer, and no more come
+    if (job.present && !document.hidden && state !== "away" && !(over && this.asked === state)) {
       const gap = this.asked ? now() - this.askedUntil : Infinity;
       const since = gap > FIRST_S ? -FIRST_S : -(gap + OVERLAP_S);
       try {
         const view = await ask("timeline", { since, limit: MOST });
-        this.asked = true;
+        this.asked = state;
         this.askedUntil = view.now_s;
         this.spans.take(view, job.present.ranks.length);
         this.complete = view.complete;

@@ -1,10 +1,11 @@
 // Bytes: what each strategy would send, what each link carries, what each rank has done so far.
 
-import { ask, el, panel, table } from "./dom.js";
+import { ask } from "./ask.js";
+import { el, panel, table } from "./dom.js";
 import { bytes, count, percent, rate, seconds } from "./format.js";
 import { job } from "./live.js";
 
-const COUNTED = ["graph calls", "sent", "exchanges", "copied", "computed", "computing", "waiting", "transfers hidden"];
+const COUNTED = ["graph calls", "sent", "exchanges", "copied", "computed", "computes", "waits", "transfers hidden"];
 
 export class Traffic {
   constructor() {

@@ -20,7 +20,7 @@ from burst_rt.planning.strategies.program import AGREE
 from burst_rt.planning.strategies.rounds import Round
 from burst_rt.scheduler import Buffer, Cost, GraphBuilder, Part
 
-__all__ = ["RingBuilder", "dsinks"]
+__all__ = ["RingBuilder", "dsinks", "tile_cost"]
 
 # Width of the edge of a causal mask, in keys: about the size of a kernel's blocks.
 _EDGE = 512
@@ -308,15 +308,9 @@ class RingBuilder:
         per_cell = per_head * problem.num_heads * problem.batch
         rows = sum(p.q_stop - p.q_start for p in pieces)
         columns = sum(p.kv_stop - p.kv_start for p in pieces)
-        cells = sum(p.num_cells for p in pieces)
-        masked = sum(p.num_cells for p in pieces if p.shape is not Shape.RECTANGLE)
-        # Triangles, bands and stairs have an edge, along which blocks are computed in part.
-        edged = (p for p in pieces if p.shape not in (Shape.RECTANGLE, Shape.MASKED))
-        edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in edged)
-        edge = sum(length * min(length, _EDGE) for length in edges)
         kv = problem.k_token_bytes + problem.v_token_bytes
         moved = rows * problem.q_token_bytes + columns * kv + zeroed_bytes
-        return Cost(cells * per_cell, moved, masked * per_cell, edge * per_cell)
+        return tile_cost(pieces, per_cell, moved)
 
     def _returns_at(self, hop: int) -> dict[Role, Buffer]:
         """The parts in which sums that come back after a hop are received.
@@ -363,6 +357,17 @@ class RingBuilder:
             cost=Cost(0, 3 * num_rows(rows) * size),
             looks_at=self._extents(self.ring.sums, slots, (self.rank, block, rows)),
         )
+
+
+def tile_cost(pieces: Sequence[Piece], per_cell: int, moved_bytes: int) -> Cost:
+    """What a tile costs, of which a mask leaves these pieces. per_cell: operations for a cell."""
+    cells = sum(p.num_cells for p in pieces)
+    masked = sum(p.num_cells for p in pieces if p.shape is not Shape.RECTANGLE)
+    # Triangles, bands and stairs have an edge, along which blocks are computed in part.
+    edged = (p for p in pieces if p.shape not in (Shape.RECTANGLE, Shape.MASKED))
+    edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in edged)
+    edge = sum(length * min(length, _EDGE) for length in edges)
+    return Cost(cells * per_cell, moved_bytes, masked * per_cell, edge * per_cell)
 
 
 def dsinks(g: GraphBuilder, problem: Problem) -> list[Part]:

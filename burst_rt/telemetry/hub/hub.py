@@ -12,17 +12,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from burst_rt.errors import BurstError, ProtocolError
+from burst_rt.job.postmortem import PostMortem
 from burst_rt.telemetry.hub.jobs import announce
 from burst_rt.telemetry.messages import (
     VERSION,
@@ -31,9 +33,11 @@ from burst_rt.telemetry.messages import (
     FromRank,
     Hello,
     HubReport,
+    Item,
     LogLine,
     Ping,
     Pong,
+    PostMortemLines,
     Severity,
     Stopping,
     ToRank,
@@ -64,8 +68,12 @@ _MAX_STRANGERS = 1024
 # Maximum size of the answers that a viewer has not read.
 _MAX_UNREAD_BYTES = 64 << 20
 _MAX_CONNECTIONS = 8192
-# Seconds until the dashboard closes, for its viewers to hear that the job has ended.
-_CLOSING_S = 1.5
+# Seconds that viewers may take, once the job has ended, to ask for what they want to keep, and the
+# dashboard to hand that over to its pages. A viewer that has not asked for _ASKED_S does not count.
+_CLOSING_S, _ASKED_S = 4.0, 2.5
+_POLL_S = 0.05
+# Bounds of a post-mortem that viewers get: its lines, and the characters of each.
+_MAX_LINES, _LINE_WIDTH = 300, 1000
 
 _log = logging.getLogger("burst_rt.telemetry")
 
@@ -73,12 +81,13 @@ _log = logging.getLogger("burst_rt.telemetry")
 class Hub:
     """The model, the record and the connections. record: the path of the record, for viewers.
     notify: warnings also go to the log of the first rank. lines: for the person who started
-    the job.
+    the job. job_folder: where the job's ranks leave their traces; None: not known.
     """
 
     def __init__(
         self, secret: str, recorder: Recorder | None, record: str = "", *, notify: bool = False
     ) -> None:
+        self.job_folder: Path | None = None
         self.model = JobModel(time.time(), record=record)
         self.recorder = recorder
         self.notify = notify
@@ -100,7 +109,7 @@ class Hub:
         """Whether it is the job's secret."""
         return hmac.compare_digest(secret.encode(), self.secret.encode())
 
-    def apply(self, rank: int, message: FromRank | HubReport, payload: bytes | None = None) -> None:
+    def apply(self, rank: int, message: Item, payload: bytes | None = None) -> None:
         """Brings one message into the model, the record and the log. payload: the message as it
         came.
         """
@@ -149,6 +158,26 @@ class Hub:
         for stranger in [c for c in self.connections if not c.known and c.since_s < latest_s]:
             stranger.abort()
 
+    def conclude(self) -> None:
+        """The job has ended: brings the post-mortem of one that failed into the model and the
+        record.
+        """
+        self.model.ended = True
+        if self.job_folder is None or not self.model.failed:
+            return
+        try:
+            post_mortem = PostMortem(self.job_folder)
+            # Without a flight record there is nothing to tell that the ranks have not told.
+            if post_mortem.flights:
+                told = PostMortemLines(
+                    heading=_bounded(post_mortem.heading()),
+                    advice=_bounded(post_mortem.advice()),
+                    whole=_bounded(post_mortem.lines()),
+                )
+                self.apply(-1, told)
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            _log.warning("no post-mortem for viewers: %s", error)
+
     def _advance(self) -> None:
         now_s = self.now_s()
         if now_s - self._advanced_s > _STOOD_S:
@@ -168,6 +197,14 @@ class Hub:
             if number != event.rank:
                 self.ranks[number].send(LogLine(event.severity, event.line))
                 return
+
+
+def _bounded(lines: Iterable[str]) -> list[str]:
+    bounded = list(lines)
+    if len(bounded) > _MAX_LINES:
+        more = len(bounded) - _MAX_LINES + 1
+        bounded[_MAX_LINES - 1 :] = [f"... and {more} lines more, which burst-rt postmortem prints"]
+    return [x if len(x) <= _LINE_WIDTH else f"{x[: _LINE_WIDTH - 3]}..." for x in bounded]
 
 
 class HubService(Protocol):
@@ -196,6 +233,7 @@ class _Connection(asyncio.Protocol):
         self._frames = Frames(_STRANGER_BYTES)
         self._transport: asyncio.Transport | None = None
         self.since_s = hub.now_s()
+        self.asked_s = -math.inf
         self.known = False
         self.rank: int | None = None
         self._left = False
@@ -250,6 +288,7 @@ class _Connection(asyncio.Protocol):
         hub = self._hub
         if isinstance(message, Ask):
             self._trust(message.secret)
+            self.asked_s = hub.now_s()
             self._answer(hub.answer(message))
         elif isinstance(message, Stopping):
             self._trust(message.secret)
@@ -313,11 +352,23 @@ async def serve(
         while not ended.is_set() and not _over(hub, released.is_set(), held):
             await asyncio.sleep(until_beat_s(_TICK_S))
             hub.tick()
-    if announced is not None:
-        announced.unlink(missing_ok=True)
-    if service is not None and showing is not None:
-        service.close()
-        await asyncio.wait([showing], timeout=_CLOSING_S)
+        hub.conclude()
+        if announced is not None:
+            announced.unlink(missing_ok=True)
+        if service is not None:
+            service.close()
+        await _let_go(hub, showing)
+
+
+async def _let_go(hub: Hub, showing: asyncio.Task[None] | None) -> None:
+    """Waits until viewers have gone and the service has ended, at most `_CLOSING_S`."""
+    until_s = hub.now_s() + _CLOSING_S
+    watched_s = hub.now_s() - _ASKED_S
+    while hub.now_s() < until_s and (
+        any(connection.asked_s > watched_s for connection in hub.connections)
+        or not (showing is None or showing.done())
+    ):
+        await asyncio.sleep(_POLL_S)
 
 
 async def _listen(hub: Hub, listen: str, folder: Path) -> tuple[asyncio.Server, str]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import ConfigError, Stalled
@@ -30,7 +31,7 @@ from burst_rt.job.launched import (
 )
 
 if TYPE_CHECKING:
-    from burst_rt.telemetry.model.views import Lost
+    from burst_rt.telemetry.model.views import Lost, Verdict
     from burst_rt.telemetry.read.viewer import HubViewer
 
 __all__ = ["HUB_MODULE", "RunningHub", "hub_environment", "is_port", "start_hub"]
@@ -46,7 +47,7 @@ _SETTINGS = (
     METRICS_VARIABLE,
 )
 _READY_DEADLINE_S = 15.0
-_END_DEADLINE_S = 3.0
+_END_DEADLINE_S = 6.0
 # Seconds that the launcher waits to connect, and again for the answer: it asks while a person waits
 # for the job to end.
 _ASK_DEADLINE_S = 0.4
@@ -109,13 +110,21 @@ class RunningHub:
             return viewer.first_lost()
         return None
 
+    def verdict(self) -> Verdict | None:
+        """What limited the job. None where that is not known, or the hub is gone. Waits at most
+        0.8 s. Ask before `release`.
+        """
+        with suppress(ConfigError, Stalled), self._viewer() as viewer:
+            return viewer.snapshot().job.verdict
+        return None
+
     def _viewer(self, patience_s: float = 0.0) -> HubViewer:
         from burst_rt.telemetry.read.viewer import HubViewer
 
         return HubViewer(self.address, self.secret, _ASK_DEADLINE_S + patience_s)
 
     def release(self) -> None:
-        """Lets a held hub end with its last rank. Waits at most 3 s for that, so that the record is
+        """Lets a held hub end with its last rank. Waits at most 6 s for that, so that the record is
         complete; a hub that has not ended by then is killed.
         """
         if self._process.stdin is not None:
@@ -165,6 +174,7 @@ def start_hub(
     held: bool = False,
     dashboard: str = "",
     metrics_port: str = "",
+    job_folder: Path | None = None,
 ) -> RunningHub:
     """Starts a hub and waits until it listens, at most 15 s. Raises ConfigError if it does not, and
     at once if `metrics_port` is not a port.
@@ -173,7 +183,8 @@ def start_hub(
     TCP on all interfaces, behind the job's secret. record: a file to record to, "" for none. held:
     the hub lives until `release`, or as long as this process, and logs to this process's standard
     error; a hub that is not held ends with its last rank. dashboard: "1" or [HOST:]PORT, "" for
-    none. metrics_port: a port for `/metrics`, "" for none.
+    none. metrics_port: a port for `/metrics`, "" for none. job_folder: the folder of the job's
+    traces, from which the hub makes the post-mortem of a job that fails; None for no post-mortem.
     """
     if metrics_port and not is_port(metrics_port):
         raise ConfigError(
@@ -187,6 +198,7 @@ def start_hub(
     command += ["--held", "--log"] if held else []
     command += ["--dashboard", dashboard] if dashboard else []
     command += ["--metrics-port", metrics_port] if metrics_port else []
+    command += ["--job-folder", str(job_folder)] if job_folder is not None else []
     process = subprocess.Popen(
         command,
         env=hub_environment(os.environ.items()) | {SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"},

@@ -28,11 +28,13 @@ from burst_rt.telemetry.messages import (
     JobReport,
     Note,
     PlanSummary,
+    PostMortemLines,
     SourceInfo,
     SourceSample,
 )
 from burst_rt.telemetry.model.blame import Blame
 from burst_rt.telemetry.model.events import EventLog
+from burst_rt.telemetry.model.limits import Limits
 from burst_rt.telemetry.model.plans import Plans
 from burst_rt.telemetry.model.ranks import JoinedRanks, Rank
 from burst_rt.telemetry.model.sources import Sources
@@ -40,12 +42,17 @@ from burst_rt.telemetry.model.views import (
     EventView,
     JobView,
     Lost,
+    PostMortemView,
     SeriesView,
     Snapshot,
     TimelineView,
+    shared_fields,
 )
 
 __all__ = ["JobModel"]
+
+# What a rank that runs is.
+_HERE = ("live", "silent")
 
 
 class JobModel:
@@ -63,7 +70,10 @@ class JobModel:
         self.ranks = JoinedRanks(self._events)
         self.sources = Sources(self._events)
         self.plans = Plans(self._events)
+        self._limits = Limits()
         self._blame = Blame(began_at_s, self.ranks, self._events)
+        self._post_mortem: PostMortemView | None = None
+        self.ended = False  # the hub goes, once viewers have asked what they want to keep
 
     def _from_rank(self, at_s: float, rank: Rank, message: FromRank) -> None:
         """Each message of a rank, and what it changes."""
@@ -87,14 +97,27 @@ class JobModel:
             case EndedCall():
                 rank.end_call(message)
                 self.plans.add_call(rank, message)
+                self._limit(rank, message)
             case Agreed():
-                pass  # it has no spans; a summary of the record reads it
+                self._limit(rank, message)
             case Note():
                 self._events.add(rank.view.rank, message.severity, message.kind, message.text)
             case Bye():
+                self._judge()
                 self._blame.bye(rank, message)
             case Hello():
                 raise AssertionError("a hello has its own way in")
+
+    def _limit(self, rank: Rank, message: EndedCall | Agreed) -> None:
+        group = self.plans.groups.get(message.group)
+        if group is not None and rank.view.rank in group.ranks:
+            self._limits.take(rank, message, group.ranks, self.plans.plan)
+            if self._limits.due(self.now_s):
+                self._judge()
+
+    def _judge(self) -> None:
+        ranks = [rank.view for rank in self.ranks.values()]
+        self._limits.judge(self.now_s, ranks, self.sources.views(ranks))
 
     @property
     def now_s(self) -> float:
@@ -111,6 +134,12 @@ class JobModel:
         """The first rank that was lost, or failed."""
         return self._blame.first_lost
 
+    @property
+    def failed(self) -> bool:
+        """Whether a rank was lost, or failed, though nobody had stopped the job."""
+        ended_badly = any(rank.view.ending for rank in self.ranks.values())
+        return ended_badly and not self._blame.stopping
+
     def apply(self, at_s: float, rank: int, message: Item) -> None:
         """Takes one message. at_s: when the hub had it, in seconds since the hub began. rank: that
         it came from, -1 for the hub itself.
@@ -119,6 +148,8 @@ class JobModel:
         self._events.now_s = max(self._events.now_s, at_s)
         if isinstance(message, HubReport):
             self._blame.observe(message)
+        elif isinstance(message, PostMortemLines):
+            self._post_mortem = PostMortemView(**shared_fields(message, PostMortemView))
         elif isinstance(message, Hello):
             if self._first is None or self._first.rank == message.rank:
                 self._first = message
@@ -158,6 +189,9 @@ class JobModel:
             dropped=sum(rank.dropped for rank in ranks),
             replayed=self.replayed,
             first_lost=lost.rank if lost is not None else -1,
+            verdict=self._limits.verdict(ended=all(rank.status not in _HERE for rank in ranks)),
+            ended=self.ended,
+            post_mortem=self._post_mortem,
         )
         return Snapshot(
             revision=self.revision,

@@ -176,7 +176,9 @@ class Plans:
             return None, budget
         plans = [self.plan(rank, call.plan) for rank, call in zip(members, calls, strict=True)]
         whole = self._matcher.whole(members, plans, calls)
-        joint = _Joint([], []) if whole is None else _Joint(wait_views(whole), flow_views(whole))
+        joint = (
+            _Joint([], []) if whole is None else _Joint(wait_views(whole, calls), flow_views(whole))
+        )
         self._joint[key] = joint
         self._num_joint += 1 + len(joint.waits) + len(joint.flows)
         while self._num_joint > _JOINT_ENTRIES:

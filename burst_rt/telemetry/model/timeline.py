@@ -36,8 +36,10 @@ __all__ = [
     "KEPT_S",
     "SPAN",
     "CallMatcher",
+    "EntryWait",
     "RecentCalls",
     "WholeCall",
+    "entry_wait",
     "flow_views",
     "num_spans",
     "spans_of_calls",
@@ -148,9 +150,43 @@ class CallMatcher:
         return self._matched[key]
 
 
-def wait_views(whole: WholeCall) -> list[WaitView]:
-    """Who waited, and for whom."""
+class EntryWait(NamedTuple):
+    """A rank computes nothing until the last rank has entered a call."""
+
+    until_s: float
+    took_s: float
+    last: int  # rank of the job
+    entered_s: float  # when it entered
+
+
+def entry_wait(whole: WholeCall, parts: Sequence[EndedCall], place: int) -> EntryWait | None:
+    """How a rank waited for the last one to enter a call, if it did. parts: of all ranks, in the
+    group's order, in the hub's time. place: of the rank in its group.
+    """
+    trace, part = whole.traces[place], parts[place]
+    # Nothing is sent until the last rank has entered the call and the ranks have agreed.
+    entered_s, last = max((other.started_s, at) for at, other in enumerate(parts))
+    agreed_s = max((span.ended_s for span in trace if span.lane == "control"), default=0.0)
+    until_s = min(entered_s, agreed_s if whole.plans[place].tasks else part.ended_s)
+    tiles = (span for span in trace if span.lane == "compute")
+    computed_s = sum(max(0.0, min(s.ended_s, until_s) - s.started_s) for s in tiles)
+    idle_s = until_s - part.started_s - computed_s
+    if last == place or idle_s <= 0:
+        return None
+    return EntryWait(until_s, idle_s, whole.members[last], entered_s)
+
+
+def wait_views(whole: WholeCall, parts: Sequence[EndedCall]) -> list[WaitView]:
+    """Who waited, and for whom. parts: see `entry_wait`."""
+    entries = ((rank, entry_wait(whole, parts, at)) for at, rank in enumerate(whole.members))
     return [
+        WaitView(
+            rank=rank, call=whole.number, cause="late entry", started_s=wait.until_s - wait.took_s,
+            ended_s=wait.until_s, peer=wait.last, task="the last rank's entry", group=whole.group,
+        )
+        for rank, wait in entries
+        if wait is not None
+    ] + [
         WaitView(
             rank=rank, call=whole.number, cause="exposed" if wait.on_wire else "skew",
             started_s=wait.started_s, ended_s=wait.ended_s, peer=whole.members[wait.peer],

@@ -16,9 +16,9 @@ import msgspec
 from burst_rt.telemetry.messages import Candidate, Counts, Severity
 
 __all__ = [
-    "CallView", "EventView", "FlowView", "JobView", "Lost", "PlanView", "ProgressView", "RankView",
-    "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView", "WaitView", "shared_fields",
-    "update",
+    "CallView", "EventView", "FlowView", "JobView", "Lost", "PlanView", "PostMortemView",
+    "ProgressView", "RankView", "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView",
+    "Verdict", "WaitView", "shared_fields", "update",
 ]  # fmt: skip
 
 
@@ -40,6 +40,27 @@ def update(view: msgspec.Struct, message: msgspec.Struct) -> None:
         setattr(view, name, getattr(message, name))
 
 
+class Verdict(msgspec.Struct, kw_only=True):
+    """What limits the job; see `limits`."""
+
+    # "late rank", "full host", "transfers", "uneven ranks", "throttled GPU" or "overhead"; where
+    # ranks wait for nothing, "outside" or "nothing".
+    kind: str
+    rank: int  # that it is about, -1: none alone
+    share: float  # what it costs: the part of the ranks' time, 0 to 1
+    text: str
+    advice: str  # what to do; "" for nothing
+    since_s: float = 0.0  # since when it has been so
+
+
+class PostMortemView(msgspec.Struct, kw_only=True):
+    """See `messages.PostMortemLines`."""
+
+    heading: list[str]
+    advice: list[str]
+    whole: list[str]
+
+
 class JobView(msgspec.Struct, kw_only=True):
     """The job as a whole."""
 
@@ -52,6 +73,9 @@ class JobView(msgspec.Struct, kw_only=True):
     dropped: int  # messages that ranks had no room for
     replayed: bool  # this is a record, not a running job
     first_lost: int = -1  # the rank that was lost, or failed, before all others; -1: none was
+    verdict: Verdict | None = None  # what limits the job; None before the first calls
+    ended: bool = False  # the job has ended, and its hub goes once its viewers know
+    post_mortem: PostMortemView | None = None  # None unless the job has failed and ended
 
 
 class RankView(Counts, kw_only=True):
@@ -216,7 +240,7 @@ class WaitView(msgspec.Struct, array_like=True, kw_only=True):
     rank: int
     call: int
     # "exposed": a transfer that the rank needs was on the wire; "skew": a peer had not come to that
-    # transfer yet.
+    # transfer yet; "late entry": the last rank had not entered the call.
     cause: str
     started_s: float
     ended_s: float

@@ -131,7 +131,7 @@ class Agent:
             self.num_dropped += 1
 
     def close(self, code: int, text: str = "") -> None:
-        """The rank ends: tells the hub, and waits at most half a second for that to be sent."""
+        """The rank ends: tells the hub, and waits at most half a second until it has heard."""
         if not self.alive or self._ending:
             return
         self._waiting.append(Bye(time.perf_counter(), code, text))
@@ -198,6 +198,11 @@ class Agent:
             self._gather()
             self._socket.settimeout(_BYE_DEADLINE_S)
             self._socket.sendall(b"".join(self._unsent))
+            # The hub may be answering. A connection that closes on an answer is broken, and what
+            # the hub has not read by then is lost: the hub closes first.
+            self._socket.shutdown(socket.SHUT_WR)
+            while self._socket.recv(1 << 16):
+                pass
 
     def _wait_until(self, wake_at_s: float) -> None:
         """Waits; meanwhile sends, now and then, what the socket had no room for."""

@@ -185,6 +185,7 @@ class CallLog:
         """The ranks have agreed in a call that runs no schedule."""
         now_s = time.perf_counter()
         self.totals.counts.total_s += now_s - entered_s
+        self.totals.counts.wait_s += now_s - entered_s
         self._keep(Agreed(self.group.name, number, entered_s, now_s))
 
     def _keep(self, call: _Call | Agreed) -> None:

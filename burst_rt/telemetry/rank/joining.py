@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import BurstError, InputError
@@ -86,7 +87,8 @@ def follow(runtime: Runtime, presence: Presence, *, asked: bool | None, within_s
         return
     # The key names a rank that is a thread; None means this process.
     key, place = presence.thread, runtime.rank
-    address, secret = _meet(key, place, wishes, gather)
+    folder = runtime.flight.folder if runtime.flight is not None else None
+    address, secret = _meet(key, place, wishes, gather, folder)
     if not address:
         return
     agent = _agents.get(key)
@@ -104,11 +106,13 @@ def _meet(
     place: int,
     wishes: Sequence[_Wish],
     gather: Callable[[bytes], Sequence[bytes]],
+    folder: Path | None,
 ) -> tuple[str, str]:
     """The address and the secret of the hub that all ranks of a context tell; "" without a hub.
 
-    place: this rank's, among `wishes`. gather: called on all ranks or on none. Blocks as long as
-    `gather` does, and on the rank that starts a hub up to 15 s more.
+    place: this rank's, among `wishes`. gather: called on all ranks or on none. folder: where this
+    rank leaves its traces. Blocks as long as `gather` does, and on the rank that starts a hub up to
+    15 s more.
     """
     settings, agent = read_settings(), _agents.get(key)
     address, secret = wishes[place].address, settings.secret
@@ -121,7 +125,7 @@ def _meet(
     if teller == place and address:
         text = f"{address} {agent.secret if agent is not None else secret}".encode()
     elif teller == place:
-        text = _start(settings, wishes)
+        text = _start(settings, wishes, folder)
     address, _, secret = gather(text)[teller].decode().partition(" ")
     return address, secret
 
@@ -189,7 +193,7 @@ def report(step: int = 0, **values: float) -> None:
     agent.report(number, numbers)
 
 
-def _start(settings: Settings, wishes: Sequence[_Wish]) -> bytes:
+def _start(settings: Settings, wishes: Sequence[_Wish], folder: Path | None) -> bytes:
     """Starts a hub for these ranks. Returns the hub's address and secret, or nothing where it does
     not start.
     """
@@ -202,6 +206,7 @@ def _start(settings: Settings, wishes: Sequence[_Wish]) -> bytes:
             record=settings.record,
             dashboard=settings.dashboard,
             metrics_port=settings.metrics_port,
+            job_folder=folder,
         )
     except (BurstError, OSError) as error:
         _log.warning("no telemetry: %s", error)

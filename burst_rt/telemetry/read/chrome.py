@@ -18,7 +18,8 @@ from typing import TypeAlias
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.telemetry.messages import Hello, JobReport, SourceInfo, SourceSample
 from burst_rt.telemetry.model.timeline import flow_views, spans_of_calls, wait_views
-from burst_rt.telemetry.read.calls import CallOfAll, calls_of
+from burst_rt.telemetry.model.whole_calls import CallOfAll
+from burst_rt.telemetry.read.calls import calls_of
 from burst_rt.telemetry.read.record import Clocks, Record, replay
 
 __all__ = ["write_trace"]
@@ -127,7 +128,7 @@ def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_TraceEvent]:
             yield _slice(rank, threads[rank, span.task], span.name, task.op, times, about)
     if call.whole is None:
         return
-    for wait in wait_views(call.whole):
+    for wait in wait_views(call.whole, [call.ranks[rank][1] for rank in call.members]):
         times, about = (wait.started_s, wait.ended_s), {"task": wait.task, "peer": wait.peer}
         thread = rows.place(wait.rank, "waits", *times)
         yield _slice(wait.rank, thread, wait.cause, wait.cause, times, about)

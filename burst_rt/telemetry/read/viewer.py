@@ -51,6 +51,9 @@ class Viewer(Protocol):
     ) -> TimelineView:
         """The spans of a window, at most `limit`, the newest. ranks: none named means all."""
 
+    def close(self) -> None:
+        """Lets a hub go that has ended. Another question begins again."""
+
 
 class ModelViewer:
     """Reads a model in this process. now: the hub's clock; None for a replay, where time does not
@@ -80,6 +83,9 @@ class ModelViewer:
     ) -> TimelineView:
         """See `Viewer`."""
         return self._current().timeline(since_s, until_s, ranks, limit)
+
+    def close(self) -> None:
+        """See `Viewer`. There is nothing to let go."""
 
     def _current(self) -> JobModel:
         if self._now is not None:
