@@ -36,6 +36,8 @@ class RunFolder:
     ) -> None:
         """Take the folder as `claim` says."""
         self._world = world
+        # A run that had to change its groups may have to again.
+        self._how = "--elastic" if elastic else "--resume"
         # Both on rank 0 alone.
         self._claim: Claim | None = None
         self._metrics: MetricsFile | None = None
@@ -104,4 +106,4 @@ class RunFolder:
         """The command that goes on with the run."""
         num_ranks = self._world.world_size
         ranks = f" -n {num_ranks}" if num_ranks > 1 else ""
-        return f"burst-rt train{ranks} --resume --out {shlex.quote(str(self.path))}"
+        return f"burst-rt train{ranks} {self._how} --out {shlex.quote(str(self.path))}"

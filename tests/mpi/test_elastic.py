@@ -117,6 +117,8 @@ def test_a_run_goes_on_with_fewer_ranks_and_then_with_all(
             code, out, err = _end(process)
         assert code == (0 if until is None else mpirun().killed), err
         told[until] = out
+        if until is not None:
+            assert f"resume with: burst-rt train -n {num_ranks} --elastic --out run" in err
     assert "training: " in told[25]
     assert "ranks: 4 (2 data x 2 context)" in told[25]
     assert re.search("resuming after step (20|30):", told[60])
