@@ -40,6 +40,7 @@ __all__ = [
     "LogLine",
     "MessageInfo",
     "Note",
+    "PhaseEnded",
     "Ping",
     "PlanSummary",
     "Pong",
@@ -204,6 +205,9 @@ class Counts(msgspec.Struct, kw_only=True):
     overlap_s: float = 0.0  # a transfer was under way while the compute lane was busy
     lanes: dict[str, LaneCounters] = {}
     dropped: int = 0  # messages that found no room
+    steps: int = 0  # steps of the job that have ended well (`telemetry.step`)
+    step_s: float = 0.0  # time in those
+    step_call_s: float = 0.0  # of it, in calls that run a graph: attention, and pipelines
 
 
 class Counters(Counts, array_like=True, tag="counters", kw_only=True):
@@ -239,6 +243,16 @@ class JobReport(_Message, tag="report"):
     values: dict[str, float]
 
 
+class PhaseEnded(_Message, tag="phase"):
+    """A step or a span of the job has ended (`telemetry.step`, `telemetry.span`)."""
+
+    name: str  # "" for a step
+    step: int  # number of the step, or of the one that the span is in; -1 outside of steps
+    depth: int  # number of steps and spans around it
+    started_s: float
+    ended_s: float
+
+
 class Note(_Message, tag="note"):
     """Something worth an event: a throttled GPU, an XID, NVML that does not answer."""
 
@@ -269,6 +283,7 @@ FromRank: TypeAlias = (
     | SourceInfo
     | SourceSample
     | JobReport
+    | PhaseEnded
     | Note
     | Bye
 )

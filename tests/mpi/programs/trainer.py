@@ -400,6 +400,30 @@ def balanced(folder: Path, context: Context | None, num_contexts: int) -> Found:
     return found | {"eval": {"loss": trainer.evaluate(make_rows(_BATCH, seed=9))["eval_loss"]}}
 
 
+def reported(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """What both trainers log, with evaluations; the first fails in its last step but one."""
+    others = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    first = make(folder / "reported", context, num_contexts, **others)
+    first.eval_dataset = make_rows(_BATCH, seed=9)
+    lines = []
+
+    class Failing(transformers.TrainerCallback):  # type: ignore[misc]  # Any
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                raise KeyError
+
+    first.add_callback(Failing())
+    try:
+        first.train()
+    except KeyError:
+        lines += first.state.log_history
+    second = make_tuning(folder, context, num_contexts, **others)
+    second.train()
+    timed = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+    lines += second.state.log_history[:-1]  # the last is the summary
+    return {"log": [{k: v for k, v in line.items() if k not in timed} for line in lines]}
+
+
 def packed(folder: Path, context: Context | None, num_contexts: int, layout: str = "auto") -> Found:
     """Rows of several documents, in micro-batches of different numbers of labels."""
     rows = _BATCH // 2 // num_contexts
