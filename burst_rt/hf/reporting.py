@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from burst_rt import telemetry
 
-__all__ = ["Reporting"]
+__all__ = ["JobReporter"]
 
 # The figures of Trainer's log that are reported, by the names that burst-rt train has for them.
 _NAMES = {
@@ -21,7 +21,7 @@ _NAMES = {
 }
 
 
-class Reporting(TrainerCallback):  # type: ignore[misc]  # of changing types, so Any
+class JobReporter(TrainerCallback):  # type: ignore[misc]  # of changing types, so Any
     """Opens steps and spans on every rank, and reports on the first. num_contexts: that train on
     other batches each.
     """

@@ -25,7 +25,7 @@ from burst_rt import telemetry
 from burst_rt.context import Context
 from burst_rt.errors import InputError
 from burst_rt.hf.prepare import prepare
-from burst_rt.hf.reporting import Reporting
+from burst_rt.hf.reporting import JobReporter
 from burst_rt.hf.resuming import Resumable, draw_by_epoch
 from burst_rt.hf.shard import KEYWORD, shard
 from burst_rt.runtime.refusing import refuse
@@ -117,7 +117,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
                 "leave it out, or set prediction_loss_only=True"
             )
         self.add_callback(Resumable(self._refuse))
-        self._reporting = Reporting(len(self._leaders))
+        self._reporting = JobReporter(len(self._leaders))
         self.add_callback(self._reporting)
         if self.model_init is None:
             self._make_ready(self.model)

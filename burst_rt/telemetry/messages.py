@@ -207,7 +207,7 @@ class Counts(msgspec.Struct, kw_only=True):
     dropped: int = 0  # messages that found no room
     steps: int = 0  # steps of the job that have ended well (`telemetry.step`)
     step_s: float = 0.0  # time in those
-    step_call_s: float = 0.0  # of it, in calls that run a graph: attention, and pipelines
+    step_call_s: float = 0.0  # the part of it in calls that run a graph: attention, and pipelines
 
 
 class Counters(Counts, array_like=True, tag="counters", kw_only=True):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from burst_rt.hf import reporting
-from burst_rt.hf.reporting import Reporting
+from burst_rt.hf.reporting import JobReporter
 
 
 def test_tokens_a_second_are_those_of_all_contexts_in_steps(
@@ -18,11 +18,11 @@ def test_tokens_a_second_are_those_of_all_contexts_in_steps(
 ) -> None:
     now_s = itertools.count(100.0)  # each look at the clock is a second later
     heard: list[tuple[int, dict[str, float]]] = []
-    monkeypatch.setattr(reporting.time, "perf_counter", lambda: next(now_s))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now_s))
     monkeypatch.setattr(
         "burst_rt.telemetry.report", lambda step, **values: heard.append((step, values))
     )
-    state, told = TrainerState(is_world_process_zero=True), Reporting(2)
+    state, told = TrainerState(is_world_process_zero=True), JobReporter(2)
     batch: dict[str, Any] = {"input_ids": torch.zeros(3, 10)}
     embedded: dict[str, Any] = {"inputs_embeds": torch.zeros(2, 5, 8)}
 

@@ -424,7 +424,8 @@ def test_steps_and_spans_are_kept_for_a_minute_and_their_number_is_bounded() -> 
         model.apply(second + 1.0, 0, PhaseEnded("", second, 0, at_s, at_s + 1.0))
     shown = model.timeline(0.0, 200.0)
     assert [phase.step for phase in shown.phases] == list(range(39, 100))
-    assert (shown.phases[-1].started_s, shown.phases_left_out) == (pytest.approx(99.0), 0)
+    assert shown.phases[-1].started_s == pytest.approx(99.0)
+    assert shown.phases_left_out == 0
     window = model.timeline(50.5, 52.5, ranks=[0], limit=2)
     assert [phase.step for phase in window.phases] == [51, 52]
     assert window.phases_left_out == 1

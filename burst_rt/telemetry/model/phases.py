@@ -48,14 +48,14 @@ class Phases:
         how many are left out. ranks: none named means all.
         """
         visible = [number for number in (ranks or self._by_rank) if number in self._by_rank]
-        found = [
+        inside = [
             phase
             for number in visible
             for phase in self._by_rank[number]
             if phase.ended_s >= since_s and phase.started_s <= until_s
         ]
-        newest = heapq.nlargest(max(0, limit), found, key=lambda phase: phase.ended_s)
-        return newest[::-1], len(found) - len(newest)
+        newest = heapq.nlargest(max(0, limit), inside, key=lambda phase: phase.ended_s)
+        return newest[::-1], len(inside) - len(newest)
 
 
 def step_share(ranks: Iterable[RankView]) -> float | None:

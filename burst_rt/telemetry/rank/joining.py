@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from burst_rt.runtime.runtime import Runtime
     from burst_rt.telemetry.rank.agent import Agent
 
-__all__ = ["check_name", "check_step", "current_agent", "farewell", "follow", "report"]
+__all__ = ["check_sendable_name", "check_step", "current_agent", "farewell", "follow", "report"]
 
 _SAMPLE_HZ = 5.0
 # Maximum number of values of one report. Viewers show 64 of a job's values.
@@ -170,7 +170,7 @@ def report(step: int = 0, **values: float) -> None:
             "fewer"
         )
     for name in values:
-        check_name("telemetry.report", name)
+        check_sendable_name("telemetry.report", name)
     number = check_step("telemetry.report", step)
     try:
         numbers = {name: float(value) for name, value in values.items()}
@@ -190,7 +190,7 @@ def current_agent() -> Agent | None:
     return agent
 
 
-def check_name(where: str, name: str) -> None:
+def check_sendable_name(where: str, name: str) -> None:
     """Raises InputError for a name that no message can carry. where: the public function."""
     if readable(name) != name or len(name.encode()) > _MAX_NAME_BYTES:
         raise InputError(

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from burst_rt.errors import InputError
-from burst_rt.telemetry.rank.joining import check_name, check_step, current_agent
+from burst_rt.telemetry.rank.joining import check_sendable_name, check_step, current_agent
 
 if TYPE_CHECKING:
     from burst_rt.telemetry.rank.agent import Agent
@@ -118,5 +118,5 @@ def span(name: str) -> Phase:
 def _checked(name: str) -> str:
     if not name:
         raise InputError("telemetry.span: name: expected one character or more, got none; name it")
-    check_name("telemetry.span", name)
+    check_sendable_name("telemetry.span", name)
     return name

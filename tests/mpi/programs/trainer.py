@@ -402,7 +402,7 @@ def balanced(folder: Path, context: Context | None, num_contexts: int) -> Found:
 
 def reported(folder: Path, context: Context | None, num_contexts: int) -> Found:
     """What both trainers log, with evaluations; the first fails in its last step but one."""
-    others = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    others: dict[str, Any] = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
     first = make(folder / "reported", context, num_contexts, **others)
     lines = []
 
