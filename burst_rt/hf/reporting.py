@@ -43,9 +43,11 @@ class JobReporter(TrainerCallback):  # type: ignore[misc]  # of changing types, 
 
     def count(self, inputs: dict[str, Any]) -> None:
         """Counts a micro-batch's tokens, padding included."""
-        tokens = inputs.get("input_ids")
-        tokens = inputs["inputs_embeds"][..., 0] if tokens is None else tokens
-        self._num_tokens += tokens.numel()
+        ids, embedded = inputs.get("input_ids"), inputs.get("inputs_embeds")
+        if ids is not None:
+            self._num_tokens += ids.numel()
+        elif embedded is not None:
+            self._num_tokens += embedded[..., 0].numel()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         self._begin()

@@ -5,7 +5,8 @@ The types are msgspec's; messages travel as MessagePack.
 A connection carries frames (`wire`), one message each. A record file holds the same messages, each
 with the time at which the hub had it and the rank that it came from. So the model (`JobModel`) is
 fed in one way, live or replayed. A message is an array, not a map: a newer version may append
-fields with defaults, and nothing else, so that old records stay readable.
+fields with defaults, and nothing else, so that old records stay readable. It may have new messages,
+which an older reader of records passes over.
 
 Times named `*_s` in messages of a rank are seconds of that rank's `time.perf_counter`; the rank's
 heartbeats say how far the hub's clock is ahead of it. `views` has the types for viewers, where all

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ def test_tokens_a_second_are_those_of_all_contexts_in_steps(
 ) -> None:
     now_s = itertools.count(100.0)  # each look at the clock is a second later
     heard: list[tuple[int, dict[str, float]]] = []
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now_s))
+    clock = SimpleNamespace(perf_counter=lambda: next(now_s))
+    monkeypatch.setattr("burst_rt.hf.reporting.time", clock)
     monkeypatch.setattr(
         "burst_rt.telemetry.report", lambda step, **values: heard.append((step, values))
     )
