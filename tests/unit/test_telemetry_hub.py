@@ -122,6 +122,9 @@ def _take_steps(ctx: burst_rt.Context) -> None:
         pass
     with pytest.raises(KeyError), telemetry.step(), telemetry.span("data"):
         raise KeyError
+    twice = telemetry.span("twice")
+    with twice, twice:  # one in itself
+        pass
     with telemetry.span("evaluation"):
         burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
 
@@ -139,7 +142,8 @@ def test_steps_and_spans_of_each_rank_are_shown_and_counted(
         view = viewer.timeline(0.0)
     parts = [("attention", 2), ("forward", 1), ("", 0)]
     expected = [(step, *part) for step in (1, 7, 8) for part in parts]
-    expected += [(10, "", 1), (9, "", 0), (11, "data", 1), (11, "", 0), (-1, "evaluation", 0)]
+    expected += [(10, "", 1), (9, "", 0), (11, "data", 1), (11, "", 0)]
+    expected += [(-1, "twice", 1), (-1, "twice", 0), (-1, "evaluation", 0)]
     calls_s = [call.spans[0].issued_s for call in view.calls if call.rank == 0]
     for rank in (0, 1):
         own = [phase for phase in view.phases if phase.rank == rank]
@@ -148,7 +152,7 @@ def test_steps_and_spans_of_each_rank_are_shown_and_counted(
             if inner.depth:
                 assert outer.started_s <= inner.started_s <= inner.ended_s <= outer.ended_s
     own = [phase for phase in view.phases if phase.rank == 0]
-    for phase, called_s in zip((own[0], own[3], own[6], own[13]), sorted(calls_s), strict=True):
+    for phase, called_s in zip((own[0], own[3], own[6], own[15]), sorted(calls_s), strict=True):
         assert phase.started_s <= called_s <= phase.ended_s
     for rank_view in shown.ranks:
         assert rank_view.steps == 4

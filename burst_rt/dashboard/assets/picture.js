@@ -195,7 +195,7 @@ export class Picture {
     context.textBaseline = "middle";
     for (let i = 0; i < texts.length; i += 4) {
       const room = Math.floor((texts[i + 2] - texts[i + 1] - 8) / 5.6);
-      const name = this.spans.names[lane.name[texts[i]]];
+      const name = this.spans.nameAt(lane, texts[i]);
       if (room < 4) continue;
       // Above what covers it.
       const [top, deep] = part(y, row.height, texts[i + 3]);

@@ -169,8 +169,7 @@ export class Spans {
     }
     for (const [rank, name, step, depth, start, end] of view.phases) {
       if (!this.isNew(`p${rank} ${depth} ${start} ${end}`)) continue;
-      const word = this.named(name || `step ${step}`);
-      this.rank(rank, numRanks).lanes[STEPS].add(word, -1, start, start, end, 0, 0, 0, step, NO_GROUP, depth);
+      this.rank(rank, numRanks).lanes[STEPS].add(this.named(name), -1, start, start, end, 0, 0, 0, step, NO_GROUP, depth);
       this.cover(start, end);
       this.total += 1;
     }
@@ -225,6 +224,9 @@ export class Spans {
     rank.calls.settle();
     this.cover(call.started_s, until);
   }
+
+  // The name of what a lane has at a place; steps have numbers instead, of which there is no end.
+  nameAt(lane, at) { return this.names[lane.name[at]] || `step ${lane.call[at]}`; }
 
   // What is held reaches from `start` to `end`, too.
   cover(start, end) {

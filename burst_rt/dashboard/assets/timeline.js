@@ -277,7 +277,7 @@ export class Timeline extends Picture {
       if (kind === 1 && flows.sender[flow] === rank) add("to", `rank ${flows.receiver[flow]}, ${bytes(flows.bytes[flow])}`);
       if (kind === 2 && flows.receiver[flow] === rank) add("from", `rank ${flows.sender[flow]}, ${bytes(flows.bytes[flow])}`);
     }
-    const name = this.spans.names[lane.name[at]];
+    const name = this.spans.nameAt(lane, at);
     const said = meaning(name);
     return [el("b", {}, name), ...(said ? [el("span", { class: "muted" }, said)] : []), el("dl", {}, ...rows)];
   }

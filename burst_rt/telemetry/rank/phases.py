@@ -34,14 +34,14 @@ class _Entered(NamedTuple):
 
 
 class Phase:
-    """What `step` and `span` return, for one `with` statement. name: "" for a step."""
+    """What `step` and `span` return, for `with` statements. name: "" for a step."""
 
     __slots__ = ("_entered", "_name", "_number")
 
     def __init__(self, name: str, number: int | None = None) -> None:
         self._name = name
         self._number = number
-        self._entered: _Entered | None = None
+        self._entered: list[_Entered] = []  # several where it is entered in itself
 
     def __enter__(self) -> None:
         agent = current_agent()
@@ -54,7 +54,8 @@ class Phase:
         depth = getattr(_open, "depth", 0)
         _open.depth = depth + 1
         calls_s = agent.totals.graph_s
-        self._entered = _Entered(agent, step, outer_step, depth, calls_s, time.perf_counter())
+        started_s = time.perf_counter()
+        self._entered.append(_Entered(agent, step, outer_step, depth, calls_s, started_s))
 
     def __exit__(
         self,
@@ -62,11 +63,10 @@ class Phase:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        entered, self._entered = self._entered, None
-        if entered is None:
+        if not self._entered:
             return
         ended_s = time.perf_counter()
-        agent, step, outer_step, depth, calls_s, started_s = entered
+        agent, step, outer_step, depth, calls_s, started_s = self._entered.pop()
         _open.depth = depth
         if not self._name:
             agent.step = outer_step
