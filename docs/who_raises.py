@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import burst_rt
-from burst_rt import recurrence
+from burst_rt import recurrence, telemetry
 
 __all__ = ["COLLECTIVE", "LOCAL", "TOLD", "functions", "kind_of", "page"]
 
@@ -24,7 +24,7 @@ LOCAL = "local; only the rank that calls it raises"
 _MADE = {
     "Call", "Context", "ContextLayout", "Explanation", "BurstAttentionFunction", "LayerCosts",
     "LocalRank", "Mask", "Pipeline", "Relation", "ShardedBatch", "Spans", "Stats", "Step",
-    "TreeRow", "RecurrenceExplanation", "RecurrencePlan",
+    "TokenMeter", "TreeRow", "RecurrenceExplanation", "RecurrencePlan",
 }  # fmt: skip
 # Methods that a user calls with arguments.
 _METHODS = {
@@ -43,7 +43,7 @@ _METHODS = {
 
 def functions() -> Iterator[tuple[str, Any]]:
     """Every public function that takes a user's arguments, by its name in `burst_rt`."""
-    for prefix, room in (("", burst_rt), ("recurrence.", recurrence)):
+    for prefix, room in (("", burst_rt), ("recurrence.", recurrence), ("telemetry.", telemetry)):
         for name in sorted(set(room.__all__) - {"errors", "telemetry", "keep_attention"}):
             made = getattr(room, name)
             if name not in _MADE and inspect.signature(made).parameters:

@@ -149,6 +149,8 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
         text.append(f"  {_curve(list(losses))}", style="cyan")
     else:
         text.append("no report yet", style="dim")
+    if job.step_share is not None:
+        text.append(f"  attention is {100 * job.step_share:.0f} % of a step", style="dim")
     return text
 
 

@@ -136,6 +136,8 @@ def good_calls(ctx: Context) -> Iterator[GoodCall]:
     yield from _training(ctx)
     yield from _serving(ctx)
     yield from _recurrences(ctx)
+    yield GoodCall("telemetry.step", burst_rt.telemetry.step, {"number": 1})
+    yield GoodCall("telemetry.span", burst_rt.telemetry.span, {"name": "optimizer"})
 
 
 def _attention(ctx: Context) -> Iterator[GoodCall]:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import msgspec
 
-from burst_rt.telemetry.model.views import CallView, FlowView, TimelineView, WaitView, shared_fields
+from burst_rt.telemetry.model.views import (
+    CallView,
+    FlowView,
+    PhaseView,
+    TimelineView,
+    WaitView,
+    shared_fields,
+)
 
 __all__ = ["UNITS_PER_S", "compact"]
 
@@ -41,6 +48,8 @@ class CompactTimeline(msgspec.Struct, kw_only=True):
     flows: list[FlowView]
     complete: int
     left_out: int
+    phases: list[PhaseView]
+    phases_left_out: int
 
 
 def compact(view: TimelineView, now_s: float) -> bytes:

@@ -187,6 +187,13 @@ _RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankView], float]], ...] = (
         lambda rank: rank.wait_s,
     ),
     ("burst_rt_rank_call_seconds", "Time in calls.", lambda rank: rank.total_s),
+    ("burst_rt_rank_steps", "Steps that have ended.", lambda rank: rank.steps),
+    ("burst_rt_rank_step_seconds", "Time in steps.", lambda rank: rank.step_s),
+    (
+        "burst_rt_rank_step_call_seconds",
+        "Time in steps that was in calls of attention.",
+        lambda rank: rank.step_call_s,
+    ),
 )
 _LANE_COUNTERS: tuple[tuple[str, str, Callable[[LaneCounters], float]], ...] = (
     ("burst_rt_rank_lane_tasks", "Tasks done.", lambda lane: lane.tasks),

@@ -21,9 +21,11 @@ from accelerate.data_loader import get_sampler, prepare_data_loader
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from burst_rt import telemetry
 from burst_rt.context import Context
 from burst_rt.errors import InputError
 from burst_rt.hf.prepare import prepare
+from burst_rt.hf.reporting import JobReporter
 from burst_rt.hf.resuming import Resumable, draw_by_epoch
 from burst_rt.hf.shard import KEYWORD, shard
 from burst_rt.runtime.refusing import refuse
@@ -75,6 +77,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     `evaluate` are collective over all processes; they block as their collectives do, in attention
     at most `timeout_s` for each call. Losses are the means over all tokens of all ranks.
 
+    With telemetry, steps and spans are opened, and the first rank reports what is logged.
+
     A resumed run sees the rows that it would have seen, in the same order. Samplers that draw from
     a generator (`train_sampling_strategy="group_by_length"`, torch's random ones) begin each epoch
     at the generator's first seed plus the epoch's number. Refused when a run is resumed, unless
@@ -113,6 +117,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
                 "leave it out, or set prediction_loss_only=True"
             )
         self.add_callback(Resumable(self._refuse))
+        self._reporting = JobReporter(len(self._leaders))
+        self.add_callback(self._reporting)
         if self.model_init is None:
             self._make_ready(self.model)
 
@@ -202,9 +208,14 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     # Training: of all ranks, whatever came before it.
 
     def train(self, *args: Any, **options: Any) -> Any:
-        if self.context is not None:
-            self._forget_evaluation()
-        return super().train(*args, **options)
+        if self.context is None:
+            return super().train(*args, **options)
+        self._forget_evaluation()
+        try:
+            return super().train(*args, **options)
+        except BaseException as error:
+            self._reporting.abandon(error)
+            raise
 
     def _forget_evaluation(self) -> None:
         """Lets `train` wrap a model that has been evaluated.
@@ -272,6 +283,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         if num_items_in_batch is None:
             self._refuse(f"expected labels in a batch, got {', '.join(inputs)}")
+        if model.training:
+            self._reporting.count(inputs)
         keywords = shard(inputs, self.context, self.layout, group=_Alone())
         info = keywords[KEYWORD]
         info.balanced_in = dist.group.WORLD if dist.is_initialized() else self.context
@@ -282,7 +295,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         # ranks out where the last batch has fewer rows than there are ranks.
         self.accelerator.gather_for_metrics = self.accelerator.gather
         try:
-            return super().compute_loss(model, keywords, return_outputs, num_items_in_batch)
+            with telemetry.span("forward"):
+                return super().compute_loss(model, keywords, return_outputs, num_items_in_batch)
         finally:
             del self.accelerator.gather_for_metrics
 

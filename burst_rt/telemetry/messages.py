@@ -5,7 +5,8 @@ The types are msgspec's; messages travel as MessagePack.
 A connection carries frames (`wire`), one message each. A record file holds the same messages, each
 with the time at which the hub had it and the rank that it came from. So the model (`JobModel`) is
 fed in one way, live or replayed. A message is an array, not a map: a newer version may append
-fields with defaults, and nothing else, so that old records stay readable.
+fields with defaults, and nothing else, so that old records stay readable. It may have new messages,
+which an older reader of records passes over.
 
 Times named `*_s` in messages of a rank are seconds of that rank's `time.perf_counter`; the rank's
 heartbeats say how far the hub's clock is ahead of it. `views` has the types for viewers, where all
@@ -40,6 +41,7 @@ __all__ = [
     "LogLine",
     "MessageInfo",
     "Note",
+    "PhaseEnded",
     "Ping",
     "PlanSummary",
     "Pong",
@@ -204,6 +206,9 @@ class Counts(msgspec.Struct, kw_only=True):
     overlap_s: float = 0.0  # a transfer was under way while the compute lane was busy
     lanes: dict[str, LaneCounters] = {}
     dropped: int = 0  # messages that found no room
+    steps: int = 0  # steps of the job that have ended well (`telemetry.step`)
+    step_s: float = 0.0  # time in those
+    step_call_s: float = 0.0  # the part of it in calls that run a graph: attention, and pipelines
 
 
 class Counters(Counts, array_like=True, tag="counters", kw_only=True):
@@ -239,6 +244,16 @@ class JobReport(_Message, tag="report"):
     values: dict[str, float]
 
 
+class PhaseEnded(_Message, tag="phase"):
+    """A step or a span of the job has ended (`telemetry.step`, `telemetry.span`)."""
+
+    name: str  # "" for a step
+    step: int  # number of the step, or of the one that the span is in; -1 outside of steps
+    depth: int  # number of steps and spans around it
+    started_s: float
+    ended_s: float
+
+
 class Note(_Message, tag="note"):
     """Something worth an event: a throttled GPU, an XID, NVML that does not answer."""
 
@@ -269,6 +284,7 @@ FromRank: TypeAlias = (
     | SourceInfo
     | SourceSample
     | JobReport
+    | PhaseEnded
     | Note
     | Bye
 )

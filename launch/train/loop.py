@@ -201,14 +201,18 @@ class Trainer:
         indices = mesh.share_of(config.batch)
         starts = training_starts(text, config.seq_len, seed=config.seed, step=step, indices=indices)
         self._gradients.zero_()
-        mean = self._model(*sequences_at(text, starts, config.seq_len), group=mesh.world)
-        mean.backward()
-        burst_rt.average_gradients(self.module.parameters(), group=mesh.world)
-        norm = torch.linalg.vector_norm(self._gradients)
-        nn.utils.clip_grads_with_norm_(self.module.parameters(), config.clip, norm)
-        grad_norm = norm.item()
-        lr = learning_rate(step - 1, peak=config.lr, warmup=config.warmup, steps=config.steps)
-        self._optimizer.step(lr)
+        with telemetry.span("forward"):
+            mean = self._model(*sequences_at(text, starts, config.seq_len), group=mesh.world)
+        with telemetry.span("backward"):
+            mean.backward()
+        with telemetry.span("average gradients"):
+            burst_rt.average_gradients(self.module.parameters(), group=mesh.world)
+        with telemetry.span("optimizer"):
+            norm = torch.linalg.vector_norm(self._gradients)
+            nn.utils.clip_grads_with_norm_(self.module.parameters(), config.clip, norm)
+            grad_norm = norm.item()
+            lr = learning_rate(step - 1, peak=config.lr, warmup=config.warmup, steps=config.steps)
+            self._optimizer.step(lr)
 
         after = mesh.context.stats()
         waited_s, sent = after.wait_s - before.wait_s, after.bytes_sent - before.bytes_sent
@@ -238,6 +242,7 @@ class Trainer:
                 loss=loss,
                 tokens_per_s=record.tokens_per_s,
                 grad_norm=grad_norm,
+                learning_rate=lr,
                 step_s=step_s,
             )
         return record, all_votes
@@ -336,16 +341,19 @@ def _advance(
     def due(every: int) -> bool:
         return step == config.steps or (every > 0 and step % every == 0)
 
-    record, stop_votes = trainer.run_step(step, requests.votes())
+    with telemetry.step(step):
+        record, stop_votes = trainer.run_step(step, requests.votes())
     stop = requests.heard(stop_votes) if step < config.steps else None
     if due(config.eval_every):
-        loss = trainer.measure_heldout(step)
+        with telemetry.span("evaluation"):
+            loss = trainer.measure_heldout(step)
         record = replace(record, heldout_loss=loss, heldout_perplexity=perplexity(loss))
     folder.append(record)
     report.show(record)
     if stop or due(config.checkpoint_every):
         trainer.check_finite(step)
-        folder.save(trainer.checkpoint(step), keep=config.keep_checkpoints)
+        with telemetry.span("checkpoint"):
+            folder.save(trainer.checkpoint(step), keep=config.keep_checkpoints)
     if stop:
         raise StoppedBySignal(stop, f"after step {step}; resume with: {folder.resume_command}")
 

@@ -4,6 +4,7 @@ broken, hurts a run.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from standin import build_standin, with_standin
 from burst_rt.launch.run import kill_job
 from burst_rt.telemetry.messages import Bye
 from burst_rt.telemetry.model.views import Snapshot
+from burst_rt.telemetry.read.chrome import write_trace
 from burst_rt.telemetry.read.record import Record, replay
 from burst_rt.telemetry.read.summary import summarise
 
@@ -130,6 +132,55 @@ def test_a_job_among_busy_neighbours_says_that_its_host_is_full(
     assert verdict is not None
     assert verdict.kind == "full host", verdict
     assert re.search(rf"2 ranks on {os.cpu_count()} cores, each gets \d+ % of one", verdict.text)
+
+
+_STEPS = """
+import time, torch, burst_rt
+from burst_rt.telemetry import span, step
+with burst_rt.init() as ctx:
+    layout = ctx.layout(512)
+    q, k, v = (torch.randn(1, layout.shard_len, 4, 64, requires_grad=True) for _ in range(3))
+    for _ in range(5):
+        with step():
+            with span("forward"):
+                out = burst_rt.burst_attention(q, k, v, causal=True, layout=layout)
+            with span("backward"):
+                out.sum().backward()
+            with span("optimizer"):
+                time.sleep(0.05)
+"""
+
+
+def test_steps_and_spans_of_a_job_are_in_its_record_and_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, program = tmp_path / "run.record", tmp_path / "steps.py"
+    program.write_text(_STEPS, encoding="utf-8")
+    monkeypatch.setenv("BURST_RT_RECORD", str(path))
+    job = run_job(program, 2, cwd=tmp_path, timeout_s=_DEADLINE_S, warm="torch")
+    assert job.exit_code == 0, job.text
+    model = replay(Record(path))
+    shown, view = model.snapshot(), model.timeline(0.0)
+    names = ["forward", "backward", "optimizer", ""]
+    for rank in shown.ranks:
+        own = [phase for phase in view.phases if phase.rank == rank.rank]
+        assert [(p.step, p.name) for p in own] == [(s, n) for s in range(1, 6) for n in names]
+        calls = [call for call in view.calls if call.rank == rank.rank]
+        # By one clock: each call lies in the span that made it.
+        around = [phase for phase in own if phase.name in ("forward", "backward")]
+        for call, phase in zip(calls, around, strict=True):
+            assert call.kind == phase.name
+            assert all(phase.started_s <= s.issued_s <= phase.ended_s for s in call.spans)
+        assert (rank.steps, rank.dropped) == (5, 0)
+        assert 0 < rank.step_call_s < rank.step_s - 5 * 0.05
+    assert shown.job.step_share is not None
+    assert 0 < shown.job.step_share < 1
+    out = tmp_path / "trace.json"
+    write_trace(Record(path), out)
+    slices = [e for e in json.loads(out.read_text())["traceEvents"] if e.get("ph") == "X"]
+    steps = [(e["pid"], e["name"]) for e in slices if e["cat"] == "step"]
+    assert sorted(steps) == [(rank, f"step {n}") for rank in (0, 1) for n in range(1, 6)]
+    assert sum(e["cat"] == "span" and e["name"] == "optimizer" for e in slices) == 10
 
 
 class _Run(NamedTuple):

@@ -34,6 +34,8 @@ from burst_rt.launch.train.cli import eval_command, train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
 from burst_rt.telemetry.hub.starting import HUB_MODULE
+from burst_rt.telemetry.messages import JobReport
+from burst_rt.telemetry.read.record import Record, replay
 
 _JOB_DEADLINE_S = 90.0
 _STEPS = 50
@@ -595,6 +597,27 @@ def test_a_run_that_cannot_start_is_refused_on_every_rank(
         assert named in outcomes[0]
     assert (run / "metrics.jsonl").read_bytes() == before
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_shows_its_steps_and_their_parts(text: Path, tmp_path: Path) -> None:
+    short = ("--steps", "4", "--eval-every", "2", "--checkpoint-every", "0")
+    options = ("-n", "2", "--record", "run.record", *_RUN, *short, "--data", str(text))
+    job = _run(tmp_path, "train", *options, "--out", "run")
+    assert job.exit_code == 0, job.err
+    record = Record(tmp_path / "run.record")
+    model = replay(record)
+    parts = ["forward", "backward", "average gradients", "optimizer", ""]
+    for rank in model.snapshot().ranks:
+        own = [p for p in model.timeline(0.0).phases if p.rank == rank.rank]
+        steps = [(p.step, p.name) for p in own if p.step >= 0]
+        assert steps == [(step, part) for step in range(1, 5) for part in parts]
+        others = [p.name for p in own if p.step < 0]
+        assert others == ["evaluation", "evaluation", "checkpoint"]
+        assert rank.steps == 4
+        assert 0 < rank.step_call_s < rank.step_s
+    reports = [e.message for e in record if isinstance(e.message, JobReport)]
+    told = [(r.step, r.values["learning_rate"]) for r in reports if "loss" in r.values]
+    assert told == [(line["step"], line["lr"]) for line in _metrics(tmp_path / "run")]
 
 
 def test_bfloat16_trains_too(runs: dict[str, Path], text: Path, tmp_path: Path) -> None:

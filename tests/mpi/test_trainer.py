@@ -10,6 +10,9 @@ import pytest
 from jobs import Launcher, run_job
 from tolerances import LOSSES_16BIT, LOSSES_OF_TRAINERS
 
+from burst_rt.telemetry.messages import JobReport
+from burst_rt.telemetry.read.record import Record, replay
+
 _PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
 # What the message of each refusal says.
 _SAID = {
@@ -27,6 +30,12 @@ _SAID = {
     "labels of a step": "expected labels in a batch, got input_ids, attention_mask",
     "batch": "expected the same batch on all ranks of a context",
 }
+
+# What is reported of Trainer's log, and by which name.
+_REPORTED = {
+    "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate",
+    "eval_loss": "heldout_loss",
+}  # fmt: skip
 
 Found = dict[str, Any]
 
@@ -156,3 +165,35 @@ def test_a_resumed_run_sees_the_rows_that_it_would_have_seen(
     ):
         first, second = orders[name][:8], orders[name][11:19]
         assert first != second, name
+
+
+def test_trainers_report_what_they_log_and_their_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.record"
+    monkeypatch.setenv("BURST_RT_RECORD", str(path))
+    log = _run(tmp_path, 2, "1:reported")["1:reported"]["log"]
+    expected = [
+        (line["step"], {ours: line[theirs] for theirs, ours in _REPORTED.items() if theirs in line})
+        for line in log
+    ]
+    reports = [e.message for e in Record(path) if isinstance(e.message, JobReport)]
+    told = [(report.step, dict(report.values)) for report in reports]
+    rates = [values.pop("tokens_per_s", None) for _, values in told]
+    assert told == expected
+    assert [step for step, _ in told] == [1, 2, 2, 3, 1, 2, 2, 3, 4, 4]
+    for (_, values), rate in zip(told, rates, strict=True):
+        assert ("loss" in values) == (rate is not None and rate > 0)
+        assert values.keys() in ({"loss", "grad_norm", "learning_rate"}, {"heldout_loss"})
+    model = replay(Record(path))
+    for rank in model.snapshot().ranks:
+        own = [p for p in model.timeline(0.0).phases if p.rank == rank.rank]
+        assert [p.step for p in own if not p.name] == [1, 2, 3, 4, 1, 2, 3, 4]
+        assert (rank.steps, rank.dropped) == (7, 0)  # one has failed
+        assert 0 < rank.step_call_s < rank.step_s
+        # Two micro-batches a step, of which one failed; then one. Evaluations are in no step.
+        forward = [(p.depth, p.step) for p in own if p.name == "forward"]
+        assert [step for depth, step in forward if depth] == [1, 1, 2, 2, 3, 3, 4, 1, 2, 3, 4]
+        assert {step for depth, step in forward if not depth} == {-1}
+        optimizer = [(p.depth, p.step) for p in own if p.name == "optimizer"]
+        assert optimizer == [(1, step) for step in (1, 2, 3, 1, 2, 3, 4)]

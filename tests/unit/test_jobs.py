@@ -115,6 +115,11 @@ def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) ->
     Console(width=100).print(render(model.snapshot(), [], []))
     assert "first to stop: rank 1\nlook [there]\n" in capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 100
+    assert "of a step" not in shown  # the job has none
+    counts = msgspec.structs.replace(counters(0, 5.0, 4), steps=2, step_s=4.0, step_call_s=1.64)
+    model.apply(5.0, 0, counts)
+    Console(width=100).print(render(model.snapshot(), [], []))
+    assert "attention is 41 % of a step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gpu", [False, True])

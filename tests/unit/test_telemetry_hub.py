@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -110,6 +111,100 @@ def test_ranks_that_are_threads_show_calls_and_leave(
         assert series.values["rss_bytes"][0] > 1e6  # type: ignore[operator]  # the first row has it
 
 
+def _take_steps(ctx: burst_rt.Context) -> None:
+    layout = ctx.layout(64 * ctx.world_size)
+    q = torch.randn(1, layout.shard_len, 2, 16)
+    telemetry = burst_rt.telemetry
+    for number in (None, 7, None):
+        with telemetry.step(number), telemetry.span("forward"), telemetry.span("attention"):
+            burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
+    with telemetry.step(), telemetry.step():  # one in another counts once
+        pass
+    with pytest.raises(KeyError), telemetry.step(), telemetry.span("data"):
+        raise KeyError
+    twice = telemetry.span("twice")
+    with twice, twice:  # one in itself
+        pass
+    with telemetry.span("evaluation"):
+        burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
+
+
+def test_steps_and_spans_of_each_rank_are_shown_and_counted(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in hub.environment().items():
+        monkeypatch.setenv(name, value)
+    burst_rt.run_local(2, _take_steps)
+    with HubViewer(hub.address, hub.secret) as viewer:
+        shown = _wait_until(
+            viewer, lambda s: len(s.ranks) == 2 and all(r.status == "left" for r in s.ranks)
+        )
+        view = viewer.timeline(0.0)
+    parts = [("attention", 2), ("forward", 1), ("", 0)]
+    expected = [(step, *part) for step in (1, 7, 8) for part in parts]
+    expected += [(10, "", 1), (9, "", 0), (11, "data", 1), (11, "", 0)]
+    expected += [(-1, "twice", 1), (-1, "twice", 0), (-1, "evaluation", 0)]
+    calls_s = [call.spans[0].issued_s for call in view.calls if call.rank == 0]
+    for rank in (0, 1):
+        own = [phase for phase in view.phases if phase.rank == rank]
+        assert [(phase.step, phase.name, phase.depth) for phase in own] == expected
+        for inner, outer in pairwise(own):
+            if inner.depth:
+                assert outer.started_s <= inner.started_s <= inner.ended_s <= outer.ended_s
+    own = [phase for phase in view.phases if phase.rank == 0]
+    for phase, called_s in zip((own[0], own[3], own[6], own[15]), sorted(calls_s), strict=True):
+        assert phase.started_s <= called_s <= phase.ended_s
+    for rank_view in shown.ranks:
+        assert rank_view.steps == 4
+        # The call after the steps is in none of them.
+        assert 0 < rank_view.step_call_s < min(rank_view.step_s, rank_view.total_s)
+    share = sum(r.step_call_s for r in shown.ranks) / sum(r.step_s for r in shown.ranks)
+    assert shown.job.step_share == pytest.approx(share)
+
+
+def test_more_spans_than_have_room_are_counted_and_leave_room_for_reports(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in hub.environment().items():
+        monkeypatch.setenv(name, value)
+    many = 20_000
+
+    def flood(ctx: burst_rt.Context) -> None:
+        for _ in range(many):
+            with burst_rt.telemetry.span("x"):
+                pass
+        burst_rt.telemetry.report(5, loss=1.0)
+
+    burst_rt.run_local(1, flood)
+    with HubViewer(hub.address, hub.secret) as viewer:
+        shown = _wait_until(viewer, lambda s: any(r.status == "left" for r in s.ranks))
+        view = viewer.timeline(0.0, limit=many)
+        few = viewer.timeline(0.0, limit=10)
+    assert shown.progress.step == 5
+    assert len(view.phases) + shown.job.dropped == many
+    assert 0 < len(view.phases) < many
+    assert few.phases == view.phases[-10:]
+    assert few.phases_left_out == len(view.phases) - 10
+
+
+def test_a_wrong_name_of_a_span_is_refused_with_telemetry_or_without() -> None:
+    telemetry = burst_rt.telemetry
+    names: tuple[tuple[Any, str], ...] = (
+        ("", "one character or more"),
+        (7, "a str, got int"),
+        (os.fsdecode(b"x\xe9"), "names in UTF-8"),
+        ("x" * 257, "at most 256 bytes"),
+    )
+    for name, told in names:
+        with pytest.raises(InputError, match=told):
+            telemetry.span(name)
+    for number in (-1, 0.5, "3", math.nan, 2**63):
+        with pytest.raises(InputError, match="expected a"):
+            telemetry.step(number)  # type: ignore[arg-type]
+    with telemetry.step(0), telemetry.span("é" * 128):  # nobody listens: nothing happens
+        pass
+
+
 def test_telemetry_is_off_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BURST_RT_TELEMETRY", raising=False)
     assert burst_rt.run_local(2, lambda ctx: ctx.runtime.observer) == [None, None]
@@ -169,8 +264,8 @@ def test_a_wrong_report_is_the_callers_mistake(
         (1, {os.fsdecode(b"loss\xe9"): 1.0}, r"names in UTF-8 .* got 'loss\\udce9'"),
         (1, {"x" * 257: 1.0}, "at most 256 bytes, got 'xxx"),
         (2**64, {"loss": 1.0}, "a step of 64 bits, got one of 65 bits"),
-        (math.inf, {"loss": 1.0}, "a finite step"),
-        (math.nan, {"loss": 1.0}, "expected numbers"),
+        (math.inf, {"loss": 1.0}, "a step that is a finite number, got inf"),
+        (math.nan, {"loss": 1.0}, "a step that is a finite number, got nan"),
         (1, {"loss": 10**5000}, "values that fit a float"),
         (1, {f"x{i}": 0.0 for i in range(300)}, "at most 256 values, got 300"),
     ],

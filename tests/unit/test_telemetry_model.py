@@ -16,6 +16,7 @@ from burst_rt.telemetry.messages import (
     HubReport,
     JobReport,
     Note,
+    PhaseEnded,
     PlanSummary,
     Severity,
     SourceSample,
@@ -414,6 +415,38 @@ def test_plans_that_run_are_kept_and_others_give_way() -> None:
     assert shown.left_out == 0
     assert shown.num_spans
     assert len(model.plans.ranks[0].packed) == 256
+
+
+def test_steps_and_spans_are_kept_for_a_minute_and_their_number_is_bounded() -> None:
+    model = _job()
+    for second in range(100):
+        at_s = second - offset_s(0)
+        model.apply(second + 1.0, 0, PhaseEnded("", second, 0, at_s, at_s + 1.0))
+    shown = model.timeline(0.0, 200.0)
+    assert [phase.step for phase in shown.phases] == list(range(39, 100))
+    assert shown.phases[-1].started_s == pytest.approx(99.0)
+    assert shown.phases_left_out == 0
+    window = model.timeline(50.5, 52.5, ranks=[0], limit=2)
+    assert [phase.step for phase in window.phases] == [51, 52]
+    assert window.phases_left_out == 1
+    assert model.timeline(50.5, 52.5, ranks=[1]).phases == []
+    for _ in range(70_000):
+        model.apply(101.0, 1, PhaseEnded("tiny", 0, 1, -100.0, -100.0))
+    shown = model.timeline(0.0, 200.0, limit=100_000)
+    assert sum(phase.rank == 1 for phase in shown.phases) == 65_536 // 2
+    _feed(model, 0, arrive(0), at_s=102.0)  # another process
+    assert all(phase.rank == 1 for phase in model.timeline(0.0, 200.0).phases)
+
+
+def test_attentions_part_of_steps_is_of_all_ranks() -> None:
+    model = _job()
+    assert model.snapshot().job.step_share is None
+    for rank, (step_s, step_call_s) in enumerate(((4.0, 1.0), (6.0, 3.0))):
+        counts = msgspec.structs.replace(
+            counters(rank, 1.0, 2), steps=2, step_s=step_s, step_call_s=step_call_s
+        )
+        model.apply(1.0, rank, counts)
+    assert model.snapshot().job.step_share == pytest.approx(0.4)
 
 
 def test_a_thinned_window_has_what_came_in_turns() -> None:

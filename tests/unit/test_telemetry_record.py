@@ -23,8 +23,11 @@ from burst_rt.telemetry.messages import (
     Agreed,
     Counters,
     FromRank,
+    Hello,
     HubReport,
+    JobReport,
     LaneCounters,
+    PhaseEnded,
     PlanSummary,
 )
 from burst_rt.telemetry.model.job_model import JobModel
@@ -225,7 +228,8 @@ def test_messages_are_arrays_whose_order_old_records_have() -> None:
         dropped=12,
     )
     assert msgspec.convert(raw, Counters) == counters
-    assert msgspec.msgpack.encode(counters) == msgspec.msgpack.encode(raw)
+    # What was appended since has defaults.
+    assert msgspec.msgpack.encode(counters) == msgspec.msgpack.encode([*raw, 0, 0.0, 0.0])
     # As a record has it from before plans had a problem, a strategy and candidates.
     task = ["hop 0", "network", "exchange", 0, 8, 0, False, [[1, 5, 8]], []]
     plan = msgspec.convert(["plan", 3, "0-1", "forward", [task], "ring", None], PlanSummary)
@@ -315,6 +319,52 @@ def test_a_trace_has_every_rank_on_one_clock_with_arrows(path: Path, tmp_path: P
     assert names[0] == "rank 0 on host, cuda:0"
     assert "a GPU gpu:0" in names.values()
     assert any(e["ph"] == "i" and e["name"] == "lost" for e in events)
+
+
+def test_steps_and_spans_are_in_a_record_and_its_trace(path: Path, tmp_path: Path) -> None:
+    recorder_path, offset = tmp_path / "steps.record", offset_s(1)
+    recorder = Recorder(recorder_path, 1e9, "0.1")
+    said = [
+        *arrive(1),
+        PhaseEnded("load", 3, 1, 10.0 - offset, 10.1 - offset),
+        PhaseEnded("inner", 3, 2, 10.3 - offset, 10.4 - offset),
+        PhaseEnded("outer", 3, 1, 10.2 - offset, 10.5 - offset),
+        PhaseEnded("", 3, 0, 10.0 - offset, 10.6 - offset),
+        PhaseEnded("elsewhere", 3, 0, 10.5 - offset, 10.7 - offset),  # of another thread
+        PhaseEnded("save", -1, 0, 10.8 - offset, 10.9 - offset),
+    ]
+    for message in said:
+        recorder.add_message(11.0, 1, message)
+    recorder.close()
+    shown = replay(Record(recorder_path)).timeline(0.0, 20.0).phases
+    names = ["load", "inner", "outer", "", "elsewhere", "save"]
+    assert [phase.name for phase in shown] == names
+    assert [shown[0].started_s, shown[-1].ended_s] == pytest.approx([10.0, 10.9])
+    write_trace(Record(recorder_path), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = {event["name"]: event for event in events if event["ph"] == "X"}
+    assert list(slices) == ["load", "inner", "outer", "step 3", "elsewhere", "save"]
+    assert slices["step 3"]["ts"] == pytest.approx(10.0e6)
+    assert slices["step 3"]["dur"] == pytest.approx(0.6e6)
+    assert (slices["inner"]["args"], slices["save"]["args"]) == ({"step": 3}, {})
+    assert [slices[n]["cat"] for n in ("step 3", "save")] == ["step", "span"]
+    row = {name: event["tid"] - slices["step 3"]["tid"] for name, event in slices.items()}
+    assert row == {"step 3": 0, "load": 1, "outer": 1, "inner": 2, "elsewhere": 1, "save": 0}
+    lanes = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
+    assert lanes[1, slices["step 3"]["tid"]] == "steps"
+
+
+def test_a_message_of_a_newer_version_is_passed_over(path: Path) -> None:
+    recorder = Recorder(path, 1e9, "9.9")
+    recorder.add_message(0.0, 0, arrive(0)[0])
+    recorder.add(1.0, 0, msgspec.msgpack.encode(["of the future", 1.0]))
+    recorder.add_message(2.0, 0, JobReport(2.0, 4, {"loss": 1.0}))
+    recorder.close()
+    assert [type(entry.message) for entry in Record(path)] == [Hello, JobReport]
 
 
 @pytest.mark.parametrize(

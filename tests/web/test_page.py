@@ -26,6 +26,7 @@ _COLOURS = {
     "compute": (0x00, 0x72, 0xB2),
     "send": (0xD9, 0x8F, 0x00),
     "receive": (0x00, 0x90, 0x67),
+    "steps": (0x6A, 0x51, 0xA3),
 }
 # A machine to plan with, as `burst-rt calibrate` would find one: some CPU.
 _MACHINE = Hardware(
@@ -129,29 +130,54 @@ def test_a_job_of_four_ranks_from_its_first_call_to_its_replay(
 def _watch_figures_move(page: Page) -> None:
     calls = page.locator("[data-rank='1'] dd").last
     expect(page.locator(".fact").first).to_contain_text("Step", timeout=30_000)
+    share = page.locator(".fact", has_text="Attention in steps").locator("dd")
+    expect(share).to_have_text(re.compile(r"^[1-9]\d* %"))
     before = calls.text_content()
     expect(calls).not_to_have_text(before or "", timeout=10_000)
     expect(page.locator("svg text.sum")).to_contain_text("B/s")
     expect(page.locator("svg .link.ok")).to_have_count(4, timeout=15_000)
 
 
+# Where a lane of rank 0 is on the canvas.
+_ROW = """async (lane) => {
+  const { LANES } = await import('/spans.js');
+  const { made } = await import('/main.js');
+  const { rows, scroll } = made.get('timeline');
+  const row = rows.find(({ rank, kind }) => rank === 0 && LANES[kind] === lane);
+  return { y: 26 + row.y - scroll, height: row.height };
+}"""
+
+
+def _point_at(page: Page, y: float, words: str) -> None:
+    """Goes along a line of the canvas until the tooltip says that."""
+    box, tip = page.locator(".stage canvas").bounding_box(), page.locator(".stage .tooltip")
+    assert box is not None
+    for part in range(300, 950, 5):
+        page.mouse.move(box["x"] + box["width"] * part / 1000, box["y"] + y)
+        if tip.is_visible() and re.search(words, tip.inner_text()):
+            return
+    raise AssertionError(f"no {words} at {y}: {tip.inner_text()!r}")
+
+
 def _watch_the_timeline(page: Page, pictures: Path) -> None:
     page.keyboard.press("2")
-    canvas = page.locator(".stage canvas")
     _expect_all_drawn(page)
     # Follows the job until it is told not to.
     expect(page.get_by_role("button", name="Follow")).to_have_attribute("aria-pressed", "true")
     page.keyboard.press("l")
     expect(page.get_by_role("button", name="Follow")).to_have_attribute("aria-pressed", "false")
-    box = canvas.bounding_box()
-    assert box is not None
     tip = page.locator(".stage .tooltip")
-    for part in range(30, 95):
-        page.mouse.move(box["x"] + box["width"] * part / 100, box["y"] + 62)
-        if tip.is_visible() and "took" in tip.inner_text() and "hop" in tip.inner_text():
-            break
-    expect(tip).to_contain_text("hop")
-    expect(tip).to_contain_text("took")
+    # The steps' lane is the first of a rank. Its upper half is the step, the lower the spans.
+    assert page.evaluate(_ROW, "steps")["y"] < page.evaluate(_ROW, "compute")["y"]
+    for lane, down, words in (
+        ("steps", 0.25, r"^step \d+\n"),
+        ("steps", 0.7, r"^(forward|backward)\n"),
+        ("compute", 0.25, "hop"),
+    ):
+        row = page.evaluate(_ROW, lane)
+        _point_at(page, row["y"] + down * row["height"], words)
+        expect(tip).to_contain_text("took")
+    page.screenshot(path=pictures / "timeline-steps.png")
     page.keyboard.press("n")
     expect(page.locator(".status")).to_contain_text("took")
     for _ in range(6):

@@ -138,6 +138,7 @@ class Facts {
     if (wait != null) facts.push(["Waits for transfers", percent(wait)]);
     const overlap = mean(present.ranks.map((rank) => rank.overlap));
     if (overlap != null) facts.push(["Transfers hidden", percent(100 * overlap)]);
+    if (present.job.step_share != null) facts.push(["Attention in steps", percent(100 * present.job.step_share)]);
     facts.push(["Sent, all ranks", rate(sum("sent_bytes_per_s"))]);
     const flops = sum("flops_per_s");
     if (flops) facts.push(["Compute", measure(flops, "flop/s")]);

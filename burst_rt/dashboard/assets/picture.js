@@ -4,7 +4,7 @@ import { el } from "./dom.js";
 import { looks, seconds } from "./format.js";
 import { ticks } from "./chart.js";
 import { job, now } from "./live.js";
-import { LANES, Spans } from "./spans.js";
+import { LANES, Spans, STEPS } from "./spans.js";
 import { fit } from "./spark.js";
 import { colours, onTheme } from "./theme.js";
 
@@ -12,7 +12,8 @@ export const AXIS = 26; // pixels above the lanes
 export const BEHIND_S = 1.6; // calls come late: the picture of a running job is a little behind it, and flows
 const LABEL = 84;
 const LABEL_NARROW = 46;
-const SHORT = ["comp", "send", "recv", "copy", "ctrl"];
+const SHORT = ["comp", "send", "recv", "copy", "ctrl", "step"];
+const ORDER = [STEPS, 0, 1, 2, 3, 4];
 export const MESSAGES = 1500; // drawn at most
 const HEAD = 5; // of a message's arrow
 
@@ -42,7 +43,7 @@ export class Picture {
   // Rows of the shown ranks: y, height, rank and lane, in canvas pixels without the scroll.
   layout() {
     const ranks = job.present.ranks.map(({ rank }) => rank).filter((rank) => this.only == null || rank === this.only);
-    const lanes = LANES.map((name, i) => i).filter((i) => this.lanes[i] || i < 3);
+    const lanes = ORDER.filter((i) => this.lanes[i] || i < 3);
     const room = this.canvas.clientHeight - AXIS;
     const each = room / Math.max(1, ranks.length);
     const lane = Math.max(8, Math.min(ranks.length > 1 ? 38 : 60, Math.floor((each - 18) / lanes.length)));
@@ -194,7 +195,7 @@ export class Picture {
     context.textBaseline = "middle";
     for (let i = 0; i < texts.length; i += 4) {
       const room = Math.floor((texts[i + 2] - texts[i + 1] - 8) / 5.6);
-      const name = this.spans.names[lane.name[texts[i]]];
+      const name = this.spans.nameAt(lane, texts[i]);
       if (room < 4) continue;
       // Above what covers it.
       const [top, deep] = part(y, row.height, texts[i + 3]);

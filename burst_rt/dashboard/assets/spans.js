@@ -10,7 +10,9 @@ const FORGET_CALLS_S = 30; // a call is told apart for at least so long
 const WAIT = { start: Float64Array, end: Float64Array, exposed: Uint8Array, peer: Uint32Array, name: Uint32Array };
 const CALL = { start: Float64Array, end: Float64Array, call: Uint32Array, kind: Uint32Array, plan: Uint32Array };
 
-export const LANES = ["compute", "send", "receive", "copy", "control"];
+export const LANES = ["compute", "send", "receive", "copy", "control", "steps"];
+export const STEPS = 5; // the lane of the job's own steps and spans
+const NO_GROUP = 0xffffffff; // a step belongs to no group of ranks, so no message is its own
 
 // Columns that grow to `capacity` rows and then go round.
 class Rows {
@@ -65,7 +67,8 @@ class Lane extends Rows {
     this.most = levels;
   }
 
-  add(name, hop, issued, start, end, bytes, flops, task, call, group) {
+  // depth: the level, where it is known.
+  add(name, hop, issued, start, end, bytes, flops, task, call, group, depth = null) {
     const at = this.next();
     this.group[at] = group;
     this.name[at] = name;
@@ -80,8 +83,9 @@ class Lane extends Rows {
     this.longest = Math.max(this.longest, end - start);
     // What overlaps goes below.
     const slack = Math.min(SLACK_S, 0.1 * (end - start));
-    let level = this.ends.findIndex((until) => until <= start + slack);
-    if (level < 0) level = Math.min(this.ends.length, this.most - 1);
+    let level = depth ?? this.ends.findIndex((until) => until <= start + slack);
+    if (level < 0) level = this.ends.length;
+    level = Math.min(level, this.most - 1);
     this.ends[level] = end;
     this.level[at] = level;
     this.levels = Math.max(this.levels, level + 1);
@@ -163,6 +167,12 @@ export class Spans {
     for (const call of view.calls.sort((a, b) => a.started_s - b.started_s)) {
       if (this.isNew(`${call.rank} ${call.group} ${call.call}`)) this.takeCall(call, numbers, lanes, view.units_per_s, numRanks);
     }
+    for (const [rank, name, step, depth, start, end] of view.phases) {
+      if (!this.isNew(`p${rank} ${depth} ${start} ${end}`)) continue;
+      this.rank(rank, numRanks).lanes[STEPS].add(this.named(name), -1, start, start, end, 0, 0, 0, step, NO_GROUP, depth);
+      this.cover(start, end);
+      this.total += 1;
+    }
     // Newest last, as they are kept: views begin with the newest.
     for (const [rank, call, cause, start, end, peer, task, group] of view.waits.sort((a, b) => a[3] - b[3])) {
       if (!this.isNew(`w${rank} ${group} ${call} ${start}`)) continue;
@@ -212,8 +222,16 @@ export class Spans {
     rank.calls.kind[at] = this.named(call.kind);
     rank.calls.plan[at] = call.plan;
     rank.calls.settle();
-    this.newest = Math.max(this.newest, until);
-    this.oldest = Math.min(this.oldest, call.started_s);
+    this.cover(call.started_s, until);
+  }
+
+  // The name of what a lane has at a place; steps have numbers instead, of which there is no end.
+  nameAt(lane, at) { return this.names[lane.name[at]] || `step ${lane.call[at]}`; }
+
+  // What is held reaches from `start` to `end`, too.
+  cover(start, end) {
+    this.newest = Math.max(this.newest, end);
+    this.oldest = Math.min(this.oldest, start);
   }
 
   // The messages that a task sent or received.

@@ -1,6 +1,6 @@
 // Light or dark: the system's wish until the reader chooses. Canvases read their colours here, once a change.
 
-const NAMES = ["surface", "line", "text", "muted", "faint", "accent", "compute", "send", "receive", "copy", "control", "exposed", "skew",
+const NAMES = ["surface", "line", "text", "muted", "faint", "accent", "compute", "send", "receive", "copy", "control", "steps", "exposed", "skew",
   "live", "silent", "lost", "left", "on-span", "grid"];
 const watchers = new Set();
 const system = matchMedia("(prefers-color-scheme: dark)");

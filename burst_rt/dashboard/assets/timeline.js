@@ -6,7 +6,7 @@ import { bytes, count, percent, rate, seconds } from "./format.js";
 import { beside } from "./chart.js";
 import { job, now } from "./live.js";
 import { AXIS, MESSAGES, Picture } from "./picture.js";
-import { LANES } from "./spans.js";
+import { LANES, STEPS } from "./spans.js";
 
 const ASK_MS = 1000;
 const OVERLAP_S = 2.5; // calls come late: what may have been under way is asked for again
@@ -15,6 +15,7 @@ const MOST = 20_000;
 const SHORTEST_S = 2e-6;
 const LONGEST_S = 600;
 const FRAME_MS = 30;
+const NO_STEP = 0xffffffff; // -1, as a column holds it
 
 export class Timeline extends Picture {
   constructor() {
@@ -92,7 +93,7 @@ export class Timeline extends Picture {
         this.askedUntil = view.now_s;
         this.spans.take(view, job.present.ranks.length);
         this.complete = view.complete;
-        this.leftOut = view.left_out;
+        this.leftOut = view.left_out + view.phases_left_out;
         this.spans.ranks.forEach(({ lanes }) => lanes.forEach((lane, i) => { this.lanes[i] ||= lane.count > 0; }));
         this.dirty = true;
         await this.predict(job.present.plans);
@@ -262,7 +263,8 @@ export class Timeline extends Picture {
     const lane = held.lanes[kind];
     const took = lane.end[at] - lane.start[at];
     add("rank", `${rank}, ${LANES[kind]}`);
-    add("call", String(lane.call[at]));
+    if (kind === STEPS) add("step", lane.call[at] < NO_STEP ? String(lane.call[at]) : "");
+    else add("call", String(lane.call[at]));
     add("hop", lane.hop[at] < 0 ? "" : String(lane.hop[at]));
     add("took", seconds(took));
     add("began", `${lane.start[at].toFixed(6)} s`);
@@ -275,7 +277,7 @@ export class Timeline extends Picture {
       if (kind === 1 && flows.sender[flow] === rank) add("to", `rank ${flows.receiver[flow]}, ${bytes(flows.bytes[flow])}`);
       if (kind === 2 && flows.receiver[flow] === rank) add("from", `rank ${flows.sender[flow]}, ${bytes(flows.bytes[flow])}`);
     }
-    const name = this.spans.names[lane.name[at]];
+    const name = this.spans.nameAt(lane, at);
     const said = meaning(name);
     return [el("b", {}, name), ...(said ? [el("span", { class: "muted" }, said)] : []), el("dl", {}, ...rows)];
   }
@@ -321,6 +323,6 @@ function legend() {
     style.background = `repeating-linear-gradient(135deg, var(--${colour}) 0 2px, transparent 2px 5px)`;
   });
   const end = item("predicted end", (style) => { style.width = "2px"; style.background = "var(--text)"; });
-  const lanes = ["compute", "send", "receive", "copy"].map(plain);
+  const lanes = ["steps", "compute", "send", "receive", "copy"].map(plain);
   return el("div", { class: "legend" }, ...lanes, striped("exposed transfer", "exposed"), striped("late peer", "skew"), end);
 }

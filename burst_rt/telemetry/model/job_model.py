@@ -27,6 +27,7 @@ from burst_rt.telemetry.messages import (
     Item,
     JobReport,
     Note,
+    PhaseEnded,
     PlanSummary,
     PostMortemLines,
     SourceInfo,
@@ -35,6 +36,7 @@ from burst_rt.telemetry.messages import (
 from burst_rt.telemetry.model.blame import Blame
 from burst_rt.telemetry.model.events import EventLog
 from burst_rt.telemetry.model.limits import Limits
+from burst_rt.telemetry.model.phases import Phases, step_share
 from burst_rt.telemetry.model.plans import Plans
 from burst_rt.telemetry.model.ranks import JoinedRanks, Rank
 from burst_rt.telemetry.model.sources import Sources
@@ -70,6 +72,7 @@ class JobModel:
         self.ranks = JoinedRanks(self._events)
         self.sources = Sources(self._events)
         self.plans = Plans(self._events)
+        self.phases = Phases()
         self._limits = Limits()
         self._blame = Blame(began_at_s, self.ranks, self._events)
         self._post_mortem: PostMortemView | None = None
@@ -100,6 +103,8 @@ class JobModel:
                 self._limit(rank, message)
             case Agreed():
                 self._limit(rank, message)
+            case PhaseEnded():
+                self.phases.add(rank, message)
             case Note():
                 self._events.add(rank.view.rank, message.severity, message.kind, message.text)
             case Bye():
@@ -157,6 +162,7 @@ class JobModel:
             self.ranks.join(at_s, message)
             self.sources.join(message)
             self.plans.join(message)
+            self.phases.join(message)
         elif rank in self.ranks:
             self._from_rank(at_s, self.ranks[rank], message)
 
@@ -192,6 +198,7 @@ class JobModel:
             verdict=self._limits.verdict(ended=all(rank.status not in _HERE for rank in ranks)),
             ended=self.ended,
             post_mortem=self._post_mortem,
+            step_share=step_share(ranks),
         )
         return Snapshot(
             revision=self.revision,
@@ -223,10 +230,13 @@ class JobModel:
         ranks: Iterable[int] = (),
         limit: int = 2000,
     ) -> TimelineView:
-        """The tasks of a window, at most `limit`, the newest. ranks: none named means all. Negative
-        times count back from now.
+        """The tasks of a window, and the job's steps and spans, at most `limit` of each, the
+        newest. ranks: none named means all. Negative times count back from now.
         """
-        return self.plans.timeline(*self._window(since_s, until_s), list(ranks), limit)
+        window, numbers = self._window(since_s, until_s), list(ranks)
+        view = self.plans.timeline(*window, numbers, limit)
+        view.phases, view.phases_left_out = self.phases.window(*window, numbers, limit)
+        return view
 
     def _window(self, since_s: float, until_s: float | None) -> tuple[float, float]:
         now_s = self.now_s

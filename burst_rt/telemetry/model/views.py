@@ -16,8 +16,9 @@ import msgspec
 from burst_rt.telemetry.messages import Candidate, Counts, Severity
 
 __all__ = [
-    "CallView", "EventView", "FlowView", "JobView", "Lost", "PlanView", "PostMortemView",
-    "ProgressView", "RankView", "SeriesView", "Snapshot", "SourceView", "SpanView", "TimelineView",
+    "CallView", "EventView", "FlowView", "JobView", "Lost", "PhaseView", "PlanView",
+    "PostMortemView", "ProgressView", "RankView", "SeriesView", "Snapshot", "SourceView",
+    "SpanView", "TimelineView",
     "Verdict", "WaitView", "shared_fields", "update",
 ]  # fmt: skip
 
@@ -76,6 +77,8 @@ class JobView(msgspec.Struct, kw_only=True):
     verdict: Verdict | None = None  # what limits the job; None before the first calls
     ended: bool = False  # the job has ended, and its hub goes once its viewers know
     post_mortem: PostMortemView | None = None  # None unless the job has failed and ended
+    # Attention's part of the ranks' time in steps, 0 to 1; None before the first step has ended.
+    step_share: float | None = None
 
 
 class RankView(Counts, kw_only=True):
@@ -264,6 +267,17 @@ class FlowView(msgspec.Struct, array_like=True, kw_only=True):
     number: int  # among the messages that the receiver's task gets
 
 
+class PhaseView(msgspec.Struct, array_like=True, kw_only=True):
+    """A step or a span of the job: see `messages.PhaseEnded`. In JSON an array in this order."""
+
+    rank: int
+    name: str  # "" for a step
+    step: int
+    depth: int
+    started_s: float
+    ended_s: float
+
+
 class TimelineView(msgspec.Struct, kw_only=True):
     """Tasks of a window. Only of complete calls is it known who waited and who sent what."""
 
@@ -274,6 +288,8 @@ class TimelineView(msgspec.Struct, kw_only=True):
     flows: list[FlowView] = []
     complete: int = 0  # calls of which the spans of all ranks are here
     left_out: int = 0  # spans beyond the limit: the oldest
+    phases: list[PhaseView] = []  # steps and spans of the job, in the order of their ends
+    phases_left_out: int = 0  # those beyond the limit: the oldest
 
     @property
     def num_spans(self) -> int:

@@ -29,6 +29,7 @@ from burst_rt.telemetry.messages import (
     Hello,
     JobReport,
     LogLine,
+    PhaseEnded,
     Ping,
     PlanSummary,
     Pong,
@@ -50,6 +51,8 @@ _PINGS = 5
 _PING_DEADLINE_S = 0.2
 # Maximum number of messages of other threads that wait for the agent's thread.
 _MAX_WAITING = 1000
+# Maximum number with steps and spans among them: however many a job has, its reports have room.
+_MAX_WITH_PHASES = 900
 # Maximum number of bytes that wait for the socket: above the first limit spans are dropped, above
 # the second everything is.
 _SPANS_UP_TO_BYTES = 2 << 20
@@ -78,6 +81,8 @@ class Agent:
         self.hello = hello
         self.totals = Totals()
         self.num_dropped = 0
+        # The step under way, -1 outside of steps, and the last one that began.
+        self.step, self.last_step = -1, 0
         self.alive = True
         self._gpus = gpus
         self._logs: list[CallLog] = []
@@ -122,6 +127,15 @@ class Agent:
     def report(self, step: int, values: dict[str, float]) -> None:
         """A figure that the job reports about itself."""
         self.put(JobReport(time.perf_counter(), step, values))
+
+    def note_phase(
+        self, name: str, step: int, depth: int, started_s: float, ended_s: float
+    ) -> None:
+        """A step or a span of the job has ended. See `PhaseEnded`."""
+        if len(self._waiting) < _MAX_WITH_PHASES:
+            self.put(PhaseEnded(name, step, depth, started_s, ended_s))
+        else:
+            self.num_dropped += 1
 
     def put(self, message: FromRank) -> None:
         """Queues a message, or drops it if the queue is full."""
@@ -308,7 +322,8 @@ class Agent:
                 self.num_dropped += log.num_dropped
 
     def _queue(self, message: FromRank | Ping) -> None:
-        limit = _SPANS_UP_TO_BYTES if isinstance(message, EndedCall) else _UP_TO_BYTES
+        spans = isinstance(message, (EndedCall, PhaseEnded))
+        limit = _SPANS_UP_TO_BYTES if spans else _UP_TO_BYTES
         if self._unsent_bytes > limit and not isinstance(message, (PlanSummary, Group, Bye)):
             self.num_dropped += 1
             return

@@ -106,6 +106,8 @@ class Totals:
 
     def __init__(self) -> None:
         self.counts = Counters()  # except for time, lanes and dropped messages: `message` adds them
+        # Time in calls that ran a graph; `Counters.total_s` is of those that only agree, too.
+        self.graph_s = 0.0
         self.num_plans = 0
         self._plans: list[_Plan] = []
         self._deleted: dict[str, LaneCounters] = {}  # counters of deleted plans
@@ -173,6 +175,7 @@ class CallLog:
         counts.compute_s += driver.compute_s
         counts.wait_s += driver.wait_s
         counts.total_s += now_s - self._started_s
+        self.totals.graph_s += now_s - self._started_s
         self._keep(
             _Call(
                 number=number, plan=plan, graph=schedule.graph, subject=subject, driver=driver,

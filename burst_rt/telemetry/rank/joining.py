@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from burst_rt.runtime.runtime import Runtime
     from burst_rt.telemetry.rank.agent import Agent
 
-__all__ = ["farewell", "follow", "report"]
+__all__ = ["check_sendable_name", "check_step", "current_agent", "farewell", "follow", "report"]
 
 _SAMPLE_HZ = 5.0
 # Maximum number of values of one report. Viewers show 64 of a job's values.
@@ -161,7 +161,7 @@ def report(step: int = 0, **values: float) -> None:
     Raises InputError for a value that is not a number or too large for a float, a step that needs
     more than 64 bits, a name that is not UTF-8 or longer than 256 bytes, and more than 256 values.
     """
-    agent: Agent | None = getattr(_current, "agent", None) or _agents.get(None)
+    agent = current_agent()
     if agent is None:
         return
     if len(values) > _MAX_VALUES:
@@ -170,27 +170,52 @@ def report(step: int = 0, **values: float) -> None:
             "fewer"
         )
     for name in values:
-        if readable(name) != name or len(name.encode()) > _MAX_NAME_BYTES:
-            raise InputError(
-                f"telemetry.report: expected names in UTF-8 of at most {_MAX_NAME_BYTES} bytes, "
-                f"got {name[:80]!a}; choose another name"
-            )
+        check_sendable_name("telemetry.report", name)
+    number = check_step("telemetry.report", step)
     try:
-        number = int(step)
         numbers = {name: float(value) for name, value in values.items()}
     except OverflowError as error:
         raise InputError(
-            f"telemetry.report: expected a finite step, and values that fit a float, got others "
-            f"({error}); report smaller numbers"
+            f"telemetry.report: expected values that fit a float, got others ({error}); report "
+            "smaller numbers"
         ) from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor's is the last
         raise InputError(f"telemetry.report: expected numbers, got {values}") from error
+    agent.report(number, numbers)
+
+
+def current_agent() -> Agent | None:
+    """The agent of the rank that calls; None without telemetry."""
+    agent: Agent | None = getattr(_current, "agent", None) or _agents.get(None)
+    return agent
+
+
+def check_sendable_name(where: str, name: str) -> None:
+    """Raises InputError for a name that no message can carry. where: the public function."""
+    if readable(name) != name or len(name.encode()) > _MAX_NAME_BYTES:
+        raise InputError(
+            f"{where}: expected names in UTF-8 of at most {_MAX_NAME_BYTES} bytes, got "
+            f"{name[:80]!a}; choose another name"
+        )
+
+
+def check_step(where: str, step: int) -> int:
+    """A step's number. Raises InputError for one that no message can carry. where: the public
+    function.
+    """
+    try:
+        number = int(step)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # a tensor's is the last
+        raise InputError(
+            f"{where}: expected a step that is a finite number, got {step!r:.80}; give a whole "
+            "number"
+        ) from error
     if not -(1 << 63) <= number < 1 << 63:
         raise InputError(
-            f"telemetry.report: expected a step of 64 bits, got one of {number.bit_length()} bits; "
-            "report a smaller step"
+            f"{where}: expected a step of 64 bits, got one of {number.bit_length()} bits; give a "
+            "smaller step"
         )
-    agent.report(number, numbers)
+    return number
 
 
 def _start(settings: Settings, wishes: Sequence[_Wish], folder: Path | None) -> bytes:

@@ -3,8 +3,9 @@
 It is in the Trace Event Format, in JSON.
 
 A rank is shown as a process, and a lane as a thread of it; where transfers overlap, a lane takes
-several threads. Arrows go from a send to its receive. Counters show power and use of each GPU,
-cores, and loss. The format: perfetto.dev/docs/getting-started/other-formats, "Chrome JSON".
+several threads. The first lane has the job's own steps and spans. Arrows go from a send to its
+receive. Counters show power and use of each GPU, cores, and loss. The format:
+perfetto.dev/docs/getting-started/other-formats, "Chrome JSON".
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.telemetry.messages import Hello, JobReport, SourceInfo, SourceSample
+from burst_rt.telemetry.messages import Hello, JobReport, PhaseEnded, SourceInfo, SourceSample
 from burst_rt.telemetry.model.timeline import flow_views, spans_of_calls, wait_views
 from burst_rt.telemetry.model.whole_calls import CallOfAll
 from burst_rt.telemetry.read.calls import calls_of
@@ -26,7 +27,8 @@ __all__ = ["write_trace"]
 
 _TraceEvent: TypeAlias = dict[str, object]
 # Names of the threads of a rank's process, in the order in which they are shown.
-_LANES = ("control", "compute", "waits", "network", "d2h", "h2d")
+_STEPS = "steps"
+_LANES = (_STEPS, "control", "compute", "waits", "network", "d2h", "h2d")
 _ROWS = 16  # maximum number of threads of a lane
 # First number of the processes that represent sources: higher than the numbers of all ranks.
 _FIRST_SOURCE = 1_000_000
@@ -65,8 +67,8 @@ def write_trace(record: Record, path: Path) -> int:
 
 
 def _events(record: Record) -> Iterator[_TraceEvent]:
-    yield from _samples(record)
     rows = _Rows()
+    yield from _samples(record, rows)
     for number, call in enumerate(calls_of(record)):
         yield from _call(call, rows, number)
     for event in replay(record).events:
@@ -83,9 +85,15 @@ class _Rows:
     def __init__(self) -> None:
         self._ends: dict[tuple[int, str], list[float]] = {}
 
-    def place(self, rank: int, lane: str, started_s: float, ended_s: float) -> int:
+    def place(
+        self, rank: int, lane: str, started_s: float, ended_s: float, *, least: int = 0
+    ) -> int:
+        """least: the first row that will do."""
         ends = self._ends.setdefault((rank, lane), [])
-        row = next((i for i, end_s in enumerate(ends) if end_s <= started_s), len(ends))
+        ends += [-math.inf] * (min(least, _ROWS - 1) - len(ends))
+        row = next(
+            (i for i, end_s in enumerate(ends) if i >= least and end_s <= started_s), len(ends)
+        )
         if row >= _ROWS:
             row = min(range(_ROWS), key=ends.__getitem__)
         if row == len(ends):
@@ -151,8 +159,17 @@ def _slice(
     return where | {"ts": times[0] * 1e6, "dur": max(0.0, times[1] - times[0]) * 1e6}
 
 
-def _samples(record: Record) -> Iterator[_TraceEvent]:
-    """The names of ranks and sources, and the counters."""
+def _phase(rank: int, phase: PhaseEnded, offset_s: float, rows: _Rows) -> _TraceEvent:
+    """A step or a span of the job; what is inside another lies a row lower."""
+    times = phase.started_s + offset_s, phase.ended_s + offset_s
+    thread = rows.place(rank, _STEPS, *times, least=phase.depth)
+    about: _TraceEvent = {"step": phase.step} if phase.step >= 0 else {}
+    name, category = (phase.name, "span") if phase.name else (f"step {phase.step}", "step")
+    return _slice(rank, thread, name, category, times, about)
+
+
+def _samples(record: Record, rows: _Rows) -> Iterator[_TraceEvent]:
+    """The names of ranks and sources, the job's steps and spans, and the counters."""
     clocks = Clocks()
     processes: dict[str, int] = {}
     for entry in record:
@@ -163,6 +180,8 @@ def _samples(record: Record) -> Iterator[_TraceEvent]:
         elif isinstance(message, SourceInfo) and message.name not in processes:
             number = processes[message.name] = _FIRST_SOURCE + len(processes)
             yield _process(number, f"{message.about.get('name', '')} {message.name}".strip())
+        elif isinstance(message, PhaseEnded):
+            yield _phase(rank, message, clocks.offset_s(rank), rows)
         elif isinstance(message, SourceSample | JobReport):
             source = message.source if isinstance(message, SourceSample) else ""
             process = processes.get(source, rank)

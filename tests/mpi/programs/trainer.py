@@ -145,7 +145,7 @@ def make(folder: Path, context: Context | None, num_contexts: int, **others: Any
     arguments = transformers.TrainingArguments(**options(folder, num_contexts, **others))
     return Plain(
         model=make_model(), args=arguments, data_collator=collate, context=context,
-        train_dataset=make_rows(_ROWS, seed=2),
+        train_dataset=make_rows(_ROWS, seed=2), eval_dataset=make_rows(_BATCH, seed=9),
     )  # fmt: skip
 
 
@@ -398,6 +398,29 @@ def balanced(folder: Path, context: Context | None, num_contexts: int) -> Found:
     )  # fmt: skip
     found = trained(trainer)
     return found | {"eval": {"loss": trainer.evaluate(make_rows(_BATCH, seed=9))["eval_loss"]}}
+
+
+def reported(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """What both trainers log, with evaluations; the first fails in its last step but one."""
+    others: dict[str, Any] = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    first = make(folder / "reported", context, num_contexts, **others)
+    lines = []
+
+    class Failing(transformers.TrainerCallback):  # type: ignore[misc]  # Any
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                raise KeyError
+
+    first.add_callback(Failing())
+    try:
+        first.train()
+    except KeyError:
+        lines += first.state.log_history
+    second = make_tuning(folder, context, num_contexts, **others)
+    second.train()
+    lines += second.state.log_history[:-1]  # the last is the summary
+    timed = ("_runtime", "_per_second")  # by each rank's own clock
+    return {"log": [{k: v for k, v in line.items() if not k.endswith(timed)} for line in lines]}
 
 
 def packed(folder: Path, context: Context | None, num_contexts: int, layout: str = "auto") -> Found:

@@ -27,8 +27,11 @@ with burst_rt.init() as ctx:
     ends_at_s, step, stopping = time.monotonic() + _AT_MOST_S, 0, torch.zeros(1)
     while not stopping:
         began_s = time.monotonic()
-        out = burst_rt.burst_attention(q, k, v, causal=True, layout=layout)
-        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        with telemetry.step():
+            with telemetry.span("forward"):
+                out = burst_rt.burst_attention(q, k, v, causal=True, layout=layout)
+            with telemetry.span("backward"):
+                torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         step += 1
         if ctx.rank == 0:
             telemetry.report(
