@@ -178,8 +178,8 @@ def zeros_for_sums(pointer, never, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """A block of zeros `[ROWS, CHANNELS]` that sums of products start from.
 
     never: false, which the compiler must not know. pointer: any. The zeros, float32, are what loads
-    give that do not happen. ptxas (of CUDA 12.8 for sm_90) takes turns with wgmma, one product after another
-    (its remark C7515), where sums start from constants.
+    give that do not happen. ptxas (of CUDA 12.8 for sm_90) takes turns with wgmma, one product
+    after another (its remark C7515), where sums start from constants.
     """
     pointers = pointer + tl.zeros((ROWS, CHANNELS), tl.int32)
     inside = tl.full((ROWS, CHANNELS), 1, tl.int1) & never
