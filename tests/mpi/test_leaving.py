@@ -415,14 +415,13 @@ def _sleeping(
         start_new_session=True,
     )
     deadline_s = time.monotonic() + 60
-    while len(list(folder.glob("pid-*"))) < 2:
+    # A file is there before its content is.
+    while len(pids := {path.read_text() for path in folder.glob("pid-*")} - {""}) < 2:
         assert launcher.poll() is None
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     below = psutil.Process(launcher.pid).children(recursive=True)
-    assert {int(path.read_text()) for path in folder.glob("pid-*")} <= {
-        process.pid for process in below
-    }
+    assert set(map(int, pids)) <= {process.pid for process in below}
     return launcher, below
 
 
