@@ -168,6 +168,7 @@ exec {mpirun} --oversubscribe --allow-run-as-root -n $NUM_RANKS "$@"
 """
 
 
+@pytest.mark.long
 def test_the_job_script_for_slurm_requeues_what_failed_and_nothing_else(
     tmp_path: Path, losses: list[float]
 ) -> None:
