@@ -155,7 +155,6 @@ def _run_once(
                 if hub is not None and (mpirun.returncode or several) and stop.received is None
                 else None
             )
-            verdict = hub.verdict() if hub is not None else None
             owed = ranks.started_here if several else range(num_ranks)
             end = JobEnd(
                 job_dir=job_dir, num_ranks=num_ranks, started_at_s=started_at_s,
@@ -163,9 +162,11 @@ def _run_once(
             )  # fmt: skip
             # The hub, which ends with this block, makes its post-mortem of what this leaves.
             text, result = _conclude(argv, kept, stop, end)
+            well = not (result.exit_code or result.stopped)
+            verdict = hub.verdict() if hub is not None and well else None
+            if verdict is not None and verdict.advice:
+                text += f"burst-rt: what limited the job: {verdict.text}; {verdict.advice}\n"
         sys.stdout.flush()
-        if verdict is not None and verdict.advice and not (result.exit_code or result.stopped):
-            text += f"burst-rt: what limited the job: {verdict.text}; {verdict.advice}\n"
         # Only now: the hub, too, writes to standard error.
         print(text, end="", file=sys.stderr, flush=True)
         return result

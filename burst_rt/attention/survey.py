@@ -32,7 +32,7 @@ from burst_rt.planning.masks import Causal, Full, SlidingWindow
 from burst_rt.planning.strategies.ring_builder import tile_cost
 from burst_rt.remembered import recall, remember
 from burst_rt.runtime.calibrated import fit_to_job
-from burst_rt.runtime.objects import all_gather
+from burst_rt.runtime.objects import all_gather, first
 from burst_rt.runtime.pipeline import make_pipeline
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op
@@ -112,7 +112,7 @@ def _is_machine(text: object) -> bool:
 def _measured(runtime: Runtime) -> Hardware:
     machine, world = runtime.machine, runtime.world_size
     per_node = machine.ranks_per_node
-    alone = all_gather(runtime, _samples(runtime.device) if runtime.rank == 0 else None)[0]
+    alone = first(runtime, lambda: _samples(runtime.device))
     samples = [Sample(name, Cost(*cost), seconds) for name, cost, seconds in alone]
     slowdown = _slowdown(runtime, samples[0].seconds)
     memory = int(psutil.virtual_memory().total) // machine.ranks_here
@@ -299,8 +299,8 @@ def _exchanging(
         out, into = (
             g.buffer(name, size_bytes=size, initialised=name == "out") for name in ("out", "in")
         )
-        first = rank - rank % ring
-        after, before = (first + (rank - first + way) % ring for way in (step, -step))
+        start = rank - rank % ring
+        after, before = (start + (rank - start + way) % ring for way in (step, -step))
         if sends:
             g.exchange("exchange", sends=[(out, after)], recvs=[(into, before)], tag=0)
         for number in range(len(tiles)):

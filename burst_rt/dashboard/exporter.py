@@ -247,8 +247,7 @@ _NAMES = {
 
 def _name(of: str, metric: str) -> str:
     known = _NAMES.get(metric, metric)
-    seconds = "_per_second" if known.endswith("_per_s") else ""
-    return f"burst_rt_{of}_{known.removesuffix('_per_s') if seconds else known}{seconds}"
+    return f"burst_rt_{of}_{known}{'econd' * known.endswith('_per_s')}"
 
 
 def _gpu_labels(gpu: SourceView) -> tuple[str, ...]:

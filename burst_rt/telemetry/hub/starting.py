@@ -154,7 +154,7 @@ def _staying(viewer: HubViewer) -> list[Lost]:
             age_s=-1.0, last_call=rank.last_call, activity="",
         )
         for rank in viewer.snapshot().ranks
-        if rank.status in ("live", "silent")
+        if rank.alive
     ]  # fmt: skip
 
 

@@ -53,9 +53,6 @@ from burst_rt.telemetry.model.views import (
 
 __all__ = ["JobModel"]
 
-# What a rank that runs is.
-_HERE = ("live", "silent")
-
 
 class JobModel:
     """See the module. began_at_s: when the hub began, in seconds since the epoch. record: the file
@@ -195,7 +192,7 @@ class JobModel:
             dropped=sum(rank.dropped for rank in ranks),
             replayed=self.replayed,
             first_lost=lost.rank if lost is not None else -1,
-            verdict=self._limits.verdict(ended=all(rank.status not in _HERE for rank in ranks)),
+            verdict=self._limits.verdict(ended=not any(rank.alive for rank in ranks)),
             ended=self.ended,
             post_mortem=self._post_mortem,
             step_share=step_share(ranks),

@@ -112,6 +112,11 @@ class RankView(Counts, kw_only=True):
     last_call: int = -1  # the last call that the rank is known to have ended, -1: none
     ending: str = ""  # the rank's end in words; "" while it runs
 
+    @property
+    def alive(self) -> bool:
+        """Whether the rank has not ended, as far as is known."""
+        return self.status in ("live", "silent")
+
 
 class Lost(msgspec.Struct, kw_only=True):
     """The rank that was lost, or failed, before all others."""
