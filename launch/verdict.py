@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from burst_rt import errors
 from burst_rt.errors import PeerLost
 from burst_rt.job.flights import read_flight
 from burst_rt.job.reports import RankReport, RankWait, crash_path, primary_failure, read_reports
@@ -30,6 +31,10 @@ _HEADLINE_WIDTH, _END_WIDTH = 600, 250
 # MPICH's mpirun returns a signal's own number, which may be an exit code, too. A rank that ends by
 # any other deadly signal than these leaves its Python stack, which says the signal.
 _BARE_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
+# A library whose connection to a dead rank breaks (gloo, NCCL) may raise before the launcher has
+# been woken by the end of that rank. mpirun ends other ranks later than this after a report: the
+# process of the rank that reported has to end first.
+_WOKEN_S = 0.02
 
 
 @dataclass(kw_only=True)
@@ -112,6 +117,18 @@ class JobEnd:
         return first, self.ranks.ended_at_s[first[0]] if first else 0.0
 
     @cached_property
+    def went_before_failure(self) -> bool:
+        """Whether a rank had gone when another one failed with an error that knows no ranks: that
+        of a library that lost its connection, say.
+        """
+        failure, (first, went_at_s) = self.failure, self.gone
+        if failure is None or not first or hasattr(errors, failure.kind):
+            return False
+        flight = read_flight(self.job_dir, first[0])
+        done = flight is not None and flight.closed
+        return not done and went_at_s < failure.ended_at_s + _WOKEN_S
+
+    @cached_property
     def leaver(self) -> RankReport | None:
         """A rank that left in the middle of a call. The other ranks were ended because of it,
         perhaps before they could say why.
@@ -148,7 +165,8 @@ def last_words(end: JobEnd) -> tuple[str, int]:
 
 
 def _has_failed(end: JobEnd) -> bool:
-    return end.failure is not None and not end.failure.secondary
+    failure = end.failure
+    return failure is not None and not failure.secondary and not end.went_before_failure
 
 
 def _has_left(end: JobEnd) -> bool:
@@ -161,7 +179,7 @@ def _has_left(end: JobEnd) -> bool:
 def _has_gone(end: JobEnd) -> bool:
     first, went_at_s = end.gone
     sooner = end.failure is None or went_at_s < end.failure.ended_at_s
-    return bool(end.code and first and sooner)
+    return bool(end.code and first and (sooner or end.went_before_failure))
 
 
 def _failure_code(end: JobEnd) -> int:
@@ -173,9 +191,22 @@ def _failed(end: JobEnd) -> str:
     report = end.failure
     assert report is not None
     error = f" with {_headline(report)}" if report.traceback else ""
+    # The error of a library may be all that is left of a connection to a rank that went home.
+    sooner = [x for x in end.reports if x.ended_at_s < report.ended_at_s]
+    left = "" if hasattr(errors, report.kind) else _had_left(end, sooner)
     return (
-        f"{report.traceback}burst-rt: rank {report.rank} failed {end.after(report.ended_at_s)}"
-        f"{error} (exit code {report.exit_code}){end.doing(report.rank)}\n"
+        f"{report.traceback}{left}burst-rt: rank {report.rank} failed "
+        f"{end.after(report.ended_at_s)}{error} (exit code {report.exit_code})"
+        f"{end.doing(report.rank)}\n"
+    )
+
+
+def _had_left(end: JobEnd, reports: Iterable[RankReport]) -> str:
+    """A line for each rank whose program ended well, as these reports say."""
+    return "".join(
+        f"burst-rt: rank {r.rank} had left with exit code 0 {end.after(r.ended_at_s)}\n"
+        for r in reports
+        if not r.failed
     )
 
 
@@ -245,8 +276,8 @@ def _went(end: JobEnd) -> str:
     """The words for ranks whose processes were gone before the others', without a report."""
     first, went_at_s = end.gone
     code, failure, lost = end.told, end.failure, end.lost
-    # Where another rank reported that it lost this one, mpirun's exit code is that other rank's.
-    name = "" if failure else _in_words(code)
+    # mpirun's exit code may be that of another rank, which reported that it lost this one.
+    name = "" if failure and failure.exit_code == code else _in_words(code)
     how = (
         f"was killed by {name}"
         if name
@@ -293,14 +324,11 @@ def _unknown(end: JobEnd) -> str:
             f"burst-rt: no rank said why it ended; mpirun's exit code is {how} and its own "
             "message, if any, is above\n"
         )
-    left = "".join(
-        f"burst-rt: rank {r.rank} had left with exit code 0 {end.after(r.ended_at_s)}\n"
-        for r in end.reports
-    )
     names = ", ".join(map(str, silent))
     return (
-        f"{left}burst-rt: no report from rank {names}: killed by a signal, or by mpirun after "
-        f"another rank had failed, or left by os._exit; mpirun's exit code is {how}\n"
+        f"{_had_left(end, end.reports)}burst-rt: no report from rank {names}: killed by a signal, "
+        "or by mpirun after another rank had failed, or left by os._exit; mpirun's exit code is "
+        f"{how}\n"
     )
 
 

@@ -7,6 +7,8 @@ A case is one line of words from which it can be repeated, by `--case` or by `--
     run 4 rank 2 sigkill tile               launcher, ranks, who, how, when
                                             (in `mpi/programs/faults_program.py`)
     telemetry 3 launcher sigkill awaited    the launcher is killed in that phase
+    agents 4 launcher sigkill tile          of two agents of torchrun the second
+    run 2 rank 1 sigcont tile               stopped for a while: no alarm may be raised
     run 2 calls seed 17                     bad calls, from `mpi/programs/attention_bad_input.py`
     checkpoint seed 17                      a damage, from `unit/test_checkpoint.py`
 
@@ -23,6 +25,8 @@ import math
 import os
 import random
 import re
+import shlex
+import socket
 import statistics
 import subprocess
 import sys
@@ -47,8 +51,10 @@ _TESTS = Path(__file__).parent
 _PROGRAMS = _TESTS / "mpi" / "programs"
 _MARK = "BURST_RT_TESTS_CASE"
 
-_LAUNCHERS = ("run", "telemetry", "mpirun", "torchrun")
-_BARE = ("mpirun", "torchrun")  # these know nothing of burst_rt, and say nothing of the rank
+# "agents" are two of torchrun's, as on two hosts.
+_LAUNCHERS = ("run", "telemetry", "mpirun", "torchrun", "agents")
+_TORCH = ("torchrun", "agents")
+_BARE = ("mpirun", *_TORCH)  # these know nothing of burst_rt, and say nothing of the rank
 # When the fault comes, in the order of the program. Up to "started" the ranks have not joined.
 _BEFORE_JOINING = ("start", "starting", "started")
 _IN_A_CALL = {
@@ -58,9 +64,12 @@ _IN_A_CALL = {
     "backward": "backward of burst_attention",
     "sum": "all_reduce",
     "decode": "Step.attend",
+    "generate": "Step.attend",
+    "pipeline": "Pipeline.run",
 }
 _PHASES = (
-    *_BEFORE_JOINING, "joined", "between", "before", "awaited", *_IN_A_CALL, "layer", "exit",
+    *_BEFORE_JOINING, "joined", "between", "before", "awaited", *_IN_A_CALL, "layer",
+    "trainer", "checkpoint", "exit",
 )  # fmt: skip
 _SIGNALS = {"sigkill": 9, "sigterm": 15}
 _CRASHES = {"sigsegv": 11, "sigabrt": 6}
@@ -74,16 +83,22 @@ _WAYS = (
     "os-exit-0",
     "os-exit-3",
     "raise",
+    "memory",
 )
+# What a job must bear: a rank that is stopped for a while, one that holds Python's lock for longer
+# than `stall_s`, or is late by more, between calls, one that is a hundred times slower.
+_BORNE = ("slow", "slower", "late", "lock", "sigcont")
 # Once MPI has been finalized, Python ignores exceptions.
 _FINAL_WAYS = (*_SIGNALS, *_CRASHES, "os-exit-0", "os-exit-3")
 _HELD_PHASES = ("before", "between", "awaited", *_IN_A_CALL, "layer")
+_BETWEEN_CALLS = ("before", "between", "awaited", "layer")
 
 # From the fault, or from the deadline that ends a wait, to the end of the job.
 _DEADLINE_S = 5.0
 _JOIN_S = 3.0
-# timeout_s and stall_s of jobs in which a rank stops or is slow.
+# timeout_s and stall_s of jobs in which a rank stops, and of those that must bear one.
 _LIMITS_S = (5.0, 3.0)
+_BORNE_S = (60.0, 3.0)
 # Starting may take long on a busy machine.
 _STARTING_S = 120.0
 # How much longer a job that has not ended in time is watched.
@@ -117,7 +132,7 @@ class Case:
         """Whether the job must go on as if nothing had happened."""
         return (
             self.how.startswith("fork-")
-            or self.how == "slow"
+            or self.how in _BORNE
             or (self.how, self.phase) == ("exit-0", "exit")
         )
 
@@ -130,7 +145,7 @@ class Case:
     def waits_s(self) -> float:
         """How long the other ranks may wait before they know of the fault."""
         if self.how == "sigstop":
-            return max(_LIMITS_S) + (_TORCHRUN_WAITS_S if self.launcher == "torchrun" else 0.0)
+            return max(_LIMITS_S) + (_TORCHRUN_WAITS_S if self.launcher in _TORCH else 0.0)
         return _JOIN_S if self.launcher in _BARE and self.phase in _BEFORE_JOINING else 0.0
 
 
@@ -169,12 +184,16 @@ def parse(name: str) -> Case:
 def draw(chance: random.Random) -> Case:
     """Draws a case."""
     launcher, ranks = chance.choice(_LAUNCHERS), chance.choices((2, 3, 4), (5, 3, 2))[0]
+    if launcher == "agents":
+        ranks += ranks % 2
     victim = str(chance.randrange(ranks))
     match chance.choices(
-        ("dies", "launcher", "mpirun", "stops", "slow", "forks", "calls", "checkpoint"),
-        (70, 8, 3, 6, 3, 4, 2, 4),
+        ("dies", "launcher", "mpirun", "stops", "borne", "forks", "calls", "checkpoint"),
+        (60, 8, 3, 6, 12, 4, 2, 4),
     )[0]:
         case "launcher":
+            if launcher in _TORCH:
+                return Case(launcher, ranks, "launcher", "sigkill", chance.choice(_HELD_PHASES))
             return Case(
                 chance.choice(_LAUNCHERS[:2]), ranks, "launcher", "sigkill", chance.choice(_PHASES)
             )
@@ -184,8 +203,11 @@ def draw(chance: random.Random) -> Case:
             )
         case "stops":
             return Case(launcher, ranks, victim, "sigstop", chance.choice(_HELD_PHASES))
-        case "slow":
-            return Case(launcher, ranks, victim, "slow", chance.choice(_HELD_PHASES))
+        case "borne":
+            how = chance.choice(_BORNE)
+            # One that holds the lock inside a call for longer than `stall_s` is a stalled rank.
+            phases = _BETWEEN_CALLS if how in ("late", "lock") else _HELD_PHASES
+            return Case(launcher, ranks, victim, how, chance.choice(phases))
         case "forks":
             return Case(launcher, ranks, victim, f"fork-{chance.choice(_WAYS)}", "forked")
         case "calls":
@@ -194,7 +216,10 @@ def draw(chance: random.Random) -> Case:
             return Case("checkpoint", seed=chance.randrange(100_000))
     if chance.random() < 0.05:
         return Case(launcher, ranks, victim, chance.choice(_FINAL_WAYS), "finalized")
-    return Case(launcher, ranks, victim, chance.choice(_WAYS), chance.choice(_PHASES))
+    phase = chance.choice(_PHASES)
+    if phase == "checkpoint":
+        victim = "0"  # which writes
+    return Case(launcher, ranks, victim, chance.choice(_WAYS), phase)
 
 
 def perform(case: Case) -> Outcome:
@@ -244,9 +269,7 @@ def _run(case: Case, folder: Path, outcome: Outcome) -> None:
         wanted_s = fault_at_s + _DEADLINE_S + case.waits_s
         if case.harmless or case.how == "calls":
             wanted_s = time.time() + _STARTING_S
-        with suppress(subprocess.TimeoutExpired):
-            job.wait(max(0.0, wanted_s + _PATIENCE_S - time.time()))
-        ended_at_s = time.time() if job.poll() is not None else None
+        ended_at_s = _ended_at_s(case, mark, job, wanted_s + _PATIENCE_S)
         # The launcher may end a moment before the last rank.
         while (alive := _alive(mark)) and time.time() < wanted_s:
             time.sleep(0.05)
@@ -279,6 +302,27 @@ def _run(case: Case, folder: Path, outcome: Outcome) -> None:
             job.wait(10)
 
 
+def _ended_at_s(
+    case: Case, mark: str, job: subprocess.Popen[bytes], until_s: float
+) -> float | None:
+    """When the job had ended, in seconds since the epoch; None for one that has not."""
+    ranks_ended_at_s = None
+    if case.launcher in _TORCH and not case.harmless:
+        # The ranks' own ends: torchrun takes its time to tell.
+        while time.time() < until_s and any(map(_is_rank, _alive(mark))):
+            time.sleep(0.1)
+        ranks_ended_at_s = time.time()
+        until_s += _TORCHRUN_WAITS_S
+    with suppress(subprocess.TimeoutExpired):
+        job.wait(max(0.0, until_s - time.time()))
+    return None if job.poll() is None else ranks_ended_at_s or time.time()
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    command = " ".join(_command_of(process))
+    return "faults_program.py" in command and "torch.distributed.run" not in command
+
+
 def _command(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
     environment = dict(os.environ) | {
         "PYTHONPATH": str(_TESTS), "OMP_NUM_THREADS": "1", "BURST_RT_POISON": "1",
@@ -298,7 +342,9 @@ def _command(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
         how, victim = (
             (case.how, case.victim) if case.victim.isdigit() else ("hold", str(case.ranks - 1))
         )
-        limits_s = _LIMITS_S if how in ("sigstop", "slow") else (60.0, 30.0)
+        limits_s = (60.0, 30.0)
+        if how in ("sigstop", *_BORNE):
+            limits_s = _LIMITS_S if how == "sigstop" else _BORNE_S
         program = [
             str(_PROGRAMS / "faults_program.py"),
             how,
@@ -310,9 +356,19 @@ def _command(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
         launcher = find_launcher()
         environment = launcher.environment(case.ranks, 1, folder / "mpirun") | environment
         return launcher.command([sys.executable, *program], case.ranks), environment
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run"]
     if case.launcher == "torchrun":
-        torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
-        return [*torchrun, f"--nproc-per-node={case.ranks}", *program], environment
+        ranks = f"--nproc-per-node={case.ranks}"
+        return [*torchrun, "--standalone", ranks, *program], environment
+    if case.launcher == "agents":
+        ranks = f"--nproc-per-node={case.ranks // 2}"
+        meet = ["--master-addr=127.0.0.1", f"--master-port={_free_port()}", "--nnodes=2"]
+        one, two = (
+            shlex.join([*torchrun, ranks, *meet, f"--node-rank={node}", *program])
+            for node in range(2)
+        )
+        script = f"{one} & a=$!; {two} & wait $!; b=$?; wait $a; a=$?; exit $((a > b ? a : b))"
+        return ["sh", "-c", script], environment
     telemetry = ["--telemetry"] if case.launcher == "telemetry" else []
     return [
         sys.executable,
@@ -325,6 +381,12 @@ def _command(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
         *telemetry,
         *program,
     ], environment
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _fault(case: Case, folder: Path, job: subprocess.Popen[bytes]) -> float:
@@ -343,6 +405,8 @@ def _fault(case: Case, folder: Path, job: subprocess.Popen[bytes]) -> float:
         process = next(
             child for child in process.children() if "mpi" in child.name() or "prte" in child.name()
         )
+    if case.launcher == "agents":
+        process = max(process.children(), key=lambda child: child.pid)
     time.sleep(0.3)
     process.kill()
     return time.time()
@@ -371,7 +435,9 @@ def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
             for path in (folder / "tmp").rglob("*")
             if path != own
             and not path.is_relative_to(kept)
-            and "torchelastic_" not in str(path)  # torchrun's own
+            # torchrun's own, and torch's
+            and "torchelastic_" not in str(path)
+            and "torchinductor_" not in str(path)
         )
         if left:
             outcome.problems.append(f"files left: {left}")
@@ -386,6 +452,9 @@ def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
     if expected and code and not re.fullmatch(expected, last):
         outcome.wrong_last_line = True
         outcome.problems.append(f"the last line is {last!r}, expected {expected!r}")
+    named = rf"burst-rt: .*rank {case.victim}\b|first: fn raised"  # `first` is rank 0's
+    if expected and code and not re.search(named, outcome.text):
+        outcome.problems.append("no line names the rank")
 
 
 def _last_line(case: Case) -> str:
@@ -426,6 +495,14 @@ def _last_line(case: Case) -> str:
             rank
             + rf"failed {after} with RuntimeError: the leaver's own error \(exit code 1\){doing}"
         )
+    if case.phase == "checkpoint" and case.how in ("raise", "memory"):
+        # `burst-rt train` ends on all ranks by what rank 0 was told to do alone.
+        return r"burst-rt: InputError: first: fn raised RuntimeError: .*"
+    if case.how == "memory":
+        return rank + rf"failed {after} with .*memory.* \(exit code \d+\){doing}"
+    if case.phase == "trainer" and case.how == "exit-0":
+        # What another rank's library says of the lost connection; the lines above name the rank.
+        return rf"burst-rt: rank \d failed {after} with RuntimeError.*"
     if case.how == "exit-3":
         return rank + rf"failed {after} \(exit code 3\){doing}"
     how = rf"left with exit code 0 {after}" if case.how == "exit-0" else r"ended without a report"

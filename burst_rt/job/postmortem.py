@@ -152,10 +152,11 @@ class PostMortem:
     def first(self) -> int | None:
         """The rank that stopped first; None where nothing says it."""
         failure = primary_failure(list(self.reports.values()))
-        if failure is not None and not failure.secondary:
-            return failure.rank
-        crashed = [rank for rank in range(self.num_ranks) if self._crash(rank)]
         launcher = self.launched.said[0] if self.launched and self.launched.said else None
+        if failure is not None and not failure.secondary:
+            # The launcher knows when processes ended, and so which error was only a consequence.
+            return failure.rank if launcher is None else launcher
+        crashed = [rank for rank in range(self.num_ranks) if self._crash(rank)]
         peer = failure.peer if failure is not None else None
         known = (*crashed[:1], self.head, launcher, peer)
         return next((rank for rank in known if rank is not None), None)

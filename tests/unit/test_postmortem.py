@@ -298,3 +298,11 @@ def test_the_command_takes_the_newest_job_a_name_or_a_path(
     assert run(str(folders.jobs_folder() / "20260101-000000-aaaa")).startswith("job 20260101")
     with pytest.raises(InputError, match="kept are: 20260102-000000-aaaa, 20260101-000000-aaaa"):
         run("mine")
+
+
+def test_a_librarys_error_after_a_rank_was_killed_is_not_the_first(tmp_path: Path) -> None:
+    """The launcher knows which process ended first."""
+    ranks = _Ranks(tmp_path)
+    _killed(ranks)
+    ranks.reports(0, 1, "RuntimeError")
+    assert PostMortem(tmp_path).first == 1

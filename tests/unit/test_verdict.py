@@ -64,6 +64,7 @@ class _Job:
 
 _BAD = _report(1, 2.0, 64, kind="InputError", traceback="InputError: wrong\n")
 _PEER_LOST = _report(0, 3.0, _LOST, kind="PeerLost", peer=2, traceback="PeerLost: gone\n")
+_GLOO = _report(0, 3.0, 1, kind="RuntimeError", traceback="RuntimeError: reset by peer\n")
 _WELL = tuple(_report(rank, 5.0) for rank in range(3))
 _WAITING = (RankWait(0, "burst_rt.init", [0, 1, 2]), 1)
 # By cause: the traces, what the last line says, and the exit code.
@@ -131,6 +132,29 @@ _CASES: tuple[tuple[str, _Job, str, int], ...] = (
         "rank 2 ended without a report (mpirun's exit code is 9, as of SIGKILL, by which mpirun "
         "may itself have ended this rank or another) after 1.4 s; last heard 0.1 s before",
         9,
+    ),
+    # A library's error after a rank has gone is that rank's doing, even if the launcher was woken a
+    # moment later than the library.
+    *(
+        (
+            "a rank was gone first",
+            _Job(reports=(_GLOO,), gone_s={2: gone_s, 0: 3.1}, mpirun_code=137),
+            f"rank 2 was killed by signal 9, SIGKILL after {gone_s:.1f} s",
+            1,
+        )
+        for gone_s in (1.5, 3.01)
+    ),
+    (
+        "a rank crashed",
+        _Job(reports=(_GLOO,), crashed=(2,), gone_s={2: 2.9, 0: 3.1}),
+        "rank 2 crashed in native code (signal 11, SIGSEGV)",
+        139,
+    ),
+    (
+        "a rank failed",
+        _Job(reports=(_GLOO,), gone_s={0: 3.05, 2: 3.1}, mpirun_code=1),
+        "rank 0 failed after 3.0 s with RuntimeError: reset by peer (exit code 1)",
+        1,
     ),
     (
         "ranks lost one that nothing else is known of",
@@ -206,6 +230,18 @@ def test_ranks_that_left_are_told_before_one_of_which_nothing_is_known(
         f"burst-rt: rank {rank} had left with exit code 0 after 5.0 s" for rank in (0, 1)
     ]
     assert text.endswith("mpirun's exit code is 137 (signal 9, SIGKILL)\n")
+
+
+def test_a_librarys_error_is_told_behind_the_rank_that_had_left(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    text, _ = last_words(
+        _Job(reports=(_report(1, 2.5), _report(2, 3.5), _GLOO)).end(tmp_path, ranks)
+    )
+    assert text.splitlines()[1:] == [
+        "burst-rt: rank 1 had left with exit code 0 after 2.5 s",
+        "burst-rt: rank 0 failed after 3.0 s with RuntimeError: reset by peer (exit code 1)",
+    ]
 
 
 def test_mpirun_may_notice_by_itself_that_a_rank_was_waited_for(

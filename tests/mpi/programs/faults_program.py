@@ -10,7 +10,9 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +37,9 @@ _FORKED_S = 4.0
 # Long after the launcher of the job was killed.
 _HELD_S = 100.0
 _SLOW_S = 1.5
+# Longer than stall_s of a job in which nothing is wrong (`tests/faults.py`).
+_BEYOND_S = 4.0
+_TIMES_SLOWER = 100
 
 
 def _signalled(number: int) -> Callable[[], None]:
@@ -43,6 +48,29 @@ def _signalled(number: int) -> Callable[[], None]:
         time.sleep(_HELD_S)
 
     return act
+
+
+def _stop_for_a_while() -> None:
+    """Stopped, and sent on by a child after `_SLOW_S`."""
+    wake = f"sleep {_SLOW_S}; kill -CONT {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", wake]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hold_the_lock() -> None:
+    """No other thread of the process runs Python meanwhile."""
+    ctypes.PyDLL(None).usleep(int(_BEYOND_S * 1e6))
+
+
+def _run_out_of_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (2**20, 2**20))
+    torch.zeros(2**28)
+
+
+def _become_slow() -> None:
+    """From here on every tile takes a hundred times as long."""
+    global slower
+    slower = _TIMES_SLOWER
 
 
 def _fail() -> None:
@@ -66,10 +94,16 @@ WAYS: dict[str, Callable[[], None]] = {
     "sigstop": _signalled(signal.SIGSTOP),
     "hold": lambda: time.sleep(_HELD_S),
     "slow": lambda: time.sleep(_SLOW_S),
+    "slower": _become_slow,
+    "late": lambda: time.sleep(_BEYOND_S),
+    "lock": _hold_the_lock,
+    "sigcont": _stop_for_a_while,
+    "memory": _run_out_of_memory,
 }
 
 at_fault = own_rank == victim
 faulted = False
+slower = 1
 
 
 def reach(here: str) -> None:
@@ -96,6 +130,7 @@ import torch  # noqa: E402
 
 import burst_rt.context  # noqa: E402  (starts no MPI)
 from burst_rt.kernels import KERNELS  # noqa: E402
+from burst_rt.scheduler import Graph, GraphBuilder, Op  # noqa: E402
 
 # Imports take long on a busy machine; what follows is to happen at the same time on all ranks.
 num_ranks = told("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
@@ -117,6 +152,27 @@ if phase == "started":
         assert MPI.COMM_WORLD.size == num_ranks
     reach("started")
 
+
+def write_checkpoints() -> None:
+    """Two steps of `burst-rt train`, a checkpoint after each."""
+    from burst_rt.launch.train import checkpoint
+    from burst_rt.launch.train.cli import train_command
+
+    sync: Any = checkpoint._sync
+
+    def watched(path: Path) -> None:
+        reach("checkpoint")
+        sync(path)
+
+    checkpoint._sync = watched
+    Path("text").write_text("Around the ring, and on. " * 2000, encoding="utf-8")
+    words = ["--data=text", "--out=run", "--steps=2", "--seq-len=256", "--checkpoint-every=1"]
+    train_command(words, prog_name="burst-rt train")
+
+
+if phase == "checkpoint":
+    write_checkpoints()
+
 ctx = burst_rt.init(timeout_s=timeout_s, stall_s=stall_s)
 reach("joined")
 layout = ctx.layout(64 * ctx.world_size)
@@ -134,7 +190,10 @@ def watch_tiles() -> None:
         reach("tile")
         if num_tiles > 1:
             reach("later-tile")
-        return forward(*args)
+        began_s = time.perf_counter()
+        found = forward(*args)
+        time.sleep((slower - 1) * (time.perf_counter() - began_s))
+        return found
 
     def watched_backward(*args: Any) -> Any:
         reach("backward")
@@ -162,6 +221,7 @@ def watch_decodes() -> None:
 
     def watched(*args: Any) -> Any:
         reach("decode")
+        reach("generate")
         return decode(*args)
 
     kernel.decode = watched
@@ -181,6 +241,70 @@ def serve() -> None:
             if tokens == 1:
                 reach("layer")
         step.commit()
+
+
+def pipeline() -> None:
+    """A graph of the program's own: one operation between two transfers."""
+
+    def build(rank: int) -> Graph:
+        g = GraphBuilder(rank, ctx.world_size, ctx.lanes)
+        x, y, z = (g.buffer(name, size_bytes=64, initialised=name == "x") for name in "xyz")
+        after, before = (rank + 1) % ctx.world_size, (rank - 1) % ctx.world_size
+        g.exchange("there", sends=[(x, after)], recvs=[(y, before)], tag=0)
+        g.compute("look", Op("look", (y,)), reads=[y], accumulates=[y])
+        g.exchange("back", sends=[(y, before)], recvs=[(z, after)], tag=1)
+        return g.build()
+
+    ctx.pipeline(build).run(
+        buffers={name: torch.ones(16) for name in "xyz"},
+        ops={"look": lambda y: reach("pipeline")},
+    )
+
+
+def generate() -> None:
+    """A few tokens of a small model of transformers."""
+    import burst_rt.hf
+
+    model = make_llama().eval()
+    burst_rt.hf.prepare(model, ctx)
+    ids = torch.arange(40)[None] % 60 + 1
+    tokens = model.generate(
+        ids, past_key_values=burst_rt.hf.Cache(model, ctx, capacity=64, batch=1, block=4),
+        max_new_tokens=3, do_sample=False,
+    )  # fmt: skip
+    assert tokens.shape == (1, 43)
+
+
+def train() -> None:
+    """Two steps of transformers' Trainer."""
+    import transformers
+
+    import burst_rt.hf
+
+    class Trainer(burst_rt.hf.Trainer, transformers.Trainer):  # type: ignore[misc]  # Any
+        def training_step(self, *args: Any, **others: Any) -> Any:
+            loss = super().training_step(*args, **others)
+            reach("trainer")
+            return loss
+
+    rows = [{"input_ids": [1 + i % 60 for i in range(40)], "labels": [3] * 40}] * 4
+    options = transformers.TrainingArguments(
+        output_dir="trainer", use_cpu=True, report_to="none", max_steps=2, save_strategy="no",
+        disable_tqdm=True, per_device_train_batch_size=1,
+    )  # fmt: skip
+    Trainer(model=make_llama(), args=options, train_dataset=rows, context=ctx).train()
+
+
+def make_llama() -> Any:
+    import transformers
+
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+            bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        )
+    )  # fmt: skip
 
 
 def call() -> None:
@@ -235,8 +359,13 @@ call()
 watch_sums()
 total = ctx.all_reduce(torch.ones(1))
 assert total.item() == ctx.world_size
+pipeline()
 watch_decodes()
 serve()
+if phase == "generate":
+    generate()
+if phase == "trainer":
+    train()
 if not at_fault and phase == "exit":
     time.sleep(_AWHILE_S)
 print("done", flush=True)
