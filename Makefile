@@ -19,7 +19,7 @@ RUN := $(call stamp,$(RUN_EXTRAS))
 # Where EXTRAS has both, as in CI, one installation is enough.
 DOCS := $(if $(and $(findstring docs,$(EXTRAS)),$(findstring hf,$(EXTRAS))),$(ALL),$(call stamp,docs$(comma)hf))
 
-.PHONY: help run test test-all test-mpis test-masks test-newest check lint types tree docs unit other-cpus other-transformers builds faults findings bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-mpis test-masks test-newest check lint types tree docs unit other-cpus other-transformers builds faults seeds findings bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -128,10 +128,16 @@ builds: $(ALL) ## this work tree beside another build: the bits of 85 calls, a t
 	$(BIN)/python tests/builds.py $(BEFORE)
 
 SEED ?= 0
-COUNT ?= 300
+COUNT ?= 1000
 
-faults: $(ALL) ## drawn faults against real MPI jobs (SEED, COUNT); half an hour
+faults: $(ALL) ## drawn faults against real MPI jobs (SEED, COUNT); an hour and a half
 	$(BIN)/python tests/faults.py --seed $(SEED) --count $(COUNT)
+
+FIRST ?= 0
+SEEDS ?= 1000000
+
+seeds: $(ALL) ## simulated runs with delays, stalled and lost ranks, from a million seeds (FIRST, SEEDS); an hour or two
+	$(BIN)/python tests/seeds.py --first $(FIRST) --count $(SEEDS)
 
 # Each in environments of its own, which are kept for the next finding, and with FINDINGS_CACHE=FOLDER for the next time.
 FINDINGS ?= $(filter-out findings/common.sh,$(wildcard findings/*.sh))

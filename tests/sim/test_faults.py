@@ -6,28 +6,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import pairwise, product
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from covering import first_of
-from graphs import problem
-from simulated_faults import Faults, Loss, Rehearsal, Stall, rehearse, verdict
-from simulated_memory import Values, reference
+from rehearsed_worlds import (
+    DIRECTIONS,
+    MACHINES,
+    WORLDS,
+    World,
+    ending,
+    make_world,
+    rehearse_world,
+)
+from simulated_faults import Faults, Loss, Stall, verdict
 
 from burst_rt.errors import InternalError, PeerLost, Stalled
-from burst_rt.planning.choose import choose
-from burst_rt.planning.machines import load_hardware
-from burst_rt.planning.masks import Causal, Full
 from burst_rt.scheduler import (
-    DEVICE_LANES,
-    HOST_LANES,
-    NCCL_LANES,
     Engine,
     Event,
     Finish,
-    Graph,
     Instruction,
     PeerGone,
     Schedule,
@@ -35,74 +34,11 @@ from burst_rt.scheduler import (
     TaskFailed,
     check_graph,
 )
-from burst_rt.scheduler.simulator import (
-    Deadlock,
-    Hardware,
-)
-from burst_rt.transport.staged import stage_graph
+from burst_rt.scheduler.simulator import Deadlock
 
 _NUM_BATCHES = 10
 _SEEDS_PER_BATCH = 1000
 _SEEDS_PER_PLANTED_BUG = 200
-
-_DIRECTIONS = {
-    "forward": ("burst", True),
-    "forward of ring-q": ("ring-q", True),
-    "backward of burst": ("burst", False),
-    "backward of ring-kv": ("ring-kv", False),
-}
-_MACHINES: dict[str, Callable[[Graph], Graph]] = {
-    "host": lambda graph: replace(graph, lanes={lane.name: lane for lane in HOST_LANES}),
-    "nccl": lambda graph: replace(graph, lanes={lane.name: lane for lane in NCCL_LANES}),
-    "staged on the host": lambda graph: stage_graph(graph, 64),
-    "staged": lambda graph: stage_graph(replace(graph,
-    lanes={lane.name: lane for lane in DEVICE_LANES}), 64),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _World:
-    """A ring on a machine, and its right result."""
-
-    name: str
-    graphs: tuple[Graph, ...]
-    schedules: tuple[Schedule, ...]
-    expected: Values
-    hardware: Hardware | None
-
-
-@cache
-def _world(world_size: int, direction: str, machine: str, causal: bool = False) -> _World:
-    length, mask = 4 * world_size - 1, Causal() if causal else Full()
-    small = problem(length, length, world_size, mask=mask, heads=(2, 1), head_dim=4)
-    strategy, forward = _DIRECTIONS[direction]
-    ring = choose(small, strategy, forward=forward).program
-    graphs = tuple(_MACHINES[machine](ring.graph(rank)) for rank in range(world_size))
-    # Without hardware nothing but the seed decides how long things take; with it messages also
-    # share links.
-    hardware = load_hardware("a100-pcie") if machine.startswith("staged") else None
-    name = f"{direction}, {world_size} ranks, {machine}"
-    return _World(name, graphs, tuple(map(Schedule.of, graphs)), reference(graphs), hardware)
-
-
-# Staged graphs have several times the tasks: two and three ranks show as much.
-_WORLDS = [
-    (world_size, direction, machine, causal)
-    for world_size, direction, machine, causal in product(
-        (2, 3, 4, 5), _DIRECTIONS, _MACHINES, (False, True)
-    )
-    if world_size <= 3 or not machine.startswith("staged")
-]
-
-
-def _rehearse(
-    world: _World,
-    faults: Faults,
-    engine: Callable[[Schedule], Engine] = Engine,
-    *,
-    spans: bool = False,
-) -> Rehearsal:
-    return rehearse(world.schedules, faults, world.hardware, engine=engine, spans=spans)
 
 
 # Each batch plays every world.
@@ -110,16 +46,13 @@ def _rehearse(
 def test_every_run_ends_with_the_right_result_or_a_typed_error(batch: int) -> None:
     endings: Counter[str] = Counter()
     for seed in range(batch * _SEEDS_PER_BATCH, (batch + 1) * _SEEDS_PER_BATCH):
-        world = _world(*_WORLDS[seed % len(_WORLDS)])
+        world = make_world(*WORLDS[seed % len(WORLDS)])
         faults = Faults.draw(seed, len(world.graphs))
-        rehearsal = _rehearse(world, faults)
+        rehearsal = rehearse_world(world, faults)
         assert verdict(rehearsal, faults, world.expected) == "", (
             f"seed {seed}: {world.name}, {faults}"
         )
-        endings.update(
-            {type(error).__name__ for error in rehearsal.errors if error}
-            or {"finished" if all(rehearsal.finished) else "gone"}
-        )
+        endings.update(ending(rehearsal))
     # Each way to end has been seen, and often.
     assert (
         min(endings["finished"], endings["PeerLost"], 5 * endings["Stalled"])
@@ -127,12 +60,12 @@ def test_every_run_ends_with_the_right_result_or_a_typed_error(batch: int) -> No
     ), endings
 
 
-@pytest.mark.parametrize("machine", _MACHINES)
+@pytest.mark.parametrize("machine", MACHINES)
 def test_a_seed_replays_bit_for_bit(machine: str) -> None:
-    world = _world(4, "backward of burst", machine)
+    world = make_world(4, "backward of burst", machine)
     traces = set()
     for seed in range(40):
-        first, again = (_rehearse(world, Faults.draw(seed, 4), spans=True) for _ in range(2))
+        first, again = (rehearse_world(world, Faults.draw(seed, 4), spans=True) for _ in range(2))
         assert (first.values, first.finished, first.spans) == (
             again.values,
             again.finished,
@@ -150,12 +83,12 @@ def _faults(seed: int, *, stalls: Iterable[Stall] = (), losses: Iterable[Loss] =
     return replace(Faults.draw(seed, 1), stalls=tuple(stalls), losses=tuple(losses))
 
 
-@pytest.mark.parametrize("machine", _MACHINES)
+@pytest.mark.parametrize("machine", MACHINES)
 def test_who_needs_a_lost_rank_hears_of_it(machine: str) -> None:
-    world = _world(4, "forward", machine)
+    world = make_world(4, "forward", machine)
     for seed in range(20):
         faults = _faults(seed, losses=[Loss(2, 0.0)])
-        rehearsal = _rehearse(world, faults)
+        rehearsal = rehearse_world(world, faults)
         assert verdict(rehearsal, faults, world.expected) == ""
         # Nobody can agree without it: all hear of it, of it or of one that gave up for it.
         assert [type(error) for error in rehearsal.errors] == [
@@ -168,10 +101,10 @@ def test_who_needs_a_lost_rank_hears_of_it(machine: str) -> None:
 
 
 def test_a_rank_that_stands_still_for_ever_is_given_up_after_the_deadline() -> None:
-    world = _world(3, "forward", "host")
+    world = make_world(3, "forward", "host")
     for seed in range(20):
         faults = _faults(seed, stalls=[Stall(0, 0.0, float("inf"))])
-        rehearsal = _rehearse(world, faults)
+        rehearsal = rehearse_world(world, faults)
         assert verdict(rehearsal, faults, world.expected) == ""
         assert rehearsal.finished == (False, False, False)
         stalled = [error for error in rehearsal.errors if isinstance(error, Stalled)]
@@ -183,12 +116,12 @@ def test_a_rank_that_stands_still_for_ever_is_given_up_after_the_deadline() -> N
 
 
 def test_a_rank_that_stands_still_for_a_while_costs_time_and_nothing_else() -> None:
-    world = _world(3, "backward of ring-kv", "nccl")
+    world = make_world(3, "backward of ring-kv", "nccl")
     for seed in range(20):
         ends = []
         for stalls in ([], [Stall(1, 0.0, 1000.0)]):
             faults = _faults(seed, stalls=stalls)
-            rehearsal = _rehearse(world, faults, spans=True)
+            rehearsal = rehearse_world(world, faults, spans=True)
             assert verdict(rehearsal, faults, world.expected) == ""
             assert rehearsal.finished == (True, True, True)
             ends.append(max(span.ended_s for spans in rehearsal.spans for span in spans))
@@ -196,17 +129,17 @@ def test_a_rank_that_stands_still_for_a_while_costs_time_and_nothing_else() -> N
 
 
 def test_without_deadlines_a_lost_peer_still_ends_a_run_and_a_stalled_one_does_not() -> None:
-    world = _world(3, "forward", "host")
+    world = make_world(3, "forward", "host")
     lost = Faults(1, losses=(Loss(0, 0.0),))
-    assert verdict(_rehearse(world, lost), lost, world.expected) == ""
+    assert verdict(rehearse_world(world, lost), lost, world.expected) == ""
     with pytest.raises(Deadlock, match="rank 1 never ends"):
-        _rehearse(world, Faults(1, stalls=(Stall(0, 0.0, float("inf")),)))
+        rehearse_world(world, Faults(1, stalls=(Stall(0, 0.0, float("inf")),)))
 
 
 def test_the_verdict_names_what_is_wrong() -> None:
-    world = _world(2, "forward", "host")
+    world = make_world(2, "forward", "host")
     none, loss = _faults(0), _faults(0, losses=[Loss(1, 0.0)])
-    right = _rehearse(world, none)
+    right = rehearse_world(world, none)
     assert verdict(right, none, world.expected) == ""
     wrong = replace(right, values=[right.values[0], [*right.values[1][:-1], 7]])
     assert f"rank 1 finished with wrong values in parts [{len(right.values[1]) - 1}]" in verdict(
@@ -226,36 +159,36 @@ def test_the_verdict_names_what_is_wrong() -> None:
 # The net: planted bugs must show.
 
 
-def _shows(world: _World, engine: Callable[[Schedule], Engine] = Engine) -> bool:
+def _shows(world: World, engine: Callable[[Schedule], Engine] = Engine) -> bool:
     """Whether some seed brings a planted bug to light: a run that ends wrongly, or one that a check
     inside it ends.
     """
     for seed in range(_SEEDS_PER_PLANTED_BUG):
         faults = Faults.draw(seed, len(world.graphs))
         try:
-            if verdict(_rehearse(world, faults, engine), faults, world.expected):
+            if verdict(rehearse_world(world, faults, engine), faults, world.expected):
                 return True
         except InternalError:
             return True
     return False
 
 
-def _with(world: _World, rank: int, schedule: Schedule) -> _World:
+def _with(world: World, rank: int, schedule: Schedule) -> World:
     return replace(
         world, schedules=(*world.schedules[:rank], schedule, *world.schedules[rank + 1 :])
     )
 
 
-@pytest.mark.parametrize("machine", _MACHINES)
-@pytest.mark.parametrize("direction", _DIRECTIONS)
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_net_catches_nothing_where_nothing_is_planted(direction: str, machine: str) -> None:
-    assert not _shows(_world(3, direction, machine))
+    assert not _shows(make_world(3, direction, machine))
 
 
 @pytest.mark.parametrize("machine", ["host", "staged"])
-@pytest.mark.parametrize("direction", _DIRECTIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_missing_write_after_read_edge_is_caught(direction: str, machine: str) -> None:
-    world = _world(4, direction, machine)
+    world = make_world(4, direction, machine)
     graph = world.graphs[1]
     num_planted = 0
     for v, before in enumerate(graph.predecessors):
@@ -283,9 +216,9 @@ def test_a_missing_write_after_read_edge_is_caught(direction: str, machine: str)
     assert num_planted >= 2
 
 
-@pytest.mark.parametrize("direction", _DIRECTIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_swapped_tags_are_caught(direction: str) -> None:
-    world = _world(4, direction, "host")
+    world = make_world(4, direction, "host")
     graph = world.graphs[2]
     receives = [task.id for task in graph.tasks if task.recvs]
     for first, second in pairwise(receives):
@@ -351,7 +284,7 @@ class _Brazen(Engine):
 @pytest.mark.parametrize("machine", ["host", "nccl", "staged"])
 @pytest.mark.parametrize("broken", [_Forgetful, _Hasty, _Early, _Deaf, _Brazen])
 def test_a_broken_engine_is_caught(broken: type[Engine], machine: str) -> None:
-    assert _shows(_world(3, "backward of ring-kv", machine), broken)
+    assert _shows(make_world(3, "backward of ring-kv", machine), broken)
 
 
 @pytest.mark.parametrize("machine", ["host", "nccl"])
@@ -359,7 +292,7 @@ def test_an_engine_keeps_its_invariants_under_faults(machine: str) -> None:
     def validating(schedule: Schedule) -> Engine:
         return Engine(schedule, validate=True)
 
-    world = _world(3, "backward of burst", machine)
+    world = make_world(3, "backward of burst", machine)
     for seed in range(40):
         faults = Faults.draw(seed, 3)
-        assert verdict(_rehearse(world, faults, validating), faults, world.expected) == ""
+        assert verdict(rehearse_world(world, faults, validating), faults, world.expected) == ""
