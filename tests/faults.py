@@ -218,7 +218,7 @@ def draw(chance: random.Random) -> Case:
         return Case(launcher, ranks, victim, chance.choice(_FINAL_WAYS), "finalized")
     phase = chance.choice(_PHASES)
     if phase == "checkpoint":
-        victim = "0"  # which writes
+        victim = "0"
     return Case(launcher, ranks, victim, chance.choice(_WAYS), phase)
 
 
@@ -349,6 +349,8 @@ def _command(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
         how, victim = (
             (case.how, case.victim) if case.victim.isdigit() else ("hold", str(case.ranks - 1))
         )
+        if case.phase == "checkpoint":
+            victim = "0"  # which writes it
         limits_s = (60.0, 30.0)
         if how in ("sigstop", *_BORNE):
             limits_s = _LIMITS_S if how == "sigstop" else _BORNE_S
