@@ -143,7 +143,7 @@ class Call:
         Blocks while several kernels are timed, once for each chip. Raises InputError for a call
         that no kernel or strategy can do.
         """
-        return self.attention.planner.plan(self._key(forward=True))
+        return self.attention.plan(self._key(forward=True))
 
     @property
     def backward_plan(self) -> Plan:
@@ -151,7 +151,7 @@ class Call:
         key = self._key(forward=False)
         plan = self._backward_plans.get(key.deterministic)
         if plan is None:
-            plan = self._backward_plans[key.deterministic] = self.attention.planner.plan(key)
+            plan = self._backward_plans[key.deterministic] = self.attention.plan(key)
         return plan
 
     @cached_property

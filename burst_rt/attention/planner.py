@@ -284,6 +284,7 @@ class Planner:
         hardware: Hardware | None = None,
         capacity: int = 64,
     ) -> None:
+        self.num_made = 0
         self._rank = rank
         self._lanes = lanes
         self._lower = lower
@@ -302,6 +303,7 @@ class Planner:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._make(key)
+            self.num_made += 1
             self._detailed.append(plan.choice.program)
             if len(self._detailed) > _DETAILED:
                 self._detailed.popleft().forget()

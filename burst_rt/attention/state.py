@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 
-from burst_rt.attention.planner import Planner
+from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.recent import KeptEntries, Recent
 from burst_rt.runtime.runtime import Runtime
 
@@ -44,6 +45,17 @@ class AttentionState:
         self.comparable: set[type] = set()
         # Whether fresh memory is filled with NaN, so that a read before the first write shows.
         self.poison = os.environ.get("BURST_RT_POISON") == "1"
+
+    def plan(self, key: PlanKey) -> Plan:
+        """`Planner.plan`, of which the runtime's observer hears if the plan is new."""
+        observer, num_made = self.runtime.observer, self.planner.num_made
+        if observer is None:
+            return self.planner.plan(key)
+        started_s = time.perf_counter()
+        plan = self.planner.plan(key)
+        if self.planner.num_made > num_made:
+            observer.planned(started_s)
+        return plan
 
     def close(self) -> None:
         """Lets go of all plans and calls."""

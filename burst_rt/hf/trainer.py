@@ -300,6 +300,14 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         finally:
             del self.accelerator.gather_for_metrics
 
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        with telemetry.span("data"):
+            return super().get_batch_samples(*args, **options)
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> Any:
+        with telemetry.span("checkpoint"):
+            return super()._save_checkpoint(*args, **options)
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """The floating-point operations of one rank; Trainer adds up all processes'."""
         share: float = super().floating_point_ops(inputs) / self.get_cp_size()
@@ -336,7 +344,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         if self.context is not None:
             self.gather_function = self._gather_samples
-        return super().evaluation_loop(*args, **options)
+        with telemetry.span("evaluation"):
+            return super().evaluation_loop(*args, **options)
 
     def _gather_samples(self, x: torch.Tensor) -> torch.Tensor:
         """All contexts' samples, each once, without those that only fill the last batch up."""

@@ -53,6 +53,9 @@ class Observer(Protocol):
         pipeline.
         """
 
+    def planned(self, started_s: float) -> None:
+        """This rank has made a plan. started_s: when it began, by `time.perf_counter`."""
+
     def agreed(self, number: int, entered_s: float) -> None:
         """The ranks have agreed in call `number`, which is none of these: it performs no schedule.
 

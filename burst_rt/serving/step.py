@@ -408,7 +408,7 @@ class Step:
                 scores=scores,
             )  # fmt: skip
             attention = self._attention
-            plan = self._plans[key] = attention.planner.plan(
+            plan = self._plans[key] = attention.plan(
                 PlanKey(
                     forward=True,
                     problem=problem,

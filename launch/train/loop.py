@@ -199,10 +199,14 @@ class Trainer:
         started_s = time.monotonic()
         before = mesh.context.stats()
         indices = mesh.share_of(config.batch)
-        starts = training_starts(text, config.seq_len, seed=config.seed, step=step, indices=indices)
         self._gradients.zero_()
+        with telemetry.span("data"):
+            starts = training_starts(
+                text, config.seq_len, seed=config.seed, step=step, indices=indices
+            )
+            sequences = sequences_at(text, starts, config.seq_len)
         with telemetry.span("forward"):
-            mean = self._model(*sequences_at(text, starts, config.seq_len), group=mesh.world)
+            mean = self._model(*sequences, group=mesh.world)
         with telemetry.span("backward"):
             mean.backward()
         with telemetry.span("average gradients"):

@@ -52,6 +52,10 @@ def _full(cpu: float, got: float) -> list[SourceView]:
 
 
 _LATE = _times(awaited_s=[0, 8, 0], beyond_s=[-2, 4, -2], most_s=[0, 0.7, 0], late_s=[4, 0, 4])
+_SAVING = _times(
+    total_s=[1] * 3, compute_s=[0.6] * 3, awaited_s=[0, 0.8, 0], beyond_s=[-0.2, 0.4, -0.2],
+    late_s=[0.4, 0, 0.4],
+)  # fmt: skip
 _WIRE = _times(exposed_s=[3, 1, 2])
 _SKEW = _times(skew_s=[2, 0, 2], compute_s=[7.5, 9.5, 7.5])
 
@@ -72,6 +76,22 @@ _SKEW = _times(skew_s=[2, 0, 2], compute_s=[7.5, 9.5, 7.5])
             "throttled GPU", 1, 4 / 30, r"rank 1 is held back \(hardware thermal slowdown\)",
         ),
         (_evidence(_times(compute_s=[4, 5, 3])), "overhead", -1, 0.6, "spend 60 % .* neither"),
+        (
+            _evidence(_LATE)._replace(spans={0: {"a": 0.1}, 1: {"a": 0.9, "b": 0.5}, 2: {}}),
+            "late rank", 1, 0.4, r"more than the others \(most of it in its span 'a'\), who wait",
+        ),
+        (
+            _evidence(_LATE)._replace(spans={rank: {"a": 0.8} for rank in range(3)}),
+            "late rank", 1, 0.4, "more than the others, who wait",
+        ),
+        (
+            _evidence(_SAVING)._replace(spans={1: {"data": 0.1, "checkpoint": 0.3}}),
+            "checkpoint", 1, 0.4, "checkpoints take 40.0 ms a call of rank 1, for which",
+        ),
+        (
+            _evidence(_times())._replace(spans={0: {"data": 0.2}, 1: {"data": 0.3}}),
+            "input pipeline", 1, 0.3, "the input pipeline takes 30 % of the time of rank 1",
+        ),
         (_evidence(_times(between_s=[40, 40, 40])), "outside", -1, 0.8, "80 % of the time is out"),
         (_evidence(_times()), "nothing", -1, 0.0, "ranks compute 96 % of their time in calls"),
     ],

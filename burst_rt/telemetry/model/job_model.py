@@ -119,7 +119,8 @@ class JobModel:
 
     def _judge(self) -> None:
         ranks = [rank.view for rank in self.ranks.values()]
-        self._limits.judge(self.now_s, ranks, self.sources.views(ranks))
+        spans = self.phases.shares(self._limits.since_s(self.now_s), self.now_s)
+        self._limits.judge(self.now_s, ranks, self.sources.views(ranks), spans)
 
     @property
     def now_s(self) -> float:

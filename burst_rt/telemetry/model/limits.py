@@ -6,13 +6,14 @@ Waits are told apart as in a record's summary (`model.account`).
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from burst_rt.telemetry.messages import Agreed, EndedCall, PlanSummary
 from burst_rt.telemetry.metrics import throttle_reasons
-from burst_rt.telemetry.model.account import GroupAccount, TimesOfRanks, idles_of
+from burst_rt.telemetry.model.account import GroupAccount, Latecomer, TimesOfRanks, idles_of
 from burst_rt.telemetry.model.ranks import Rank
 from burst_rt.telemetry.model.timeline import num_spans
 from burst_rt.telemetry.model.views import RankView, SourceView, Verdict
@@ -33,6 +34,21 @@ _FULL_PERCENT = 90.0
 _EVEN = 1.05
 # Above this share, the time outside of calls is what limits a job that waits for nothing.
 _MOST = 0.5
+# A late rank's span explains it if the span is longer than the others' by this share of the delay.
+_EXPLAINED = 0.5
+# Spans that are verdicts of their own: kind, what takes the time, and what to do. Where a plan is
+# made the runtime itself opens one.
+_KNOWN_SPANS = {
+    "checkpoint": ("checkpoint", "checkpoints take", "save less often, or in the background"),
+    "data": (
+        "input pipeline", "the input pipeline takes",
+        "read ahead in other processes (num_workers, prefetch_factor of DataLoader)",
+    ),
+    "planning": (
+        "planning", "planning takes",
+        "masks, lengths and layouts that come again are planned once; round lengths up",
+    ),
+}  # fmt: skip
 # The `THROTTLE_REASONS` that a healthy chip does not show.
 _HELD_BACK = 0x8 | 0x20 | 0x40 | 0x80
 
@@ -46,6 +62,7 @@ class Limits:
         self._accounts: dict[str, GroupAccount] = {}
         self._recent: deque[tuple[float, str, TimesOfRanks]] = deque()
         self._now_s = self._filled_s = 0.0
+        self._began_s = math.inf
         self._spans_left = float(_SPANS_A_SECOND)
         self._judged_s = 0.0
         self._last: Verdict | None = None
@@ -62,6 +79,7 @@ class Limits:
         """
         number = rank.view.rank
         self._now_s = max(self._now_s, rank.at(message.ended_s))
+        self._began_s = min(self._began_s, rank.at(message.started_s))
         self._judged_s = self._judged_s or self._now_s
         if not self._affords(message, len(members)):
             self._collector.skip(number, message)
@@ -97,8 +115,15 @@ class Limits:
         """Whether it is time to judge again."""
         return bool(self._recent) and now_s - self._judged_s >= _JUDGE_EVERY_S
 
-    def judge(self, now_s: float, ranks: Sequence[RankView], sources: Iterable[SourceView]) -> None:
-        """Makes the verdict of the last ten seconds."""
+    def since_s(self, now_s: float) -> float:
+        """The beginning of the time that is judged: ten seconds, less at the beginning of a job."""
+        return max(now_s - _WINDOW_S, min(self._began_s, now_s))
+
+    def judge(
+        self, now_s: float, ranks: Sequence[RankView], sources: Iterable[SourceView],
+        spans: Mapping[int, Mapping[str, float]],
+    ) -> None:  # fmt: skip
+        """Makes the verdict on the time since `since_s`. spans: shares of it, by rank and name."""
         self._judged_s = now_s
         sums: dict[str, TimesOfRanks] = {}
         for at_s, group, times in self._recent:
@@ -106,7 +131,8 @@ class Limits:
                 sums.setdefault(group, TimesOfRanks(times.members)).add(times)
         if not sums:
             return
-        new = verdict_on(Evidence(list(sums.values()), ranks, {x.name: x for x in sources}))
+        by_name = {source.name: source for source in sources}
+        new = verdict_on(Evidence(list(sums.values()), ranks, by_name, spans))
         last, cause = self._last, (new.kind, new.rank)
         same = last is not None and (last.kind, last.rank) == cause
         new.since_s = last.since_s if last is not None and same else now_s
@@ -124,11 +150,14 @@ class Limits:
 
 
 class Evidence(NamedTuple):
-    """What rules look at: sums over calls, and the last values of all sources by name."""
+    """What rules look at: sums over calls, the last values of all sources by name, and the shares
+    of the time in spans, by rank and name.
+    """
 
     groups: Sequence[TimesOfRanks]
     ranks: Sequence[RankView]
     sources: Mapping[str, SourceView]
+    spans: Mapping[int, Mapping[str, float]] = {}
 
     def share(self, name: str) -> float:
         """The part of all time in calls."""
@@ -160,15 +189,59 @@ def _comes_late(evidence: Evidence) -> Verdict | None:
     )  # fmt: skip
     if late is None:
         return None
+    name = _explains(evidence, late)
+    if name in _KNOWN_SPANS:
+        kind, takes, advice = _KNOWN_SPANS[name]
+        return Verdict(
+            kind=kind, rank=late.rank, share=late.waited_share,
+            text=f"{takes} {late.beyond_s * 1e3:.1f} ms a call of rank {late.rank}, for which the "
+            f"others wait {_percent(late.waited_share)} of their time in calls",
+            advice=advice,
+        )  # fmt: skip
     view = evidence.view(late.rank)
     where = f"py-spy dump --pid {view.pid}, on {view.host}" if view is not None else "py-spy dump"
     return Verdict(
         kind="late rank", rank=late.rank, share=late.waited_share,
         text=f"rank {late.rank} comes late: between calls it spends {late.beyond_s * 1e3:.1f} ms "
-        f"more than the others, who wait {_percent(late.waited_share)} of their time in calls "
-        "for it",
+        f"more than the others{name and f' (most of it in its span {name!r})'}, who wait "
+        f"{_percent(late.waited_share)} of their time in calls for it",
         advice=f"see what it does between calls: {where}",
     )  # fmt: skip
+
+
+def _explains(evidence: Evidence, late: Latecomer) -> str:
+    """The span in which a late rank spends most of the time by which it is late, if there is
+    one.
+    """
+    others = [spans for rank, spans in evidence.spans.items() if rank != late.rank]
+    beyond = {
+        name: share - sum(spans.get(name, 0.0) for spans in others) / max(1, len(others))
+        for name, share in evidence.spans.get(late.rank, {}).items()
+    }
+    name = max(beyond, key=beyond.__getitem__, default="")
+    times = next(times for times in evidence.groups if late.rank in times.members)
+    place = list(times.members).index(late.rank)
+    all_s = float(times.total_s[place] + times.between_s[place])
+    explained = name and beyond[name] >= _EXPLAINED * late.beyond_s * times.num_calls / all_s
+    return name if explained else ""
+
+
+def _in_spans(evidence: Evidence) -> Verdict | None:
+    """Spans in which a rank does not compute: the others do the same meanwhile, or wait for it."""
+    share, name, rank = max(
+        (
+            (share, name, rank)
+            for rank, spans in evidence.spans.items()
+            for name, share in spans.items()
+            if name in _KNOWN_SPANS
+        ),
+        default=(0.0, "", -1),
+    )
+    if not name:
+        return None
+    kind, takes, advice = _KNOWN_SPANS[name]
+    text = f"{takes} {_percent(share)} of the time of rank {rank}"
+    return Verdict(kind=kind, rank=rank, share=share, text=text, advice=advice)
 
 
 def _wire(evidence: Evidence) -> Verdict | None:
@@ -221,9 +294,8 @@ def _overhead(evidence: Evidence) -> Verdict | None:
     return Verdict(
         kind="overhead", rank=-1, share=max(0.0, share),
         text=f"calls spend {_percent(share)} of their time neither computing nor waiting: they "
-        "plan, or they are small",
-        advice="masks, lengths and layouts that come again are planned once; longer sequences "
-        "make more of a call",
+        "are small",
+        advice="longer sequences make more of a call",
     )  # fmt: skip
 
 
@@ -283,6 +355,7 @@ def _percent(share: float) -> str:
 # What may limit a job.
 RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
     _comes_late,
+    _in_spans,
     _full_host,
     _wire,
     _uneven,

@@ -83,6 +83,7 @@ class Agent:
         self.num_dropped = 0
         # The step under way, -1 outside of steps, and the last one that began.
         self.step, self.last_step = -1, 0
+        self.open = threading.local()  # depth: number of steps and spans that a thread is in
         self.alive = True
         self._gpus = gpus
         self._logs: list[CallLog] = []
@@ -119,7 +120,7 @@ class Agent:
         )
         again = self._groups[name] = self._groups.get(name, -1) + 1
         group = Group(f"{name} #{again}" if again else name, ranks, transport, reason)
-        log = CallLog(group, self.totals, when_left)
+        log = CallLog(group, self.totals, when_left, self._note_planning)
         self._logs.append(log)
         self.put(group)
         return log
@@ -136,6 +137,11 @@ class Agent:
             self.put(PhaseEnded(name, step, depth, started_s, ended_s))
         else:
             self.num_dropped += 1
+
+    def _note_planning(self, started_s: float) -> None:
+        """This thread has made a plan, since then."""
+        depth = getattr(self.open, "depth", 0)
+        self.note_phase("planning", self.step, depth, started_s, time.perf_counter())
 
     def put(self, message: FromRank) -> None:
         """Queues a message, or drops it if the queue is full."""

@@ -134,14 +134,17 @@ class Totals:
 
 class CallLog:
     """The calls of one context: an `Observer` of its runtime. The methods of an observer are for
-    the thread that calls, the rest is for the agent's. when_left: called by `left`.
+    the thread that calls, the rest is for the agent's. when_left: called by `left`. when_planned:
+    called by `planned`.
     """
 
     def __init__(
-        self, group: Group, totals: Totals, when_left: Callable[[int], None] | None = None
-    ) -> None:
+        self, group: Group, totals: Totals, when_left: Callable[[int], None] | None = None,
+        when_planned: Callable[[float], None] = lambda started_s: None,
+    ) -> None:  # fmt: skip
         self.group = group
         self._when_left = when_left
+        self.planned = when_planned
         self.totals = totals
         self.num_dropped = 0
         self.closed = False

@@ -5,7 +5,6 @@ Each only notes two times, and the agent's thread sends them later: no rank wait
 
 from __future__ import annotations
 
-import threading
 import time
 from functools import lru_cache
 from types import TracebackType
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from burst_rt.telemetry.rank.agent import Agent
 
 __all__ = ["Phase", "span", "step"]
-
-_open = threading.local()  # depth: number of phases that this thread is in
 
 
 class _Entered(NamedTuple):
@@ -51,8 +48,8 @@ class Phase:
         if not self._name:
             step = agent.last_step + 1 if self._number is None else self._number
             agent.step = agent.last_step = step
-        depth = getattr(_open, "depth", 0)
-        _open.depth = depth + 1
+        depth = getattr(agent.open, "depth", 0)
+        agent.open.depth = depth + 1
         calls_s = agent.totals.graph_s
         started_s = time.perf_counter()
         self._entered.append(_Entered(agent, step, outer_step, depth, calls_s, started_s))
@@ -67,7 +64,7 @@ class Phase:
             return
         ended_s = time.perf_counter()
         agent, step, outer_step, depth, calls_s, started_s = self._entered.pop()
-        _open.depth = depth
+        agent.open.depth = depth
         if not self._name:
             agent.step = outer_step
             # A step that failed is shown, but is no measure; nor does a step in a step count twice.

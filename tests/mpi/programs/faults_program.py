@@ -177,6 +177,7 @@ ctx = burst_rt.init(timeout_s=timeout_s, stall_s=stall_s)
 reach("joined")
 layout = ctx.layout(64 * ctx.world_size)
 num_tiles = 0
+generating = False
 
 
 def watch_tiles() -> None:
@@ -220,8 +221,7 @@ def watch_decodes() -> None:
     decode = kernel.decode
 
     def watched(*args: Any) -> Any:
-        reach("decode")
-        reach("generate")
+        reach("generate" if generating else "decode")
         return decode(*args)
 
     kernel.decode = watched
@@ -265,8 +265,10 @@ def generate() -> None:
     """A few tokens of a small model of transformers."""
     import burst_rt.hf
 
+    global generating
+    generating = True
     model = make_llama().eval()
-    burst_rt.hf.prepare(model, ctx)
+    model.set_attn_implementation("burst_rt")
     ids = torch.arange(40)[None] % 60 + 1
     tokens = model.generate(
         ids, past_key_values=burst_rt.hf.Cache(model, ctx, capacity=64, batch=1, block=4),
