@@ -91,6 +91,35 @@ def test_slurm_starts_requeues_and_kills(tmp_path: Path) -> None:
     assert manifest.step >= int(stopped[1])
 
 
+def test_the_page_s_job_script_puts_a_failed_job_back(tmp_path: Path) -> None:
+    *_, by_slurm = _commands(tmp_path)
+    run, out = tmp_path / "runs" / "hosts", tmp_path / "slurm-1.out"
+    often = "--steps 1000000 --checkpoint-every 5 --progress lines"
+    (tmp_path / "job.sh").write_text(by_slurm.replace("--steps 3", often), encoding="utf-8")
+    with hosts(2, tmp_path) as here:
+        batch = slurm(here)
+        batch.ask("sbatch", "job.sh")
+        _wait_for_steps(run, 6)
+        kill = ["pkill", "-KILL", "--newest", "--full", "bin/burst-rt train"]
+        assert here.start("node2", kill).wait(_WAIT_S) == 0
+        deadline_s = time.monotonic() + _WAIT_S
+        # The script puts the job back. Slurm would let it wait for two minutes; before its hosts
+        # are idle they still have the step that failed.
+        for wanted, question in (("PD", "squeue --format=%t"), ("idle 2", "sinfo --format=%t %D")):
+            while batch.ask(*question.split(" ", 1), "--noheader") != wanted:
+                assert time.monotonic() < deadline_s, out.read_text(encoding="utf-8")
+                time.sleep(0.1)
+        batch.ask("scontrol", "update", "JobId=1", "StartTime=now")
+        while "resuming after step" not in out.read_text(encoding="utf-8"):
+            assert time.monotonic() < deadline_s, out.read_text(encoding="utf-8")
+            time.sleep(0.1)
+        resumed = re.search(r"resuming after step (\d+)", out.read_text(encoding="utf-8"))
+        assert resumed
+        assert int(resumed[1]) >= 5
+        batch.ask("scancel", "1")
+        here.wait_until_empty(_WAIT_S, but=("slurm", "munged"))
+
+
 def _commands(folder: Path) -> list[str]:
     """The blocks of docs/hosts.md, which train a smaller model here."""
     page = (Path(__file__).parents[1] / "docs" / "hosts.md").read_text(encoding="utf-8")

@@ -132,6 +132,28 @@ def _ends(folder: Path, since_s: float) -> dict[int, _End]:
     return found
 
 
+_CALLS = """
+import torch, burst_rt
+with burst_rt.init(survey=False) as ctx:
+    layout = ctx.layout(2048)
+    q = torch.randn(1, layout.shard_len, 8, 64)
+    for _ in range(8):
+        burst_rt.burst_attention(q, q, q, layout=layout)
+"""
+
+
+def test_a_slow_link_is_what_limits_a_job(tmp_path: Path) -> None:
+    """A call's keys and values take a third of a second, its tiles a tenth of that."""
+    with hosts(2, tmp_path, "100mbit") as here:
+        settings = {"BURST_RT_RECORD": str(tmp_path / "record")}
+        job = here.mpirun([sys.executable, "-c", _CALLS], settings, slots=1)
+        assert job.wait(_START_S) == 0, job.text
+    verdict = replay(Record(tmp_path / "record")).snapshot().job.verdict
+    assert verdict is not None
+    assert verdict.kind == "transfers", verdict
+    assert verdict.share > 0.3
+
+
 @pytest.mark.parametrize("by", ["mpirun", "torchrun"])
 def test_a_link_that_is_cut_in_mid_call(tmp_path: Path, by: By) -> None:
     with hosts(2, tmp_path, "100mbit") as here:
