@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from dashboards import installed
-from hosts import hosts
+from hosts import Hosts, hosts
 from slurm import slurm
 
 from burst_rt.launch.run import kill_job
 from burst_rt.launch.train.checkpoint import find_checkpoint
+from burst_rt.launch.train.config import MACHINE_FILE
 from burst_rt.telemetry.read.record import Record, replay
 
 _WAIT_S = 120.0
@@ -196,3 +198,39 @@ def test_torchrun_with_two_groups(tmp_path: Path, rendezvous: str) -> None:
         here.wait_until_empty(10.0)
     assert "ranks: 4 (2 data x 2 context)" in jobs[0].out, jobs[0].text
     assert _steps(tmp_path / "run") == 3
+
+
+def test_a_run_that_goes_on_over_another_network_gives_the_same_bits(tmp_path: Path) -> None:
+    """The machine that its first ranks measured is part of the run."""
+    often = ["--steps", "12", "--checkpoint-every", "4", "--batch", "1", "--progress", "lines"]
+    wide = ["--seq-len", "2000", "--heads", "8", "--kv-heads", "8", "--data", argparse.__file__]
+    program = [*_TRAIN, *often, *wide]
+    settings = {"BURST_RT_HARDWARE": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def measured(run: str) -> str:
+        return (tmp_path / run / MACHINE_FILE).read_text(encoding="utf-8")
+
+    def losses(run: str) -> list[float]:
+        lines = (tmp_path / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    def finish(here: Hosts, run: str, *options: str) -> None:
+        job = here.mpirun([*program, "--out", run, *options], settings)
+        assert job.wait(_WAIT_S) == 0, job.text
+
+    with hosts(2, tmp_path, "2gbit") as here:
+        job = here.mpirun([*program, "--out", "fast"], settings)
+        _wait_for_steps(tmp_path / "fast", 6)
+        kill_job(job.process)
+        here.wait_until_empty(_WAIT_S)
+        shutil.copytree(tmp_path / "fast", tmp_path / "slow")
+        finish(here, "fast", "--resume")
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    with hosts(2, tmp_path, "20mbit") as here:
+        finish(here, "slow", "--resume")
+        finish(here, "new")
+    assert len(losses("slow")) == 12
+    assert losses("slow") == losses("fast"), "bit for bit"
+    assert measured("slow") == measured("fast")
+    # A run that begins there measures another machine.
+    assert measured("new") != measured("fast")

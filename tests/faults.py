@@ -100,7 +100,7 @@ _JOIN_S = 3.0
 _LIMITS_S = (5.0, 3.0)
 _BORNE_S = (60.0, 3.0)
 # Starting may take long on a busy machine.
-_STARTING_S = 120.0
+_STARTING_S = 300.0
 # How much longer a job that has not ended in time is watched.
 _PATIENCE_S = 15.0
 # How long torchrun waits for a rank to end by SIGTERM. A rank that is stopped does not.
@@ -202,6 +202,9 @@ def draw(chance: random.Random) -> Case:
                 chance.choice(_LAUNCHERS[:2]), ranks, "mpirun", "sigkill", chance.choice(_PHASES)
             )
         case "stops":
+            if launcher == "agents":
+                # An agent whose only rank is stopped waits for it, whatever the others do.
+                ranks, victim = 4, str(chance.randrange(4))
             return Case(launcher, ranks, victim, "sigstop", chance.choice(_HELD_PHASES))
         case "borne":
             how = chance.choice(_BORNE)
@@ -626,6 +629,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=300, help="how many cases are drawn")
     parser.add_argument("--only", type=int, help="only the case of this number, from 0")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many, the first drawn")
     parser.add_argument("--case", action="append", help="these instead of drawn ones")
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="begin no case after so long"
@@ -639,7 +643,9 @@ def main() -> int:
         else [draw(chance) for _ in range(options.count)]
     )
     numbered = [
-        (number, case) for number, case in enumerate(cases) if options.only in (None, number)
+        (number, case)
+        for number, case in enumerate(cases)
+        if options.only in (None, number) and number >= options.skip
     ]
     started_s = time.monotonic()
 
