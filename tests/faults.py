@@ -204,7 +204,7 @@ def draw(chance: random.Random) -> Case:
         case "stops":
             if launcher == "agents":
                 # An agent whose only rank is stopped waits for it, whatever the others do.
-                ranks, victim = 4, str(chance.randrange(4))
+                ranks = 4
             return Case(launcher, ranks, victim, "sigstop", chance.choice(_HELD_PHASES))
         case "borne":
             how = chance.choice(_BORNE)
