@@ -31,7 +31,7 @@ _METHODS = {
     "BurstAttention": ("forward",),
     "Context": ("layout", "all_reduce", "all_gather", "together", "first", "pipeline"),
     "ContextLayout": ("shard", "unshard", "positions"),
-    "KVCache": ("reserve", "truncate", "reorder", "step"),
+    "KVCache": ("reserve", "truncate", "reorder", "copy", "step"),
     "Mask": ("from_function", "__and__"),
     "Pipeline": ("run",),
     "PrefixTree": ("window",),

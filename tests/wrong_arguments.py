@@ -324,6 +324,8 @@ def _serving(ctx: Context) -> Iterator[GoodCall]:
     yield GoodCall("KVCache.reserve", lambda capacity: cache.reserve(capacity), {"capacity": 64})
     yield GoodCall("KVCache.truncate", cache.truncate, {"lengths": 0})
     yield GoodCall("KVCache.reorder", cache.reorder, {"rows": [0]})
+    copied = {"row": 0, "source": cache, "source_row": 0, "tokens": None}
+    yield GoodCall("KVCache.copy", cache.copy, copied)
     given = {"tokens": 2, "padding": None, "sharded": None, "about": ""}
     yield GoodCall("KVCache.step", step, given)
     q = torch.randn(1, 2, 2, 8)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -80,6 +81,7 @@ class Cache(HookedCache):
         super().__init__(model, ctx)
         self.capacity, self.block = capacity, block
         self._info: StepInfo | None = None  # while a call is in progress
+        self._of_rows: CachedCall | None = None  # the call of `extend` that is under way
         self._kv: KVCache | None = None
         # The tokens that are cached, -1 for unknown ones. No tensor: one that was made in inference
         # mode could not be written to outside of it.
@@ -144,7 +146,40 @@ class Cache(HookedCache):
         self._detach()
         self._kv = self._info = self._text = self._new = None
 
-    # What transformers asks of a cache. Rows have the same length: their padding is cached too.
+    def extend(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Runs new tokens of each row, behind those that the row has, through the model.
+
+        Rows may have different lengths, as where each is a request of its own. `KVCache.copy` (of
+        `kv`) brings in a row whose prompt another cache of the model has read. Collective; blocks
+        and raises as a call of the model does.
+
+        tokens: at most 16 for each row, of which some may have none; the same on every rank.
+
+        Returns the logits `[rows, vocabulary]` of each row's last new token, the same bits on every
+        rank; those of a row without new tokens mean nothing. Raises, on every rank, InputError for
+        other numbers, without `batch`, for rows with padding, or where the model keeps states;
+        ContractMismatch where the ranks' tokens differ.
+        """
+        self._check_open()
+        try:
+            self._of_rows = CachedCall.of_rows(tokens, self._kv, self.ctx.device)
+            if self._states is not None:
+                name = type(self.model).__name__
+                raise InputError(
+                    f"{_NAME}: extend: rows of {name} have states; expected keys alone"
+                )
+        except InputError as error:
+            self._of_rows = None
+            refuse(_NAME, error, self.ctx.runtime)
+        given = {cache_name(self.model): self, "use_cache": True}
+        try:
+            logits: torch.Tensor = self.model(**self._of_rows.cut, **given).logits
+        finally:
+            self._of_rows = None
+        return logits[:, 0]
+
+    # What transformers asks of a cache. In `generate` rows have the same length: their padding is
+    # cached too.
 
     def __repr__(self) -> str:
         return f"<burst_rt.hf.Cache of {self.get_seq_length()} of {self.capacity} tokens>"
@@ -286,20 +321,21 @@ class Cache(HookedCache):
                 "them; call the model under torch.inference_mode()"
             )
         try:
-            call = CachedCall.of(options, self._kv, self.capacity)
+            call = self._of_rows or CachedCall.of(options, self._kv, self.capacity)
         except InputError as error:
             refuse(_NAME, error, self.ctx.runtime)
         if self._kv is None:
             self._kv = self._make(batch=call.rows, capacity=self.capacity)
         if self._info is not None:  # an error has interrupted the call before
             self._kv.truncate(self._kv.lengths)
-        self._warn_of_whole_text(options.get("input_ids"), call.tokens)
+        if call.counts is None:
+            self._warn_of_whole_text(options.get("input_ids"), call.tokens)
         # Every rank may run a short prompt, but not one short chunk after another.
         most = -(-call.tokens // self.ctx.world_size) + self.block
         spread_too = self.prompt == "chunk" or (self.prompt == "whole" and call.tokens > most)
         asked = f"; stopping criteria: {self.asked or 'none'}" if self.prompt != "none" else ""
         step = self._kv.step(
-            call.tokens,
+            call.tokens if call.counts is None else call.counts,
             padding=call.padding,
             sharded=True if spread_too else None,  # None: if there are many
             about=call.about + asked,
@@ -311,7 +347,9 @@ class Cache(HookedCache):
             return step.cut(x) if step.num_tokens else x[:, :1]
 
         mine, past = {name: cut(x) for name, x in call.cut.items()}, self.get_seq_length()
-        places = cut(torch.arange(past, past + call.tokens).expand(call.rows, -1))
+        places = mine["position_ids"]
+        if call.counts is None:
+            places = cut(torch.arange(past, past + call.tokens).expand(call.rows, -1))
         self._info = StepInfo(
             self.ctx, step, mine["position_ids"], past, places, call.largest_position, self._layers
         )
@@ -334,13 +372,16 @@ class Cache(HookedCache):
         assert self._info is not None
         step, self._info = self._info.step, None
         assert isinstance(step, Step)
+        if self._of_rows is not None:
+            logits = step.last(logits)[:, None]
         source = step.last_owner[0] if step.sharded else 0
         spread_logits = spread(self.ctx, logits[:, -1:] if step.sharded else logits, source)
         before = self.get_seq_length()
         step.commit()
         if self._states is not None:
             self._states.commit()
-        self._remember(before)
+        if self._of_rows is None:
+            self._remember(before)
         return spread_logits
 
     def check_text(self, text: torch.Tensor, new: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import torch
 from burst_rt.errors import InputError
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.runtime.objects import bytes_of
-from burst_rt.serving.cache import KVCache
+from burst_rt.serving.cache import DECODED_TOGETHER, KVCache
 
 __all__ = ["CachedCall"]
 
@@ -37,6 +38,37 @@ class CachedCall:
     about: str  # what the ranks compare
     cut: dict[str, torch.Tensor]
     largest_position: int
+    counts: list[int] | None = None  # new tokens of each row, where rows differ
+
+    @classmethod
+    def of_rows(cls, tokens: Any, kv: KVCache | None, device: torch.device) -> CachedCall:
+        """A call in which rows have different numbers of new tokens, each behind its own.
+
+        Raises InputError, on this rank alone, for what is not done.
+        """
+        where = f"{_NAME}: extend"
+        if kv is None or any(kv.padding):
+            got = "rows that are not known" if kv is None else f"padding {list(kv.padding)}"
+            raise InputError(
+                f"{where}: expected a cache with rows and no padding, got {got}; make it with "
+                "batch=N, and read prompts one by one"
+            )
+        try:
+            rows = [[operator.index(token) for token in row] for row in tokens]
+        except TypeError:
+            rows = []
+        counts = [len(row) for row in rows]
+        if len(rows) != kv.batch or not 0 < max(counts) <= DECODED_TOGETHER:
+            raise InputError(
+                f"{where}: tokens: expected {kv.batch} lists of at most {DECODED_TOGETHER} "
+                f"integers, not all empty, got {tokens!r:.200}"
+            )
+        ids = torch.tensor([row + [0] * (max(counts) - len(row)) for row in rows])
+        at = torch.tensor(kv.lengths)[:, None] + torch.arange(max(counts))
+        cut = {"input_ids": ids.to(device), "position_ids": at.to(device)}
+        return cls(
+            len(rows), max(counts), list(kv.padding), _digest(cut), cut, int(at.max()), counts
+        )
 
     @classmethod
     def of(cls, options: dict[str, Any], kv: KVCache | None, capacity: int) -> CachedCall:

@@ -228,6 +228,59 @@ class KVCache:
         self._memory.reorder(chosen, max(self._history.lengths))
         self._history.reorder(chosen)
 
+    def copy(
+        self, row: int, source: KVCache, source_row: int = 0, tokens: int | None = None
+    ) -> None:
+        """Row `row` becomes the first tokens of row `source_row` of another cache, or of this one.
+
+        Local: each rank copies what it holds. Every rank does the same, which the ranks compare in
+        the next step. A prompt can so be read by a cache of one sequence while others go on, and
+        then take its place among them.
+
+        source: of the same context, and made with the same numbers but for batch and capacity.
+        tokens: how many; None: all.
+
+        Raises InputError, on every rank that waits for this one.
+        """
+        if reason := self._refuses_copy(row, source, source_row, tokens):
+            self._refuse("copy", reason)
+        theirs, name = source._history, f"row {source_row} of a cache {source._name}"
+        taken = theirs.lengths[source_row] if tokens is None else tokens
+        if self is not source or row != source_row:
+            self._memory.copy(row, source._memory, source_row, taken)
+        padding = min(theirs.padding[source_row], taken)
+        self._history.replace(row, taken, padding, f"{name}: {taken}")
+
+    def _refuses_copy(
+        self, row: object, source: object, source_row: object, tokens: object
+    ) -> str | None:
+        """Why a row cannot become another one, in words."""
+        if not isinstance(source, KVCache) or source.attention is not self.attention:
+            return f"source must be a KVCache of the same context, got {source!r:.80}"
+        mine, theirs = (x._memory.shape._replace(batch=1) for x in (self, source))
+        if (mine, self.block) != (theirs, source.block):
+            return (
+                "source must have the same layers, heads, dtype and block, got "
+                f"{theirs} in blocks of {source.block}, expected {mine} in blocks of {self.block}"
+            )
+        for name, number, cache in (("row", row, self), ("source_row", source_row, source)):
+            if not is_count(number, 0) or number >= cache.batch:
+                return f"{name} must be an integer of 0 to {cache.batch - 1}, got {number!r}"
+        if self._history.lacks_commit or source._history.lacks_commit:
+            return (
+                "a step of one of the caches was not committed; call step.commit() at a step's "
+                "end, or cache.truncate(cache.lengths) to drop it"
+            )
+        assert isinstance(source_row, int)
+        there = source._history.lengths[source_row]
+        wanted = there if tokens is None else tokens
+        if not is_count(wanted, 0) or wanted > min(there, self.capacity):
+            return (
+                f"tokens must be an integer of 0 to {there:,}, which row {source_row} has, and at "
+                f"most the capacity of {self.capacity:,}, got {wanted!r}"
+            )
+        return None
+
     def step(
         self,
         tokens: _Counts,

@@ -17,7 +17,7 @@ class History:
     def __init__(self, batch: int) -> None:
         self.lengths, self.padding = [0] * batch, [0] * batch
         self.said = ""
-        self.reordered: list[list[int]] = []
+        self.reordered: list[list[int] | str] = []
         # Last number of the begun steps and of the changes of rows, which are numbered together.
         self._last = 0
         self._uncommitted: int | None = None  # a step that lacks its commit alone
@@ -52,6 +52,13 @@ class History:
         self._last += 1
         self.lengths = lengths
         self.padding = [min(p, n) for p, n in zip(self.padding, lengths, strict=True)]
+
+    def replace(self, row: int, tokens: int, padding: int, source: str) -> None:
+        """A row becomes what another one is. source: that one, in words that the ranks compare."""
+        self._last += 1
+        self.reordered.append(f"{row} from {source}")
+        self.lengths = [*self.lengths[:row], tokens, *self.lengths[row + 1 :]]
+        self.padding = [*self.padding[:row], padding, *self.padding[row + 1 :]]
 
     def reorder(self, rows: list[int]) -> None:
         """Row i becomes what row `rows[i]` was. A step that lacks its commit lacks it still."""

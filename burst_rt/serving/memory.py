@@ -127,6 +127,15 @@ class KVMemory:
                 for x in layer:
                     x[:, :used].copy_(x[:, :used].index_select(0, index))
 
+    def copy(self, row: int, source: KVMemory, source_row: int, tokens: int) -> None:
+        """A row becomes the first tokens of another memory's row. Both are dealt alike."""
+        used = self.dealt.count(tokens, self.rank)
+        with torch.no_grad():
+            for layer, other in zip(self.layers, source.layers, strict=True):
+                for x, y in zip(layer, other, strict=True):
+                    x[row, :used].copy_(y[source_row, :used])
+        self.written = max(self.written, tokens)
+
     def clear(self, layer: int, rows: BatchRows) -> None:
         """Zeros in the place of tokens that were forgotten, behind those of a step.
 

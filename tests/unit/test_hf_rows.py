@@ -1,0 +1,195 @@
+"""`hf.Cache.extend` and `KVCache.copy`: requests of different lengths as rows of one cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from small_generation import make_decoder
+from small_hybrids import make_hybrid
+from small_models import CACHE
+
+import burst_rt
+import burst_rt.hf
+from burst_rt.errors import BurstError, ContractMismatch, InputError
+
+_NEW = 5
+_PROMPTS = (70, 300, 23)
+# A window, windows beside whole attention, sinks, experts.
+_MODELS = ("Llama", "Mistral", "Gemma3", "GptOss", "Mixtral", "Qwen3")
+
+
+def _prompt(length: int) -> torch.Tensor:
+    return torch.randint(1, 60, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+@torch.inference_mode()
+def _alone(model: Any, length: int) -> list[int]:
+    """The likeliest tokens after a prompt, one after the other, by one process without a cache."""
+    text = _prompt(length)
+    for _ in range(_NEW):
+        text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)
+    new: list[int] = text[0, length:].tolist()
+    return new
+
+
+def _in_rows(ctx: burst_rt.Context, model: Any) -> list[list[int]]:
+    """The same, each request one step behind the one before it, all in one cache."""
+    model = deepcopy(model)
+    one, rows = (
+        burst_rt.hf.Cache(model, ctx, capacity=400, batch=batch, block=16) for batch in (1, 3)
+    )
+    assert one.kv is not None
+    assert rows.kv is not None
+    found: list[list[int]] = [[], [], []]
+    with torch.inference_mode():
+        for number in range(len(_PROMPTS) + _NEW):
+            if number < len(_PROMPTS):
+                one.reset()
+                for chunk in _prompt(_PROMPTS[number]).split(64, 1):
+                    logits = model(chunk, **{CACHE: one}).logits
+                rows.kv.copy(number, one.kv)
+                found[number].append(int(logits[0, -1].argmax()))
+            new = [[row[-1]] if row and len(row) < _NEW else [] for row in found]
+            if any(new):
+                best = rows.extend(new).argmax(-1).tolist()
+                for row, token, taken in zip(found, best, new, strict=True):
+                    row += [token] * len(taken)
+    assert rows.kv.lengths == tuple(length + _NEW - 1 for length in _PROMPTS)
+    return found
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_rows_of_different_lengths_generate_what_one_process_does(name: str) -> None:
+    truth = [_alone(make_decoder(name, "eager"), length) for length in _PROMPTS]
+    model = make_decoder(name, "burst_rt")
+    for world_size in (1, 2, 3):
+        every = burst_rt.run_local(world_size, lambda ctx: _in_rows(ctx, model), timeout_s=120)
+        assert every == [truth] * world_size
+
+
+_LLAMA = make_decoder("Llama", "burst_rt")
+
+
+def _refused(ctx: burst_rt.Context, call: Callable[[Any, Any], object]) -> str:
+    """The error of every rank, after which both caches work."""
+    model = deepcopy(_LLAMA)
+    one, rows = (
+        burst_rt.hf.Cache(model, ctx, capacity=40, batch=batch, block=4) for batch in (1, 2)
+    )
+    with torch.inference_mode():
+        model(_prompt(20), **{CACHE: one})
+        assert rows.kv is not None
+        with pytest.raises(InputError) as caught:
+            call(one, rows)
+        one.kv.truncate(20)
+        rows.kv.copy(1, one.kv)
+        rows.extend([[], [3]])
+    return caught.value.message
+
+
+_WRONG: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
+    "no lists": ("expected 2 lists of at most 16", lambda one, rows: rows.extend([1, 2])),
+    "too few": ("expected 2 lists of at most 16", lambda one, rows: rows.extend([[1]])),
+    "empty": ("not all empty", lambda one, rows: rows.extend([[], []])),
+    "too many": ("at most 16", lambda one, rows: rows.extend([[1] * 17, []])),
+    "no integers": ("expected 2 lists", lambda one, rows: rows.extend([[0.5], []])),
+    "no room": (
+        "the capacity is 40 tokens a sequence; sequence 0 has 40 and gets 1",
+        lambda one, rows: _fill(one, rows),
+    ),
+    "no such row": ("row must be an integer of 0 to 1", lambda one, rows: rows.kv.copy(2, one.kv)),
+    "no such source": (
+        "source_row must be an integer of 0 to 0", lambda one, rows: rows.kv.copy(0, one.kv, 1)
+    ),
+    "too much": (
+        "tokens must be an integer of 0 to 20", lambda one, rows: rows.kv.copy(0, one.kv, 0, 21)
+    ),
+    "no cache": ("source must be a KVCache", lambda one, rows: rows.kv.copy(0, one)),
+    "other blocks": (
+        "must have the same layers, heads, dtype and block",
+        lambda one, rows: rows.kv.copy(
+            0, burst_rt.hf.Cache(one.model, one.ctx, capacity=40, batch=1, block=8).kv
+        ),
+    ),
+}  # fmt: skip
+
+
+def _fill(one: Any, rows: Any) -> None:
+    one.model(_prompt(20), **{CACHE: one})
+    rows.kv.copy(0, one.kv)
+    rows.extend([[1], []])
+
+
+@pytest.mark.parametrize("case", _WRONG)
+def test_what_rows_cannot_do_is_refused_on_every_rank(case: str) -> None:
+    words, call = _WRONG[case]
+    for message in burst_rt.run_local(2, lambda ctx: _refused(ctx, call), timeout_s=60):
+        assert re.search(re.escape(words), message), message
+
+
+def test_states_and_padding_have_no_rows_of_their_own() -> None:
+    def states(ctx: burst_rt.Context) -> None:
+        model = make_hybrid("Qwen3Next").eval()
+        model.set_attn_implementation("burst_rt")
+        cache = burst_rt.hf.Cache(model, ctx, capacity=40, batch=2)
+        with torch.inference_mode(), pytest.raises(InputError, match="have states"):
+            cache.extend([[1], []])
+
+    def padding(ctx: burst_rt.Context) -> None:
+        cache = burst_rt.hf.Cache(deepcopy(_LLAMA), ctx, capacity=40, batch=2)
+        assert cache.kv is not None
+        mask = torch.ones(2, 20, dtype=torch.int64)
+        mask[0, :3] = 0
+        with torch.inference_mode():
+            cache.model(_prompt(20).expand(2, -1), attention_mask=mask, **{CACHE: cache})
+            with pytest.raises(InputError, match=r"no padding, got padding \[3, 0\]"):
+                cache.extend([[1], []])
+
+    burst_rt.run_local(1, states)
+    burst_rt.run_local(1, padding)
+
+
+@pytest.mark.parametrize("differs", ["tokens", "row"])
+def test_ranks_that_differ_do_not_go_on(differs: str) -> None:
+    def run(ctx: burst_rt.Context) -> type[BurstError]:
+        model, odd = deepcopy(_LLAMA), ctx.rank == 1
+        one, rows = (burst_rt.hf.Cache(model, ctx, capacity=40, batch=batch) for batch in (1, 2))
+        assert rows.kv is not None
+        with torch.inference_mode():
+            model(_prompt(20), **{CACHE: one})
+            rows.kv.copy(int(odd and differs == "row"), one.kv)
+            with pytest.raises(ContractMismatch) as caught:
+                rows.extend([[4 if odd and differs == "tokens" else 3], []])
+        return type(caught.value)
+
+    assert burst_rt.run_local(2, run, timeout_s=60) == [ContractMismatch] * 2
+
+
+def test_a_prefix_of_a_row_is_used_again() -> None:
+    """Of this cache or another one; the rest of the row may be anything."""
+
+    def run(ctx: burst_rt.Context) -> tuple[torch.Tensor, torch.Tensor]:
+        model = deepcopy(_LLAMA)
+        one, rows = (
+            burst_rt.hf.Cache(model, ctx, capacity=100, batch=batch, block=4) for batch in (1, 2)
+        )
+        assert one.kv is not None
+        assert rows.kv is not None
+        with torch.inference_mode():
+            whole = model(_prompt(50), **{CACHE: one}).logits[0, -1]
+            rows.kv.copy(0, one.kv)
+            rows.extend([[7, 8, 9], []])
+            rows.kv.copy(1, rows.kv, 0, 31)
+            one.reset()
+            one.kv.copy(0, rows.kv, 1)
+            again = model(_prompt(50)[:, 31:], **{CACHE: one}).logits[0, -1]
+        return whole, again
+
+    for world_size in (1, 3):
+        for whole, again in burst_rt.run_local(world_size, run, timeout_s=60):
+            torch.testing.assert_close(again, whole, rtol=1e-5, atol=1e-5)
