@@ -34,6 +34,10 @@ _COMMANDS = {
         "burst_rt.launch.generate.cli:command",
         "Generate text with a trained model, with the KV cache over ranks.",
     ),
+    "serve": (
+        "burst_rt.launch.serve.cli:command",
+        "Serve a model over ranks to clients of OpenAI's protocol.",
+    ),
     "export": (
         "burst_rt.launch.train.cli:export_command",
         "Write a trained model as a folder that transformers loads.",

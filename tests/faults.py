@@ -312,7 +312,7 @@ def _ended_at_s(
 ) -> float | None:
     """When the job had ended, in seconds since the epoch; None for one that has not."""
     ranks_ended_at_s = None
-    if case.launcher in _TORCH and not case.harmless:
+    if case.launcher in _TORCH and not case.harmless and case.how != "calls":
         # The ranks' own ends: torchrun takes its time to tell.
         while any(map(_is_rank, _alive(mark))):
             if time.time() > until_s:

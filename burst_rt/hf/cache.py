@@ -24,7 +24,7 @@ from burst_rt.attention.sharding import ContextLayout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.hf.cached_call import CachedCall
-from burst_rt.hf.hooks import HookedCache, attach, check_model, detach
+from burst_rt.hf.hooks import HookedCache, attach, detach, why_no_cache
 from burst_rt.hf.prepare import prepare
 from burst_rt.hf.release import cache_name
 from burst_rt.hf.shard import KEYWORD
@@ -94,7 +94,7 @@ class Cache(HookedCache):
             "batch": str(batch),
             "block": str(block),
         }
-        ctx.runtime.agree(words, _why_not(model, capacity, batch, block))
+        ctx.runtime.agree(words, why_no_cache(model, capacity, batch, block))
         prepare(model, ctx, loss=False)
         asked, states = self._ask()
         self._layers = asked.layers
@@ -149,16 +149,16 @@ class Cache(HookedCache):
     def extend(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Runs new tokens of each row, behind those that the row has, through the model.
 
-        Rows may have different lengths, as where each is a request of its own. `KVCache.copy` (of
-        `kv`) brings in a row whose prompt another cache of the model has read. Collective; blocks
-        and raises as a call of the model does.
+        Rows may have different lengths, as where each is a request of its own. `copy` brings in a
+        row whose prompt another cache of the model has read. Collective; blocks and raises as a
+        call of the model does.
 
         tokens: at most 16 for each row, of which some may have none; the same on every rank.
 
-        Returns the logits `[rows, vocabulary]` of each row's last new token, the same bits on every
-        rank; those of a row without new tokens mean nothing. Raises, on every rank, InputError for
-        other numbers, without `batch`, for rows with padding, or where the model keeps states;
-        ContractMismatch where the ranks' tokens differ.
+        Returns logits `[rows, vocabulary]` of each row's last new token; zeros where there is none.
+        Every rank computes all of them; where devices round differently, go on with rank 0's.
+        Raises, on every rank, InputError for other numbers, without `batch`, for padding, or where
+        the model keeps states; ContractMismatch where the ranks' tokens differ.
         """
         self._check_open()
         try:
@@ -177,6 +177,21 @@ class Cache(HookedCache):
         finally:
             self._of_rows = None
         return logits[:, 0]
+
+    def copy(self, row: int, source: Cache, source_row: int = 0, tokens: int | None = None) -> None:
+        """Row `row` becomes the first tokens of another cache's row: see `KVCache.copy`.
+
+        Raises InputError as that does; also for a cache without `batch` or a model with states.
+        """
+        self._check_open()
+        theirs = getattr(source, "_kv", None)
+        if self._kv is None or theirs is None or self._states is not None:
+            self.refuse(
+                "copy: expected two caches with batch=N of a model without states, got "
+                f"{self!r} and {source!r:.80}"
+            )
+        self._kv.copy(row, theirs, source_row, tokens)
+        self._text = None  # unknown from here on
 
     # What transformers asks of a cache. In `generate` rows have the same length: their padding is
     # cached too.
@@ -372,10 +387,11 @@ class Cache(HookedCache):
         assert self._info is not None
         step, self._info = self._info.step, None
         assert isinstance(step, Step)
-        if self._of_rows is not None:
-            logits = step.last(logits)[:, None]
-        source = step.last_owner[0] if step.sharded else 0
-        spread_logits = spread(self.ctx, logits[:, -1:] if step.sharded else logits, source)
+        if self._of_rows is not None:  # every rank has run all tokens
+            spread_logits = step.last(logits)[:, None]
+        else:
+            source = step.last_owner[0] if step.sharded else 0
+            spread_logits = spread(self.ctx, logits[:, -1:] if step.sharded else logits, source)
         before = self.get_seq_length()
         step.commit()
         if self._states is not None:
@@ -432,15 +448,3 @@ class Cache(HookedCache):
     def refuse(self, reason: str) -> NoReturn:
         """Raises InputError on every rank that waits for this one."""
         refuse(_NAME, InputError(f"{_NAME}: {reason}"), self.ctx.runtime)
-
-
-def _why_not(model: Any, capacity: object, batch: object, block: object) -> BurstError | None:
-    """The reason why such a cache is impossible, or None."""
-    for name, number in (("capacity", capacity), ("batch", batch), ("block", block)):
-        if not is_count(number, 1) and not (name == "batch" and number is None):
-            return InputError(f"{_NAME}: {name} must be an integer of at least 1, got {number!r}")
-    try:
-        check_model(model)
-    except (ConfigError, InputError) as error:
-        return error
-    return None

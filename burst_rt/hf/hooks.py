@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from burst_rt.context import Context
-from burst_rt.errors import BurstError, InputError
+from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.hf.prepare import attends
 from burst_rt.hf.release import cache_name, check_release, wrong_cache_name
 from burst_rt.hf.shard import KEYWORD
@@ -32,7 +32,7 @@ from burst_rt.hf.spread import of_rank_0
 from burst_rt.planning.masks.positions import is_count
 from burst_rt.runtime.refusing import refuse
 
-__all__ = ["HookedCache", "attach", "check_model", "detach"]
+__all__ = ["HookedCache", "attach", "check_model", "detach", "why_no_cache"]
 
 _NAME = "hf.Cache"
 _HOOKS = "_burst_rt_hooks"  # name of a model's attribute
@@ -97,6 +97,18 @@ def check_model(model: Any) -> None:
             f"with that, or call model.set_attn_implementation({KEYWORD!r})"
         )
     check_release(model)
+
+
+def why_no_cache(model: Any, capacity: object, batch: object, block: object) -> BurstError | None:
+    """The reason why such a cache is impossible, or None."""
+    for name, number in (("capacity", capacity), ("batch", batch), ("block", block)):
+        if not is_count(number, 1) and not (name == "batch" and number is None):
+            return InputError(f"{_NAME}: {name} must be an integer of at least 1, got {number!r}")
+    try:
+        check_model(model)
+    except (ConfigError, InputError) as error:
+        return error
+    return None
 
 
 class _Hooks:

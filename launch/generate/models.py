@@ -26,7 +26,7 @@ from burst_rt.runtime.objects import bytes_of
 if TYPE_CHECKING:
     from burst_rt.launch.train.pretrained import ModelFolder
 
-__all__ = ["ByteStreamer", "CachedModel", "Source", "bytes_source", "folder_source"]
+__all__ = ["ByteStreamer", "CachedModel", "Source", "bytes_source", "folder_ends", "folder_source"]
 
 
 class CachedModel(Protocol):
@@ -129,6 +129,13 @@ class _Pretrained:
         return last
 
 
+def folder_ends(folder: ModelFolder, model: Any) -> frozenset[int]:
+    """The tokens that end a text."""
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return frozenset(end for end in (*ends, folder.tokenizer.eos_token_id) if end is not None)
+
+
 def folder_source(folder: ModelFolder, model: Any, world: Context, *, dtype: torch.dtype) -> Source:
     """A model of transformers, and its tokenizer."""
     import transformers
@@ -141,14 +148,11 @@ def folder_source(folder: ModelFolder, model: Any, world: Context, *, dtype: tor
         tokens: list[int] = folder.tokenizer(text, verbose=False)["input_ids"]
         return tokens
 
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    known = {end for end in (*ends, folder.tokenizer.eos_token_id) if end is not None}
     text_config = folder.config.get_text_config()
     longest = getattr(text_config, "max_position_embeddings", None) or -1
     return Source(
         encode=encode,
-        ends=frozenset(known),
+        ends=folder_ends(folder, model),
         unit="token",
         longest=longest if longest > 0 else None,
         streamer=lambda: transformers.TextStreamer(folder.tokenizer, skip_special_tokens=True),

@@ -52,7 +52,7 @@ def _in_rows(ctx: burst_rt.Context, model: Any) -> list[list[int]]:
                 one.reset()
                 for chunk in _prompt(_PROMPTS[number]).split(64, 1):
                     logits = model(chunk, **{CACHE: one}).logits
-                rows.kv.copy(number, one.kv)
+                rows.copy(number, one)
                 found[number].append(int(logits[0, -1].argmax()))
             new = [[row[-1]] if row and len(row) < _NEW else [] for row in found]
             if any(new):
@@ -87,7 +87,7 @@ def _refused(ctx: burst_rt.Context, call: Callable[[Any, Any], object]) -> str:
         with pytest.raises(InputError) as caught:
             call(one, rows)
         one.kv.truncate(20)
-        rows.kv.copy(1, one.kv)
+        rows.copy(1, one)
         rows.extend([[], [3]])
     return caught.value.message
 
@@ -102,18 +102,19 @@ _WRONG: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
         "the capacity is 40 tokens a sequence; sequence 0 has 40 and gets 1",
         lambda one, rows: _fill(one, rows),
     ),
-    "no such row": ("row must be an integer of 0 to 1", lambda one, rows: rows.kv.copy(2, one.kv)),
+    "no such row": ("row must be an integer of 0 to 1", lambda one, rows: rows.copy(2, one)),
     "no such source": (
-        "source_row must be an integer of 0 to 0", lambda one, rows: rows.kv.copy(0, one.kv, 1)
+        "source_row must be an integer of 0 to 0", lambda one, rows: rows.copy(0, one, 1)
     ),
     "too much": (
-        "tokens must be an integer of 0 to 20", lambda one, rows: rows.kv.copy(0, one.kv, 0, 21)
+        "tokens must be an integer of 0 to 20", lambda one, rows: rows.copy(0, one, 0, 21)
     ),
     "no cache": ("source must be a KVCache", lambda one, rows: rows.kv.copy(0, one)),
+    "no batch": ("expected two caches with batch=N", lambda one, rows: rows.copy(0, one.kv)),
     "other blocks": (
         "must have the same layers, heads, dtype and block",
-        lambda one, rows: rows.kv.copy(
-            0, burst_rt.hf.Cache(one.model, one.ctx, capacity=40, batch=1, block=8).kv
+        lambda one, rows: rows.copy(
+            0, burst_rt.hf.Cache(one.model, one.ctx, capacity=40, batch=1, block=8)
         ),
     ),
 }  # fmt: skip
@@ -121,7 +122,7 @@ _WRONG: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
 
 def _fill(one: Any, rows: Any) -> None:
     one.model(_prompt(20), **{CACHE: one})
-    rows.kv.copy(0, one.kv)
+    rows.copy(0, one)
     rows.extend([[1], []])
 
 
@@ -162,7 +163,7 @@ def test_ranks_that_differ_do_not_go_on(differs: str) -> None:
         assert rows.kv is not None
         with torch.inference_mode():
             model(_prompt(20), **{CACHE: one})
-            rows.kv.copy(int(odd and differs == "row"), one.kv)
+            rows.copy(int(odd and differs == "row"), one)
             with pytest.raises(ContractMismatch) as caught:
                 rows.extend([[4 if odd and differs == "tokens" else 3], []])
         return type(caught.value)
@@ -182,11 +183,11 @@ def test_a_prefix_of_a_row_is_used_again() -> None:
         assert rows.kv is not None
         with torch.inference_mode():
             whole = model(_prompt(50), **{CACHE: one}).logits[0, -1]
-            rows.kv.copy(0, one.kv)
+            rows.copy(0, one)
             rows.extend([[7, 8, 9], []])
-            rows.kv.copy(1, rows.kv, 0, 31)
+            rows.copy(1, rows, 0, 31)
             one.reset()
-            one.kv.copy(0, rows.kv, 1)
+            one.copy(0, rows, 1)
             again = model(_prompt(50)[:, 31:], **{CACHE: one}).logits[0, -1]
         return whole, again
 

@@ -1,0 +1,1 @@
+"""`burst-rt serve`: a model of transformers over ranks, for clients of OpenAI's protocol."""
