@@ -1,5 +1,6 @@
-"""Small rings on made-up machines, to be rehearsed with faults and delays: `sim/test_faults.py` for
-some thousands of seeds, `make seeds` for a million.
+"""Small rings on made-up machines, to be rehearsed with faults and delays.
+
+`sim/test_faults.py` plays some thousands of seeds, and `make seeds` a million.
 """
 
 from __future__ import annotations

@@ -272,11 +272,11 @@ class KVCache:
                 "end, or cache.truncate(cache.lengths) to drop it"
             )
         assert isinstance(source_row, int)
-        there = source._history.lengths[source_row]
-        wanted = there if tokens is None else tokens
-        if not is_count(wanted, 0) or wanted > min(there, self.capacity):
+        known = source._history.lengths[source_row]
+        wanted = known if tokens is None else tokens
+        if not is_count(wanted, 0) or wanted > min(known, self.capacity):
             return (
-                f"tokens must be an integer of 0 to {there:,}, which row {source_row} has, and at "
+                f"tokens must be an integer of 0 to {known:,}, which row {source_row} has, and at "
                 f"most the capacity of {self.capacity:,}, got {wanted!r}"
             )
         return None

@@ -19,18 +19,18 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from burst_rt.launch.serve.protocol import (
-    Answer,
-    Asked,
-    Refused,
+    ParsedRequest,
+    Refusal,
+    Reply,
     error_body,
     read_chat,
     read_completion,
 )
 from burst_rt.launch.serve.sampling import Chosen
 from burst_rt.launch.serve.text import TextOfTokens
-from burst_rt.launch.serve.turns import Full, Request, Requests
+from burst_rt.launch.serve.turns import QueueFull, Request, Requests
 
-__all__ = ["Desk", "Figures", "make_app"]
+__all__ = ["Desk", "Figures", "make_routes"]
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -96,8 +96,8 @@ class Desk:
     def __post_init__(self) -> None:
         self.figures = Figures(self.requests)
 
-    def tokens_of(self, asked: Asked) -> list[int]:
-        """The prompt's tokens. Raises Refused."""
+    def tokens_of(self, asked: ParsedRequest) -> list[int]:
+        """The prompt's tokens. Raises Refusal."""
         if isinstance(asked.text, str):
             tokens = self.encode(asked.text, True)
         elif asked.is_chat:
@@ -106,14 +106,14 @@ class Desk:
                 tokens = self.encode(self.render(asked.text), False)  # type: ignore[arg-type]
             except Exception as error:  # a template is a program of the model's
                 why = f"messages: the model's chat template refuses them: {error}"
-                raise Refused(400, why, "messages") from error
+                raise Refusal(400, why, "messages") from error
         else:
             tokens = [int(token) for token in asked.text]  # type: ignore[call-overload]
             if max(tokens) >= self.num_words:
-                raise Refused(400, f"prompt: tokens must be below {self.num_words}", "prompt")
+                raise Refusal(400, f"prompt: tokens must be below {self.num_words}", "prompt")
         most = self.requests.capacity - 1
         if not 0 < len(tokens) <= most:
-            raise Refused(
+            raise Refusal(
                 400, f"the prompt has {len(tokens):,} tokens; expected 1 to {most:,}, for which "
                 "the server has room (--capacity)", None, "context_length_exceeded",
             )  # fmt: skip
@@ -123,7 +123,7 @@ class Desk:
 class _Talk:
     """A request under way, on the side of HTTP."""
 
-    def __init__(self, desk: Desk, asked: Asked) -> None:
+    def __init__(self, desk: Desk, asked: ParsedRequest) -> None:
         self.desk, self._asked = desk, asked
         self._heard: asyncio.Queue[Chosen | str] = asyncio.Queue()
         loop, prompt = asyncio.get_running_loop(), desk.tokens_of(asked)
@@ -142,7 +142,7 @@ class _Talk:
             most_tokens=min(room, asked.most_tokens or room), ends=desk.ends,
             generator=generator, tell=tell,
         )  # fmt: skip
-        self.answer = Answer(
+        self.answer = Reply(
             asked=asked, model=desk.model, num_prompt=len(prompt),
             word=lambda token: desk.decode([token]),
         )  # fmt: skip
@@ -150,14 +150,14 @@ class _Talk:
         desk.figures.prompt_tokens.inc(len(prompt))
 
     async def texts(self) -> AsyncIterator[str]:
-        """The answer's text in parts, "" among them, until it has ended. Raises Refused."""
+        """The answer's text in parts, "" among them, until it has ended. Raises Refusal."""
         desk, answer = self.desk, self.answer
         text, since_s = TextOfTokens(desk.decode, self._asked.stops), self.request.began_s
         while True:
             news = await self._heard.get()
             if isinstance(news, str):
                 if news.startswith("error: "):
-                    raise Refused(500, news.removeprefix("error: "))
+                    raise Refusal(500, news.removeprefix("error: "))
                 answer.ended, part = news, text.end()
                 if text.stopped:
                     answer.ended = "stop"
@@ -181,7 +181,7 @@ class _Talk:
                 return
 
 
-def make_app(desk: Desk) -> Starlette:
+def make_routes(desk: Desk) -> Starlette:
     """The application. Its routes run in one event loop, and rank 0's turns in another thread."""
 
     async def chat(http: HttpRequest) -> Response:
@@ -204,7 +204,7 @@ def make_app(desk: Desk) -> Starlette:
         return PlainTextResponse(generate_latest(desk.figures.registry))
 
     async def refused(http: HttpRequest, error: Exception) -> Response:
-        assert isinstance(error, Refused)
+        assert isinstance(error, Refusal)
         desk.figures.requests.labels("refused" if error.status < 500 else "error").inc()
         return JSONResponse(error_body(error), error.status)
 
@@ -216,38 +216,38 @@ def make_app(desk: Desk) -> Starlette:
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        exception_handlers={Refused: refused},
+        exception_handlers={Refusal: refused},
     )
 
 
 def _check(desk: Desk, http: HttpRequest) -> None:
-    """Raises Refused for a client without a key, or for a page of another site."""
+    """Raises Refusal for a client without a key, or for a page of another site."""
     # A page that a browser shows can send to loopback, too, under a name of its own.
     if desk.hosts is not None and http.url.hostname not in desk.hosts:
-        raise Refused(421, f"expected a Host of {', '.join(desk.hosts)}", code="wrong_host")
+        raise Refusal(421, f"expected a Host of {', '.join(desk.hosts)}", code="wrong_host")
     given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
     # All are compared, so that the time says nothing of which comes near.
     known = [hmac.compare_digest(given, key.encode()) for key in desk.keys]
     if desk.keys and not any(known):
-        raise Refused(
+        raise Refusal(
             401, "expected a key of the server's as a bearer token", code="invalid_api_key"
         )
 
 
 async def _answer(
-    desk: Desk, http: HttpRequest, read: Callable[[dict[str, Any]], Asked]
+    desk: Desk, http: HttpRequest, read: Callable[[dict[str, Any]], ParsedRequest]
 ) -> Response:
     _check(desk, http)
     asked = read(await _body(desk, http))
     if asked.model not in ("", desk.model):
         why = f"model: expected {desk.model!r}, got {asked.model!r:.80}"
-        raise Refused(404, why, "model", "model_not_found")
+        raise Refusal(404, why, "model", "model_not_found")
     if not desk.ready:
-        raise Refused(503, "the server is ending")
+        raise Refusal(503, "the server is ending")
     try:
         talk = _Talk(desk, asked)
-    except Full:
-        raise Refused(429, "too many requests wait (--queue); try again later") from None
+    except QueueFull:
+        raise Refusal(429, "too many requests wait (--queue); try again later") from None
     if asked.streams:
         return StreamingResponse(_stream(talk, asked), media_type="text/event-stream")
     ending = asyncio.ensure_future(_gone(http))
@@ -276,7 +276,7 @@ async def _gone(http: HttpRequest) -> None:
         pass
 
 
-async def _stream(talk: _Talk, asked: Asked) -> AsyncIterator[str]:
+async def _stream(talk: _Talk, asked: ParsedRequest) -> AsyncIterator[str]:
     answer, told = talk.answer, 0
     try:
         async for text in talk.texts():
@@ -287,7 +287,7 @@ async def _stream(talk: _Talk, asked: Asked) -> AsyncIterator[str]:
         if asked.tells_usage:
             yield _event(answer.last_part())
         yield "data: [DONE]\n\n"
-    except Refused as refused:
+    except Refusal as refused:
         yield _event(error_body(refused))
     finally:
         # Also where the client has left, and the stream is closed in its middle.
@@ -301,22 +301,22 @@ def _event(body: dict[str, Any]) -> str:
 
 
 async def _body(desk: Desk, http: HttpRequest) -> dict[str, Any]:
-    """The JSON that was sent. Raises Refused."""
+    """The JSON that was sent. Raises Refusal."""
     # Other types of content need no leave of the server, where a browser sends them for a page.
     if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise Refused(415, "expected content-type: application/json")
+        raise Refusal(415, "expected content-type: application/json")
     raw = bytearray()
     try:
         async for part in http.stream():
             raw += part
             if len(raw) > desk.most_bytes:
-                raise Refused(413, f"expected a body of at most {desk.most_bytes:,} bytes")
+                raise Refusal(413, f"expected a body of at most {desk.most_bytes:,} bytes")
     except ClientDisconnect:
-        raise Refused(400, "the client has left") from None
+        raise Refusal(400, "the client has left") from None
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"expected JSON: {error}") from error
+        raise Refusal(400, f"expected JSON: {error}") from error
     if not isinstance(body, dict):
-        raise Refused(400, f"expected a JSON object, got {type(body).__name__}")
+        raise Refusal(400, f"expected a JSON object, got {type(body).__name__}")
     return body

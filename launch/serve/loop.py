@@ -21,7 +21,7 @@ from torch import Tensor
 from burst_rt.context import Context
 from burst_rt.errors import BurstError, ConfigError, DeviceError
 from burst_rt.launch.generate.models import folder_ends
-from burst_rt.launch.serve.app import Desk, make_app
+from burst_rt.launch.serve.app import Desk, make_routes
 from burst_rt.launch.serve.options import ServeOptions
 from burst_rt.launch.serve.turns import Requests, Turn
 from burst_rt.launch.stopping import SIGNALS, StopRequests
@@ -161,7 +161,7 @@ class _Server:
         # At a lower level uvicorn would write a line for each malformed request.
         self._server = _Uvicorn(
             uvicorn.Config(
-                make_app(desk), log_level="critical", access_log=False, lifespan="off",
+                make_routes(desk), log_level="critical", access_log=False, lifespan="off",
                 limit_concurrency=options.connections, timeout_graceful_shutdown=int(_LEAVING_S),
                 server_header=False, proxy_headers=False,
             )

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from burst_rt.launch.serve.sampling import Chosen, Sampling
+from burst_rt.launch.serve.sampling import Chosen, Sampler
 
-__all__ = ["Answer", "Asked", "Refused", "error_body", "read_chat", "read_completion"]
+__all__ = ["ParsedRequest", "Refusal", "Reply", "error_body", "read_chat", "read_completion"]
 
 Json = dict[str, Any]  # as JSON gives it
 _MOST_LIKELY = 20  # tokens whose probabilities a request may ask for
@@ -34,7 +34,7 @@ _COMMON = {
 }  # fmt: skip
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """A request that is not done: the status, why, and the name of the parameter."""
 
     def __init__(self, status: int, why: str, name: str | None = None, code: str = "") -> None:
@@ -43,13 +43,13 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ParsedRequest:
     """What a request asks for. text: the prompt, or its tokens, or messages of a chat."""
 
     is_chat: bool
     text: str | list[int] | list[Json]
     model: str
-    sampling: Sampling
+    sampling: Sampler
     seed: int | None
     most_tokens: int | None
     stops: tuple[str, ...]
@@ -57,8 +57,8 @@ class Asked:
     tells_usage: bool  # at the end of a stream
 
 
-def read_chat(body: Json) -> Asked:
-    """What `POST /v1/chat/completions` asks for. Raises Refused."""
+def read_chat(body: Json) -> ParsedRequest:
+    """What `POST /v1/chat/completions` asks for. Raises Refusal."""
     special = {"messages", "max_completion_tokens", "top_logprobs"}
     _check_names(body, _COMMON | special)
     messages = body.get("messages")
@@ -75,8 +75,8 @@ def read_chat(body: Json) -> Asked:
     return _asked(body, [_message(x) for x in messages], num_likely, most, is_chat=True)
 
 
-def read_completion(body: Json) -> Asked:
-    """What `POST /v1/completions` asks for. Raises Refused."""
+def read_completion(body: Json) -> ParsedRequest:
+    """What `POST /v1/completions` asks for. Raises Refusal."""
     _check_names(body, _COMMON | {"prompt"})
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -92,7 +92,7 @@ def read_completion(body: Json) -> Asked:
 def _asked(
     body: Json, text: str | list[int] | list[Json], num_likely: int | None, most: int | None, *,
     is_chat: bool,
-) -> Asked:  # fmt: skip
+) -> ParsedRequest:  # fmt: skip
     stops = body.get("stop")
     stops = [stops] if isinstance(stops, str) else stops or []
     if (
@@ -107,9 +107,9 @@ def _asked(
     model = body.get("model", "")
     if not isinstance(model, str):
         raise _wrong("model", "a name", model)
-    return Asked(
+    return ParsedRequest(
         is_chat=is_chat, text=text, model=model,
-        sampling=Sampling(
+        sampling=Sampler(
             temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
             top_p=_number(body, "top_p", 1.0, 1e-9, 1.0),
             top_k=_whole(body, "top_k", 0, 0) or 0, num_likely=num_likely,
@@ -125,16 +125,16 @@ def _check_names(body: Json, known: set[str]) -> None:
         if name in known or name in _UNREAD or value is None:
             continue
         if name not in _IDLE:
-            raise Refused(400, f"{name} is not known here; leave it out", name, "unknown_parameter")
+            raise Refusal(400, f"{name} is not known here; leave it out", name, "unknown_parameter")
         if value not in _IDLE[name]:
-            raise Refused(
+            raise Refusal(
                 400, f"{name} is not done here: expected {_IDLE[name][0]!r} or none, got "
                 f"{value!r:.80}", name, "unsupported_value",
             )  # fmt: skip
 
 
 def _message(message: object) -> Json:
-    """A message, whose text may come in parts. Raises Refused."""
+    """A message, whose text may come in parts. Raises Refusal."""
     expected = "messages of a role and a text"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _wrong("messages", expected, message)
@@ -185,11 +185,11 @@ def _number(body: Json, name: str, default: float, least: float, most: float) ->
     return float(value)
 
 
-def _wrong(name: str, expected: str, got: object) -> Refused:
-    return Refused(400, f"{name}: expected {expected}, got {got!r:.80}", name, "invalid_value")
+def _wrong(name: str, expected: str, got: object) -> Refusal:
+    return Refusal(400, f"{name}: expected {expected}, got {got!r:.80}", name, "invalid_value")
 
 
-def error_body(refused: Refused) -> Json:
+def error_body(refused: Refusal) -> Json:
     """The body of an answer to a request that is not done."""
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = "server_error" if refused.status >= 500 else kinds.get(refused.status)
@@ -202,10 +202,10 @@ def error_body(refused: Refused) -> Json:
 
 
 @dataclass(kw_only=True)
-class Answer:
+class Reply:
     """The answer to a request, whole or in parts. word: of a token, its text."""
 
-    asked: Asked
+    asked: ParsedRequest
     model: str
     num_prompt: int
     word: Callable[[int], str]

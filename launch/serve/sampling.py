@@ -11,7 +11,7 @@ from torch import Tensor
 from burst_rt.errors import ConfigError
 from burst_rt.launch.generate.loop import sample
 
-__all__ = ["Chosen", "Sampling"]
+__all__ = ["Chosen", "Sampler"]
 
 
 class Chosen(NamedTuple):
@@ -23,7 +23,7 @@ class Chosen(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampler:
     """How a request chooses its tokens, in the protocol's words.
 
     top_k: 0 for all tokens. num_likely: how many of the likeliest tokens are told; None: neither

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.serve.sampling import Chosen, Sampling
+from burst_rt.launch.serve.sampling import Chosen, Sampler
 
-__all__ = ["Full", "Request", "Requests", "Turn"]
+__all__ = ["QueueFull", "Request", "Requests", "Turn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Turn:
     stop: str = ""
 
 
-class Full(Exception):
+class QueueFull(Exception):
     """As many requests wait as may."""
 
 
@@ -52,7 +52,7 @@ class Request:
     """
 
     prompt: list[int]
-    sampling: Sampling
+    sampling: Sampler
     most_tokens: int
     ends: frozenset[int]  # tokens that end the text
     generator: torch.Generator
@@ -117,12 +117,12 @@ class Requests:
         return sum(len(row.tokens) for row in self._rows)
 
     def put(self, request: Request) -> None:
-        """Takes a request, or raises Full."""
+        """Takes a request, or raises QueueFull."""
         with self._change:
             if len(self._waiting) >= self._most_waiting:
                 self._drop_waiting()
             if len(self._waiting) >= self._most_waiting:
-                raise Full
+                raise QueueFull
             self._waiting.append(request)
             self._change.notify()
 

@@ -320,7 +320,9 @@ def test_a_rank_that_dies_ends_the_server_and_its_requests(model: Path, tmp_path
         )
         next(parts)
         served.ranks()[-1].kill()
-        with pytest.raises(openai.APIError, match=r"a rank has failed|peer closed|Connection error"):
+        with pytest.raises(
+            openai.APIError, match=r"a rank has failed|peer closed|Connection error"
+        ):
             list(parts)
         assert served.process.wait(30) != 0
         assert re.search(r"rank [01] was killed by signal 9, SIGKILL", served.err.read_text())

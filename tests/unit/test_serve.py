@@ -1,182 +1,299 @@
-"""The benchmark of serving: every part at tiny sizes on ranks that are threads, and its forecasts
-of large models.
-"""
+"""`burst-rt serve` without ranks: texts of tokens, what requests ask for, what rank 0 decides."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+import random
+import time
+from typing import Any
 
 import pytest
 import torch
-from covering import first_of
-from tolerances import ERROR
 
-from benchmarks.paper import FIRST_TOKEN_S, STRATEGIES
-from benchmarks.prefill import (
-    LLAMA_405B,
-    PUBLISHED_S,
-    Prefill,
-    Prompt,
-    prefill,
-    published_peak,
-    with_peak,
+from burst_rt.errors import ConfigError
+from burst_rt.launch.serve.protocol import Refusal, Reply, read_chat, read_completion
+from burst_rt.launch.serve.sampling import Chosen, Sampler
+from burst_rt.launch.serve.text import TextOfTokens
+from burst_rt.launch.serve.turns import QueueFull, Request, Requests
+
+_WORDS = "Bären, 熊 and 🐻 STOP at the river. "
+
+
+def _of_bytes(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def _told(text: str, stops: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    """The parts that are told of a text whose tokens are its bytes, and whether a stop ended it."""
+    teller = TextOfTokens(_of_bytes, stops)
+    parts = []
+    for token in text.encode():
+        parts.append(teller.put(token))
+        if teller.stopped:
+            return parts, True
+    return [*parts, teller.end()], teller.stopped
+
+
+def test_characters_are_told_when_they_are_whole() -> None:
+    parts, _ = _told(_WORDS)
+    assert "".join(parts) == _WORDS
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(parts)
+    assert max(map(len, parts)) == 1
+    # What never becomes a character is told at the end.
+    teller = TextOfTokens(_of_bytes)
+    assert [teller.put(token) for token in b"a\xf0\x9f"] == ["a", "", ""]
+    assert teller.end() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_text_ends_before_the_first_stop() -> None:
+    for stops in (("STOP",), ("river", "STOP"), ("STOPS", "STO", "P")):
+        parts, stopped = _told(_WORDS, stops)
+        assert stopped
+        assert "".join(parts) == _WORDS[: min(at for s in stops if (at := _WORDS.find(s)) >= 0)]
+    # What may be a stop's beginning is kept back, and told where it is none.
+    teller = TextOfTokens(_of_bytes, ["abcd"])
+    assert [teller.put(token) for token in b"xabcab"] == ["x", "", "", "", "abc", ""]
+    assert (teller.end(), teller.stopped) == ("ab", False)
+
+
+def test_texts_and_stops_drawn() -> None:
+    chance = random.Random(0)
+    for _ in range(500):
+        text = "".join(chance.choice("abä") for _ in range(chance.randrange(30)))
+        stops = tuple(
+            "".join(chance.choice("abä") for _ in range(chance.randrange(1, 5)))
+            for _ in range(chance.randrange(3))
+        )
+        found = [end for end in range(len(text) + 1) if any(text[:end].endswith(s) for s in stops)]
+        parts, stopped = _told(text, stops)
+        assert stopped == bool(found)
+        told = "".join(parts)
+        if not found:
+            assert told == text
+            continue
+        # The first stop that is whole ends the text, and of several the longest.
+        ends = [s for s in stops if text[: found[0]].endswith(s)]
+        assert told == text[: found[0] - max(map(len, ends))]
+
+
+_SCORES = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
+
+
+def test_the_likeliest_of_the_top_k_are_drawn() -> None:
+    made = torch.Generator().manual_seed(0)
+    choose = Sampler(temperature=2.0, top_k=3).choose
+    drawn = {choose(_SCORES, made).token for _ in range(300)}
+    assert drawn == {1, 2, 3}
+    assert Sampler(temperature=0).choose(_SCORES, made) == Chosen(1, 0.0)
+    told = Sampler(temperature=0, num_likely=2).choose(_SCORES, made)
+    logs = _SCORES.log_softmax(0).tolist()
+    assert told.logprob == pytest.approx(logs[1])
+    assert [token for token, _ in told.likely] == [1, 3]
+    assert [log for _, log in told.likely] == pytest.approx([logs[1], logs[3]])
+    with pytest.raises(ConfigError, match="scores are not numbers"):
+        Sampler().choose(_SCORES * torch.nan, made)
+
+
+_CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["hi"]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+        ({**_CHAT, "top_logprobs": 2}, "top_logprobs"),
+        ({**_CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({**_CHAT, "logprobs": 2}, "logprobs"),
+        ({**_CHAT, "tools": [{"type": "function"}]}, "tools"),
+        ({**_CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+        ({**_CHAT, "seed": 0.5}, "seed"),
+        ({**_CHAT, "seed": True}, "seed"),
+        ({**_CHAT, "seed": 2**63}, "seed"),
+        ({**_CHAT, "temperature": float("nan")}, "temperature"),
+        ({**_CHAT, "top_p": 0}, "top_p"),
+        ({**_CHAT, "top_k": -1}, "top_k"),
+        ({**_CHAT, "stop": ["a"] * 17}, "stop"),
+        ({**_CHAT, "stop": 5}, "stop"),
+        ({**_CHAT, "stream_options": {"what": 1}}, "stream_options"),
+        ({**_CHAT, "model": 5}, "model"),
+        ({**_CHAT, "max_tokens": 2.0}, "max_tokens"),
+        ({**_CHAT, "prompt": "hi"}, "prompt"),
+    ],
 )
-from benchmarks.serve import PARTS, Bench, Rows
-from burst_rt import Context, run_local
-from burst_rt.errors import ConfigError, InputError
-from burst_rt.launch.plan.models import MODELS, Model, parse_model
-from burst_rt.launch.train.config import ModelConfig
-from burst_rt.planning.machines import load_hardware
-from burst_rt.planning.masks import Full
-from burst_rt.scheduler.simulator import Hardware
-
-_TINY = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2)
-_LARGE, _H100 = parse_model(LLAMA_405B), load_hardware("h100-sxm")
+def test_what_a_chat_does_not_take_is_named(body: dict[str, Any], name: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        read_chat(body)
+    assert (caught.value.status, caught.value.name) == (400, name)
+    assert name in caught.value.why
 
 
-def _on_16_nodes(model: Model, tokens: int, hardware: Hardware, fp8: bool = False) -> Prefill:
-    return prefill(model, Prompt(tokens, world_size=128, tensor_parallel=8, fp8=fp8), hardware)
-
-
-def _measured(ctx: Context) -> dict[str, Rows]:
-    # Two lengths of cache, and a question that is worth sending instead of keys.
-    with torch.inference_mode():
-        bench = Bench(ctx, _TINY, pairs=1, max_tokens=2048, chunk=500, threads=2)
-        return {name: measure(bench) for name, (measure, _) in PARTS.items()}
-
-
-@pytest.fixture(scope="module")
-def parts() -> dict[str, Rows]:
-    first, second = run_local(2, _measured)
-    assert first.keys() == second.keys()
-    return first
-
-
-def test_every_part_measures(parts: dict[str, Rows]) -> None:
-    columns = {
-        "first-token": {
-            "tokens", "ranks s", "torch s", "of torch's time, paired", "first run s",
-            "scores differ x 1e7",
-        },
-        "chunks": {"tokens", "chunk", "whole s", "in chunks s", "more %"},
-        "token": {
-            "cached", "layer ms", "processor ms", "kernel ms", "runtime adds ms",
-            "a tenth below ms", "adds, window ms", "once a token ms",
-        },
-        "question": {
-            "document", "question", "strategy", "ms", "of ring-kv's time, paired", "sent MiB",
-            "plan",
-        },
+def test_what_asks_for_nothing_is_taken() -> None:
+    idle = {
+        "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": [],
+        "user": "me", "metadata": {"a": "b"}, "seed": None, "response_format": {"type": "text"},
     }  # fmt: skip
-    assert {name: set(rows[0]) for name, rows in parts.items()} == columns
-    for rows in parts.values():
-        for row in rows:
-            numbers = [value for value in row.values() if isinstance(value, int | float)]
-            assert all(map(math.isfinite, numbers))
-    assert [row["cached"] for row in parts["token"]] == [1024, 2048]
+    asked = read_chat({**_CHAT, **idle})
+    assert asked == read_chat(_CHAT)
+    assert (asked.sampling, asked.most_tokens, asked.streams) == (Sampler(), None, False)
+    assert read_completion({"prompt": "x"}).most_tokens == 16
+    assert read_completion({"prompt": [1, 2]}).text == [1, 2]
+    assert read_completion({"prompt": ["x"]}).text == "x"
 
 
-def test_ranks_and_torch_give_the_same_scores(parts: dict[str, Rows]) -> None:
-    (row,) = parts["first-token"]
-    difference = row["scores differ x 1e7"]
-    assert isinstance(difference, float)
-    assert 0 < difference / 1e7 < ERROR[torch.float32]
+def test_parts_of_an_answer_make_the_whole() -> None:
+    asked = read_chat({**_CHAT, "stream": True, "stream_options": {"include_usage": True}})
+    answer = Reply(asked=asked, model="m", num_prompt=3, word=str)
+    parts = [answer.part(text, 0) for text in ("a", "b")]
+    answer.ended, answer.text, answer.num_new = "stop", "ab", 2
+    parts.append(answer.part("", 2))
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert deltas == [{"role": "assistant", "content": "a"}, {"content": "b"}, {}]
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None, None, "stop"]
+    assert {part["id"] for part in parts} == {answer.whole()["id"]}
+    assert answer.last_part()["usage"]["total_tokens"] == 5
+    assert answer.whole()["choices"][0]["message"]["content"] == "ab"
 
 
-def test_a_question_goes_by_keys_by_queries_and_as_planned(parts: dict[str, Rows]) -> None:
-    plans = {row["strategy"]: str(row["plan"]) for row in parts["question"]}
-    assert "k, v travel" in plans["ring-kv"]
-    assert "q, acc, ml travel" in plans["ring-q"]
-    assert plans["auto"] == plans["ring-q"]
-    sent = {row["strategy"]: float(row["sent MiB"] or 0) for row in parts["question"]}
-    # Half of the keys and values, and half of the questions, go to the other rank.
-    tokens = 2048 + 64
-    assert sent["ring-kv"] == pytest.approx(tokens / 2 * 2 * 2 * 8 * 4 / 2**20, rel=0.3)
-    assert 0 < sent["auto"] == sent["ring-q"] < sent["ring-kv"]
+class _Ranks:
+    """What ranks would do in turns: the tokens of the caches, and scores that count on from the
+    last token.
+    """
+
+    def __init__(self, requests: Requests, num_rows: int) -> None:
+        self.requests, self.rows, self.one = requests, [[] for _ in range(num_rows)], [0]
+        self.rows = [list[int]() for _ in range(num_rows)]
+        self.one = list[int]()
+        self.most_chunk = 0
+
+    def turn(self) -> bool:
+        """Takes a turn; whether there was anything to do."""
+        turn = self.requests.next_turn(0.0)
+        of_rows = of_chunk = None
+        if any(turn.rows):
+            for row, new in zip(self.rows, turn.rows, strict=True):
+                row += new
+            of_rows = torch.stack([self._scores(row) for row in self.rows])
+        if turn.begin:
+            row, tokens = turn.begin
+            assert tokens <= len(self.rows[row])
+            self.one = self.rows[row][:tokens]
+        if turn.chunk:
+            self.one += turn.chunk
+            self.most_chunk = max(self.most_chunk, len(turn.chunk))
+            of_chunk = self._scores(self.one)
+        if turn.place >= 0:
+            self.rows[turn.place] = list(self.one)
+        self.requests.took(turn, of_rows, of_chunk)
+        return bool(any(turn.rows) or turn.chunk)
+
+    @staticmethod
+    def _scores(tokens: list[int]) -> torch.Tensor:
+        # By all tokens: a row that has others than it should goes on otherwise.
+        return torch.eye(1000)[(sum(tokens) + len(tokens)) % 1000]
 
 
-def test_llama_405b_on_16_nodes_is_attention_and_the_rest() -> None:
-    assert _LARGE.num_weights == pytest.approx(405e9, rel=0.01)
-    short, long = (_on_16_nodes(_LARGE, tokens, _H100, fp8=True) for tokens in (131_072, 1_048_576))
-    assert long.linear_s / short.linear_s == pytest.approx(8, rel=0.05)
-    assert long.attention_s / short.attention_s == pytest.approx(64, rel=0.1)
-    assert long.time_s == long.linear_s + long.attention_s
-    # Its half of all cells, at the machine's own speed.
-    flops = 126 * 2 * 1_048_576**2 * 16384 / 128
-    forward = _H100.device.rates["forward"]
-    assert forward.flops_per_s is not None
-    assert long.attention_s > flops / (forward.flops_per_s * forward.efficiency)
+def _wanted(prompt: list[int], num: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(num):
+        text.append(int(_Ranks._scores(text).argmax()))
+    return text[len(prompt) :]
 
 
-def test_a_feed_forward_in_fp8_takes_half_the_time_and_memory() -> None:
-    half, whole = (_on_16_nodes(_LARGE, 131_072, _H100, fp8=fp8) for fp8 in (True, False))
-    assert half.attention_s == whole.attention_s
-    weights = _LARGE.num_layers * _LARGE.layer.num_weights("gate_up", "down") / 8
-    assert whole.weight_bytes - half.weight_bytes == pytest.approx(weights, rel=1e-6)
-    linear = _H100.device.rates["linear"]
-    assert linear.flops_per_s is not None
-    speed = linear.flops_per_s * linear.efficiency
-    saved = 2 * weights * 131_072 / 16 / 2 / speed
-    assert whole.linear_s - half.linear_s == pytest.approx(saved, rel=1e-3)
-    assert whole.weight_bytes > _H100.device.memory_bytes > half.weight_bytes
+def _request(prompt: list[int], most: int, told: list[Any], **about: Any) -> Request:
+    known: dict[str, Any] = {
+        "prompt": prompt, "sampling": Sampler(temperature=0), "most_tokens": most,
+        "ends": frozenset(), "generator": torch.Generator(), "tell": told.append,
+    }  # fmt: skip
+    return Request(**(known | about))
 
 
-def test_a_machine_at_its_published_utilization_takes_the_published_time() -> None:
-    peak = published_peak(_LARGE, 128)
-    assert peak < 989.5e12  # the data sheet's
-    rates = {
-        name: replace(_H100.device.rates[name], efficiency=0.63, masked=None)
-        for name in ("forward", "linear")
-    }
-    device = replace(_H100.device, rates={**_H100.device.rates, **rates})
-    machine = with_peak(replace(_H100, device=device), peak)
-    found = _on_16_nodes(_LARGE, 1_000_000, machine)
-    # Beside the products that the utilization is of, there are all-reduces, and ranks whose last
-    # blocks see more than others'.
-    assert found.time_s == pytest.approx(PUBLISHED_S["1M"], rel=0.07)
+def test_drawn_requests_get_the_tokens_of_their_own_text() -> None:
+    """Prompts that begin alike, more requests than rows, cancelled ones, in turns of any chunk."""
+    chance = random.Random(1)
+    for _ in range(30):
+        num_rows, chunk = chance.randrange(1, 4), chance.choice((1, 3, 50))
+        requests = Requests(
+            num_rows, capacity=60, chunk=chunk, most_waiting=100, within_s=1e6
+        )  # fmt: skip
+        ranks = _Ranks(requests, num_rows)
+        common = [chance.randrange(9) for _ in range(30)]
+        asked: list[tuple[Request, list[Any]]] = []
+        for _ in range(12):
+            own = [chance.randrange(9) for _ in range(chance.randrange(1, 8))]
+            prompt = common[: chance.randrange(31)] + own
+            told: list[Any] = []
+            asked.append((_request(prompt, chance.randrange(1, 40), told), told))
+            requests.put(asked[-1][0])
+            for _ in range(chance.randrange(6)):
+                ranks.turn()
+            if chance.random() < 0.2:
+                asked[chance.randrange(len(asked))][0].cancelled = True
+        while ranks.turn():
+            pass
+        assert ranks.most_chunk <= chunk
+        assert (requests.num_active, requests.num_waiting) == (0, 0)
+        for request, told in asked:
+            *tokens, why = told
+            wanted = _wanted(request.prompt, len(tokens))
+            assert [chosen.token for chosen in tokens] == wanted
+            room = 60 - len(request.prompt) + 1
+            if why == "length":
+                assert len(tokens) == min(request.most_tokens, room)
+            else:
+                assert (why, request.cancelled) == ("error: cancelled", True)
 
 
-def test_nodes_that_share_a_network_card_are_refused() -> None:
-    assert _H100.nics is not None
-    shared = replace(_H100, nics=replace(_H100.nics, count=4))
-    with pytest.raises(ConfigError, match=r"all 8 ranks of a node, .* got 8 ranks and 4 cards"):
-        _on_16_nodes(_LARGE, 131_072, shared)
-    with pytest.raises(ConfigError, match=r"all 8 ranks of a node, .* got 4 ranks and 8 cards"):
-        prefill(_LARGE, Prompt(131_072, world_size=128, tensor_parallel=4), _H100)
+def test_a_prompt_that_begins_like_a_row_is_read_from_there_on() -> None:
+    requests = Requests(2, capacity=100, chunk=1000, most_waiting=9, within_s=1e6)
+    ranks = _Ranks(requests, 2)
+    for number, (prompt, reused) in enumerate(
+        [([1] * 20, 0), ([1] * 20, 19), ([1] * 15 + [2] * 5, 15), ([3] * 5, 0)]
+    ):
+        before, told = requests.num_reused, list[Any]()
+        requests.put(_request(prompt, 2, told))
+        while ranks.turn():
+            pass
+        assert requests.num_reused - before == reused, number
+        assert [chosen.token for chosen in told[:-1]] == _wanted(prompt, 2)
 
 
-def test_sizes_that_cannot_be_shared_are_refused() -> None:
-    for world_size, tokens in ((100, 131_072), (128, 0)):
-        with pytest.raises(InputError, match=r"at least 1 token, and ranks in groups of 8"):
-            prefill(_LARGE, Prompt(tokens, world_size, tensor_parallel=8), _H100)
+def test_a_token_that_ends_texts_is_not_told() -> None:
+    requests = Requests(1, capacity=100, chunk=1000, most_waiting=9, within_s=1e6)
+    told: list[Any] = []
+    wanted = _wanted([4, 5], 3)
+    requests.put(_request([4, 5], 50, told, ends=frozenset(wanted[2:])))
+    ranks = _Ranks(requests, 1)
+    while ranks.turn():
+        pass
+    assert [x if isinstance(x, str) else x.token for x in told] == [*wanted[:2], "stop"]
 
 
-@pytest.mark.parametrize("tokens", first_of([*FIRST_TOKEN_S], 1, 32_768, 131_072))
-def test_llama_7b_by_a_caches_graphs_takes_what_the_paper_measured(tokens: int) -> None:
-    """Where it computes all scores, as the paper's rings do; "auto" is never slower than rings."""
-    published = FIRST_TOKEN_S[tokens][STRATEGIES.index("burst")]
-    model, machine = MODELS["llama-7b"], load_hardware("a100-pcie")
-    found = prefill(model, Prompt(tokens, 8, structure=Full()), machine)
-    assert found.time_s == pytest.approx(published, rel=0.1)
-    by_keys, by_itself = (
-        prefill(model, Prompt(tokens, 8, strategy=name), machine) for name in ("ring-kv", "auto")
-    )
-    assert by_itself.time_s <= 1.02 * by_keys.time_s  # forecasts so near count as equal
-    assert by_keys.time_s < found.time_s
-
-
-def test_chunks_take_little_more_than_the_whole_prompt_where_messages_are_free() -> None:
-    """Each chunk waits for its slowest rank, and the cells are the same."""
-    slow = load_hardware("a100-pcie")
-    link = replace(slow.node.link, latency_s=0.0, bytes_per_s=1e18)
-    forward = replace(slow.device.rates["forward"], masked=None)
-    rates = {**slow.device.rates, "forward": forward}
-    device = replace(slow.device, rates=rates)
-    machine = replace(slow, device=device, node=replace(slow.node, link=link))
-    whole, chunked = (
-        prefill(MODELS["llama-7b"], Prompt(65_536, 8, chunk=chunk), machine)
-        for chunk in (None, 16_384)
-    )
-    assert whole.attention_s < chunked.attention_s < 1.1 * whole.attention_s
-    assert chunked.linear_s == pytest.approx(whole.linear_s, rel=0.01)
+def test_limits_and_ends() -> None:
+    requests = Requests(1, capacity=100, chunk=2, most_waiting=2, within_s=0.2)
+    ranks = _Ranks(requests, 1)
+    told: list[list[Any]] = [[] for _ in range(4)]
+    asked = [_request([5] * 6, 1000, each) for each in told]
+    requests.put(asked[0])
+    ranks.turn()
+    for request in asked[1:3]:
+        requests.put(request)
+    with pytest.raises(QueueFull):
+        requests.put(asked[3])
+    asked[1].cancelled = True
+    requests.put(asked[3])  # in the place of one that nobody waits for
+    assert told[1] == ["error: cancelled"]
+    asked[2].began_s = time.monotonic() - 1
+    while ranks.turn() and len(told[0]) < 5:
+        pass
+    requests.fail("the end")
+    assert told[0][-1] == told[3][-1] == "error: the end"
+    assert told[2][-1] in ("error: the end", "error: it took longer than 0.2 s")
+    assert not ranks.turn()
+    late: list[Any] = []
+    requests.put(_request([1], 5, late, began_s=time.monotonic() - 1))
+    assert not ranks.turn()
+    assert late == ["error: it took longer than 0.2 s"]

@@ -60,16 +60,16 @@ class Phases:
 
     def shares(self, since_s: float, until_s: float) -> dict[int, dict[str, float]]:
         """By rank and name: the part of the window in spans, at most 1."""
-        found: dict[int, dict[str, float]] = {}
+        shares: dict[int, dict[str, float]] = {}
         for number, kept in self._by_rank.items():
-            sums = found[number] = {}
+            sums = shares[number] = {}
             for phase in takewhile(lambda phase: phase.ended_s > since_s, reversed(kept)):
                 if phase.name:
                     took_s = min(phase.ended_s, until_s) - max(phase.started_s, since_s)
                     sums[phase.name] = sums.get(phase.name, 0.0) + max(0.0, took_s)
             for name, took_s in sums.items():
                 sums[name] = min(1.0, took_s / max(until_s - since_s, 1e-9))
-        return found
+        return shares
 
 
 def step_share(ranks: Iterable[RankView]) -> float | None:
