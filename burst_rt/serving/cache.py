@@ -252,7 +252,7 @@ class KVCache:
         self._history.replace(row, taken, padding, f"{name}: {taken}")
 
     def _refuses_copy(
-        self, row: object, source: object, source_row: object, tokens: object
+        self, row: int, source: KVCache, source_row: int, tokens: int | None
     ) -> str | None:
         """Why a row cannot become another one, in words."""
         if not isinstance(source, KVCache) or source.attention is not self.attention:
@@ -271,7 +271,6 @@ class KVCache:
                 "a step of one of the caches was not committed; call step.commit() at a step's "
                 "end, or cache.truncate(cache.lengths) to drop it"
             )
-        assert isinstance(source_row, int)
         known = source._history.lengths[source_row]
         wanted = known if tokens is None else tokens
         if not is_count(wanted, 0) or wanted > min(known, self.capacity):

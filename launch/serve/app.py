@@ -30,9 +30,9 @@ from burst_rt.launch.serve.sampling import Chosen
 from burst_rt.launch.serve.text import TextOfTokens
 from burst_rt.launch.serve.turns import QueueFull, Request, Requests
 
-__all__ = ["Desk", "Figures", "make_routes"]
+__all__ = ["LOOPBACK", "Desk", "Figures", "make_routes"]
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Figures:
@@ -89,7 +89,7 @@ class Desk:
     num_words: int
     most_bytes: int
     keys: tuple[str, ...] = ()
-    hosts: tuple[str, ...] | None = _LOOPBACK
+    hosts: tuple[str, ...] | None = LOOPBACK
     ready: bool = True
     figures: Figures = field(init=False)
 
@@ -98,19 +98,17 @@ class Desk:
 
     def tokens_of(self, asked: ParsedRequest) -> list[int]:
         """The prompt's tokens. Raises Refusal."""
-        if isinstance(asked.text, str):
-            tokens = self.encode(asked.text, True)
-        elif asked.is_chat:
+        if asked.messages is not None:
             try:
                 # The template writes what the tokenizer would put before a text.
-                tokens = self.encode(self.render(asked.text), False)  # type: ignore[arg-type]
+                tokens = self.encode(self.render(asked.messages), False)
             except Exception as error:  # a template is a program of the model's
                 why = f"messages: the model's chat template refuses them: {error}"
                 raise Refusal(400, why, "messages") from error
         else:
-            tokens = [int(token) for token in asked.text]  # type: ignore[call-overload]
-            if max(tokens) >= self.num_words:
-                raise Refusal(400, f"prompt: tokens must be below {self.num_words}", "prompt")
+            tokens = asked.tokens or self.encode(asked.prompt or "", True)
+        if max(tokens, default=0) >= self.num_words:
+            raise Refusal(400, f"prompt: tokens must be below {self.num_words}", "prompt")
         most = self.requests.capacity - 1
         if not 0 < len(tokens) <= most:
             raise Refusal(

@@ -21,7 +21,7 @@ from torch import Tensor
 from burst_rt.context import Context
 from burst_rt.errors import BurstError, ConfigError, DeviceError
 from burst_rt.launch.generate.models import folder_ends
-from burst_rt.launch.serve.app import Desk, make_routes
+from burst_rt.launch.serve.app import LOOPBACK, Desk, make_routes
 from burst_rt.launch.serve.options import ServeOptions
 from burst_rt.launch.serve.turns import Requests, Turn
 from burst_rt.launch.stopping import SIGNALS, StopRequests
@@ -143,12 +143,11 @@ def _desk(folder: ModelFolder, model: Any, requests: Requests, options: ServeOpt
         )
         return text
 
-    loopback = options.host in ("127.0.0.1", "::1", "localhost")
     return Desk(
         model=options.name, requests=requests, encode=encode, decode=decode, render=render,
         ends=folder_ends(folder, model), num_words=model.config.get_text_config().vocab_size,
         most_bytes=options.body_mib << 20, keys=options.keys(),
-        **({} if loopback else {"hosts": None}),
+        hosts=LOOPBACK if options.host in LOOPBACK else None,
     )  # fmt: skip
 
 

@@ -44,10 +44,11 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedRequest:
-    """What a request asks for. text: the prompt, or its tokens, or messages of a chat."""
+    """What a request asks for. It has one of a prompt, its tokens, and a chat's messages."""
 
-    is_chat: bool
-    text: str | list[int] | list[Json]
+    prompt: str | None = None
+    tokens: list[int] | None = None
+    messages: list[Json] | None = None
     model: str
     sampling: Sampler
     seed: int | None
@@ -55,6 +56,11 @@ class ParsedRequest:
     stops: tuple[str, ...]
     streams: bool
     tells_usage: bool  # at the end of a stream
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the answer is a message."""
+        return self.messages is not None
 
 
 def read_chat(body: Json) -> ParsedRequest:
@@ -72,7 +78,7 @@ def read_chat(body: Json) -> ParsedRequest:
     most = _whole(body, "max_completion_tokens", None, 1)
     if most is None:
         most = _whole(body, "max_tokens", None, 1)
-    return _asked(body, [_message(x) for x in messages], num_likely, most, is_chat=True)
+    return _parsed(body, num_likely, most, messages=[_message(x) for x in messages])
 
 
 def read_completion(body: Json) -> ParsedRequest:
@@ -86,13 +92,13 @@ def read_completion(body: Json) -> ParsedRequest:
         raise _wrong("prompt", "one text, or its tokens, not empty", prompt)
     num_likely = _whole(body, "logprobs", None, 0, _MOST_LIKELY)
     most = _whole(body, "max_tokens", 16, 1)  # the protocol's default
-    return _asked(body, prompt, num_likely, most, is_chat=False)
+    if isinstance(prompt, str):
+        return _parsed(body, num_likely, most, prompt=_text("prompt", prompt))
+    return _parsed(body, num_likely, most, tokens=prompt)
 
 
-def _asked(
-    body: Json, text: str | list[int] | list[Json], num_likely: int | None, most: int | None, *,
-    is_chat: bool,
-) -> ParsedRequest:  # fmt: skip
+def _parsed(body: Json, num_likely: int | None, most: int | None, **what: Any) -> ParsedRequest:
+    """The rest of a request. what: is written on."""
     stops = body.get("stop")
     stops = [stops] if isinstance(stops, str) else stops or []
     if (
@@ -108,7 +114,7 @@ def _asked(
     if not isinstance(model, str):
         raise _wrong("model", "a name", model)
     return ParsedRequest(
-        is_chat=is_chat, text=text, model=model,
+        **what, model=model,
         sampling=Sampler(
             temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
             top_p=_number(body, "top_p", 1.0, 1e-9, 1.0),
@@ -150,7 +156,16 @@ def _message(message: object) -> Json:
     }
     if not isinstance(content, str) or odd:
         raise _wrong("messages", expected, message)
-    return {"role": message["role"], "content": content}
+    return {"role": _text("messages", message["role"]), "content": _text("messages", content)}
+
+
+def _text(name: str, text: str) -> str:
+    """A text of characters; JSON can also have halves of them. Raises Refusal."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _wrong(name, f"text in Unicode ({error.reason})", text) from error
+    return text
 
 
 def _is_true(body: Mapping[str, Any], name: str) -> bool:

@@ -265,6 +265,8 @@ def test_what_is_no_request_is_refused(server: _Server) -> None:
     text = {"content-type": "application/json"}
     assert httpx.post(url, content="{", headers=text).status_code == 400
     assert httpx.post(url, content="[]", headers=text).status_code == 400
+    half = '{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    assert "text in Unicode" in httpx.post(url, content=half, headers=text).text
     assert httpx.post(url, content="{}", headers={"content-type": "text/plain"}).status_code == 415
     assert httpx.post(url, json={}, headers={"host": "elsewhere.example"}).status_code == 421
     assert httpx.get(url).status_code == 405

@@ -50,14 +50,15 @@ def _in_rows(ctx: burst_rt.Context, model: Any) -> list[list[int]]:
         for number in range(len(_PROMPTS) + _NEW):
             if number < len(_PROMPTS):
                 one.reset()
+                best = -1
                 for chunk in _prompt(_PROMPTS[number]).split(64, 1):
-                    logits = model(chunk, **{CACHE: one}).logits
+                    best = int(model(chunk, **{CACHE: one}).logits[0, -1].argmax())
                 rows.copy(number, one)
-                found[number].append(int(logits[0, -1].argmax()))
+                found[number].append(best)
             new = [[row[-1]] if row and len(row) < _NEW else [] for row in found]
             if any(new):
-                best = rows.extend(new).argmax(-1).tolist()
-                for row, token, taken in zip(found, best, new, strict=True):
+                likeliest = rows.extend(new).argmax(-1).tolist()
+                for row, token, taken in zip(found, likeliest, new, strict=True):
                     row += [token] * len(taken)
     assert rows.kv.lengths == tuple(length + _NEW - 1 for length in _PROMPTS)
     return found
@@ -86,6 +87,7 @@ def _refused(ctx: burst_rt.Context, call: Callable[[Any, Any], object]) -> str:
         assert rows.kv is not None
         with pytest.raises(InputError) as caught:
             call(one, rows)
+        assert one.kv is not None
         one.kv.truncate(20)
         rows.copy(1, one)
         rows.extend([[], [3]])

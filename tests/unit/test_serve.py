@@ -105,6 +105,7 @@ _CHAT = {"messages": [{"role": "user", "content": "hi"}]}
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({**_CHAT, "top_logprobs": 2}, "top_logprobs"),
         ({**_CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({**_CHAT, "logprobs": 2}, "logprobs"),
@@ -140,8 +141,8 @@ def test_what_asks_for_nothing_is_taken() -> None:
     assert asked == read_chat(_CHAT)
     assert (asked.sampling, asked.most_tokens, asked.streams) == (Sampler(), None, False)
     assert read_completion({"prompt": "x"}).most_tokens == 16
-    assert read_completion({"prompt": [1, 2]}).text == [1, 2]
-    assert read_completion({"prompt": ["x"]}).text == "x"
+    assert read_completion({"prompt": [1, 2]}).tokens == [1, 2]
+    assert read_completion({"prompt": ["x"]}).prompt == "x"
 
 
 def test_parts_of_an_answer_make_the_whole() -> None:
@@ -164,7 +165,7 @@ class _Ranks:
     """
 
     def __init__(self, requests: Requests, num_rows: int) -> None:
-        self.requests, self.rows, self.one = requests, [[] for _ in range(num_rows)], [0]
+        self.requests = requests
         self.rows = [list[int]() for _ in range(num_rows)]
         self.one = list[int]()
         self.most_chunk = 0
@@ -178,9 +179,9 @@ class _Ranks:
                 row += new
             of_rows = torch.stack([self._scores(row) for row in self.rows])
         if turn.begin:
-            row, tokens = turn.begin
-            assert tokens <= len(self.rows[row])
-            self.one = self.rows[row][:tokens]
+            number, tokens = turn.begin
+            assert tokens <= len(self.rows[number])
+            self.one = self.rows[number][:tokens]
         if turn.chunk:
             self.one += turn.chunk
             self.most_chunk = max(self.most_chunk, len(turn.chunk))
