@@ -294,6 +294,32 @@ def test_a_client_that_leaves_frees_its_row(server: _Server) -> None:
     assert server.metric('requests_total{ended="cancelled"}') == 2
 
 
+@pytest.mark.long
+def test_many_clients_lose_nothing_and_memory_is_flat(model: Path, tmp_path: Path) -> None:
+    """64 clients, three rounds after a first one, each with prompts of its own."""
+    with _serving(model, tmp_path, "--rows", "8") as served:
+
+        def ask(number: int) -> str:
+            prompt = f"client {number}, " * (1 + number % 30)
+            answer = served.client().completions.create(
+                model="letters", prompt=prompt, max_tokens=10, temperature=0
+            )
+            return str(answer.choices[0].text)
+
+        def held_bytes() -> int:
+            return sum(rank.memory_info().rss for rank in served.ranks())
+
+        found, held = [], []
+        with ThreadPoolExecutor(64) as pool:
+            for first in range(4):
+                found.append(list(pool.map(ask, range(first * 64, first * 64 + 64))))
+                held.append(held_bytes())
+        assert all(len(text) == 10 for texts in found for text in texts)
+        assert found[2][7] == _alone(model, f"client {135}, " * (1 + 135 % 30), 10)[0]
+        assert served.metric('requests_total{ended="length"}') == 4 * 64
+        assert max(held[1:]) - held[0] < 16 << 20, held
+
+
 def test_keys_and_a_queue_with_a_bound(model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first\nsecond\n")
     options = ["--api-key-file", "keys", "--rows", "1", "--queue", "1", "--body-mib", "1"]

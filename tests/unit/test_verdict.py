@@ -142,7 +142,7 @@ _CASES: tuple[tuple[str, _Job, str, int], ...] = (
             f"rank 2 was killed by signal 9, SIGKILL after {gone_s:.1f} s",
             1,
         )
-        for gone_s in (1.5, 3.01)
+        for gone_s in (1.5, 3.01, 3.09)
     ),
     (
         "a rank crashed",
