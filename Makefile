@@ -33,7 +33,7 @@ run: $(RUN) ## train a small model on 2 ranks (under 3 minutes)
 PARALLEL := -n $(shell echo $$(($$(nproc) + 1))) --maxprocesses 8 --dist worksteal
 # MPI jobs of up to 5 ranks: half their time goes by waiting. Tests of a file share jobs, so a file is run by one process; the long files
 # come first (tests/conftest.py), where xdist would begin with the files of most tests.
-JOBS := -n 2 --dist loadfile --no-loadscope-reorder
+JOBS := -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(ALL) ## all tests, of large products of parameters a sample that covers all pairs
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim

@@ -10,7 +10,7 @@ import pytest
 from faults import Case, draw, parse, perform
 
 _SEED = 6
-_COUNT = 6
+_COUNT = 60
 
 
 def _cases(count: int) -> list[Case]:
