@@ -35,6 +35,7 @@ _COMMANDS = {
     "prefill": "First tokens of large models next to published figures. Measures nothing.",
     "scaling": "One sequence over more ranks, and sequences that grow with the ranks.",
     "serve": "First tokens, chunks, and tokens by what is cached, over ranks.",
+    "server": "burst-rt serve beside transformers' generate in one process.",
     "strategies": "All strategies against each other, and the planner's choice.",
     "telemetry": "Time of a step with and without telemetry.",
     "trees": "Answers that share a question, as a tree, packed, and one by one.",
