@@ -12,7 +12,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["METRICS", "THROTTLE_REASONS", "Metric", "plausible", "throttle_reasons"]
+__all__ = [
+    "HEALTHY_REASONS",
+    "METRICS",
+    "THROTTLE_REASONS",
+    "Metric",
+    "plausible",
+    "throttle_reasons",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +45,12 @@ METRICS: dict[str, Metric] = {
     "memory_busy_percent": _percent("time in which device memory was read or written"),
     "memory_used_bytes": Metric(unit="B", label="memory in use", high=1e3 * _TERABYTE),
     "power_w": Metric(unit="W", label="power draw", high=1e4),
+    "power_cap_w": Metric(unit="W", label="power that the chip may draw", high=1e4),
     "energy_j": Metric(unit="J", label="energy since the job began", high=1e12, cumulative=True),
     "temperature_c": Metric(unit="C", label="chip temperature", low=-50, high=200),
     "memory_temperature_c": Metric(unit="C", label="memory temperature", low=-50, high=200),
     "sm_clock_mhz": Metric(unit="MHz", label="clock of the multiprocessors", high=1e5),
+    "sm_clock_max_mhz": Metric(unit="MHz", label="highest clock of the multiprocessors", high=1e5),
     "memory_clock_mhz": Metric(unit="MHz", label="clock of device memory", high=1e5),
     "throttle_bits": Metric(unit="bits", label="why clocks are held back", high=2**24),
     "pcie_tx_bytes_per_s": Metric(unit="B/s", label="sent over PCIe", high=_TERABYTE),
@@ -104,8 +113,7 @@ METRICS: dict[str, Metric] = {
     "cache_capacity_tokens": Metric(unit="1", label="tokens that the cache has room for"),
 }
 
-# nvmlClocksEventReasons of nvml.h. A healthy chip shows some of these reasons at any time: they do
-# not make an event.
+# nvmlClocksEventReasons of nvml.h.
 THROTTLE_REASONS: dict[int, str] = {
     0x1: "idle",
     0x2: "clocks set by the user",
@@ -117,6 +125,8 @@ THROTTLE_REASONS: dict[int, str] = {
     0x80: "power brake",
     0x100: "display clocks",
 }
+# Those that a healthy chip shows at any time: they do not make an event.
+HEALTHY_REASONS = 0x1 | 0x2 | 0x10 | 0x100
 
 
 def plausible(name: str, value: float) -> bool:

@@ -34,6 +34,13 @@ export function bytesOf(part, whole) {
   return `${digits((part / whole) * Number(size))}/${size} ${unit}`;
 }
 
+// The same of another unit: 1.13/1.98 GHz.
+export function measureOf(part, whole, unit) {
+  const words = measure(whole, unit);
+  const [size] = words.split(" ");
+  return `${digits((part / whole) * Number(size))}/${words}`;
+}
+
 export const rate = (value) => `${bytes(value)}/s`;
 export const percent = (value) => `${value < 9.95 && value > 0 ? value.toFixed(1) : Math.round(value)} %`;
 
@@ -67,11 +74,14 @@ export const looks = (rank) => (rank.status === "left" && rank.exit_code ? "lost
 // Why clocks are held back (telemetry/metrics.py), once the page has been told: words by bit.
 export const REASONS = {};
 
-function reasons(bits) {
+export function reasons(bits) {
   if (!Number.isInteger(bits)) return "changing"; // a mean over time
   const words = Object.entries(REASONS).filter(([bit]) => bits & Number(bit)).map(([, reason]) => reason);
   return words.join(", ") || (bits ? `reason ${bits}` : "none");
 }
+
+// Whether clocks are held back for a chip's own safety: hardware slowdown, heat, a power brake. A healthy chip shows the other reasons, too.
+export const slowed = (bits) => (bits & (0x8 | 0x20 | 0x40 | 0x80)) !== 0;
 
 // A metric's name for people. What the cards and `burst-rt top` show, too, has the same name there.
 const TITLES = { compute_percent: "computes", wait_percent: "waits", outside_percent: "away" };
