@@ -297,8 +297,8 @@ def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) ->
         )
         assert len(set(colours)) == 5
         for metric, words in (
-            ("sm clock mhz", "1.98 GHz"),
-            ("throttle bits", "power cap, hardware thermal slowdown"),
+            ("SM clock", "1.98 GHz"),
+            ("why clocks are held back", "power cap, hardware thermal slowdown"),
         ):
             canvas = page.locator(
                 ".charts .panel", has=page.locator("h2", has_text=re.compile(f"^{metric}$"))

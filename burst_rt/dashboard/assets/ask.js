@@ -31,7 +31,7 @@ const ANSWERS = {
       const first = view.times.findIndex((at) => at >= from);
       const part = (column) => (first < 0 ? [] : column.slice(first));
       const values = Object.fromEntries(Object.entries(view.values).map(([name, column]) => [name, part(column)]));
-      return { source: view.source, times: part(view.times), values };
+      return { source: view.source, times: part(view.times), values, marks: view.marks.filter((mark) => mark.at_s >= from) };
     });
   },
 };

@@ -83,9 +83,21 @@ export function reasons(bits) {
 // Whether clocks are held back for a chip's own safety: hardware slowdown, heat, a power brake. A healthy chip shows the other reasons, too.
 export const slowed = (bits) => (bits & (0x8 | 0x20 | 0x40 | 0x80)) !== 0;
 
-// A metric's name for people. What the cards and `burst-rt top` show, too, has the same name there.
-const TITLES = { compute_percent: "computes", wait_percent: "waits", outside_percent: "away" };
-export const title = (metric) => TITLES[metric] ?? metric.replaceAll("_", " ");
+// A metric's name for people, without its unit, which its values have. What the cards and `burst-rt top` show, too, has the same name there.
+const TITLES = { compute_percent: "computes", wait_percent: "waits", outside_percent: "away", sm_percent: "GPU", process_percent: "core",
+  throttle_bits: "why clocks are held back", heldout_loss: "held-out loss", tokens_per_s: "tokens/s", output_tokens_per_s: "output tokens/s",
+  calls_per_s: "calls/s", flops_per_s: "flop/s", step_s: "step time", grad_norm: "gradient norm", time_per_token_s: "time per token",
+  time_to_first_token_s: "time to first token", mean_time_per_token_s: "mean time per token", rss_bytes: "resident memory" };
+const WORDS = { gpm: "GPM", sm: "SM", pcie: "PCIe", nvlink: "NVLink", tx: "sent", rx: "received", ecc: "ECC", xid: "XID", cpu: "CPU", num: "", max: "highest",
+  net: "network" };
+const UNIT = /_(percent|bytes_per_s|bytes|per_s|w|j|c|mhz|s)$/;
+
+export function title(metric, known) {
+  if (TITLES[metric]) return TITLES[metric];
+  // What a job reports itself keeps its name.
+  if (!known) return metric.replaceAll("_", " ");
+  return metric.replace(UNIT, "").split("_").map((word) => WORDS[word] ?? word).filter(Boolean).join(" ");
+}
 
 // By the unit of a metric (telemetry/metrics.py).
 export function measure(value, unit) {

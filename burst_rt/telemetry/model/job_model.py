@@ -102,6 +102,7 @@ class JobModel:
                 self._limit(rank, message)
             case PhaseEnded():
                 self.phases.add(rank, message)
+                self.sources.marks.phase(rank, message)
             case Note():
                 self._events.add(rank.view.rank, message.severity, message.kind, message.text)
             case Bye():
@@ -157,6 +158,8 @@ class JobModel:
             if self._first is None or self._first.rank == message.rank:
                 self._first = message
             self._blame.join(message.rank)
+            again = message.rank in self.ranks
+            self.sources.marks.join(self.now_s, message, again=again)
             self.ranks.join(at_s, message)
             self.sources.join(message)
             self.plans.join(message)
