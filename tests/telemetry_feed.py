@@ -17,6 +17,7 @@ from burst_rt.telemetry.messages import (
     Group,
     Heartbeat,
     Hello,
+    Item,
     JobReport,
     LaneCounters,
     PlanSummary,
@@ -40,6 +41,7 @@ __all__ = [
     "hello",
     "offset_s",
     "record_calls",
+    "record_load",
 ]
 
 SECRET = "a secret"
@@ -263,6 +265,26 @@ _GPU_METRICS = (
     "gpm_occupancy_percent", "gpm_tensor_percent",
     "gpm_dram_percent", "power_cap_w", "sm_clock_max_mhz",
 )  # fmt: skip
+
+
+class _Recording(JobModel):
+    """Takes messages as a model does, and writes them to a record."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(1e9)
+        self.recorder = Recorder(path, 1e9, "0.1")
+
+    def apply(self, at_s: float, rank: int, message: Item) -> None:
+        self.recorder.add_message(at_s, rank, message)
+
+
+def record_load(path: Path, load: Load, seconds: float) -> None:
+    """Writes a record of a load that is told of twice a second."""
+    recording = _Recording(path)
+    load.begin(recording)
+    for i in range(1, round(2 * seconds) + 1):
+        load.advance(recording, i / 2)
+    recording.recorder.close()
 
 
 class Load:

@@ -40,7 +40,7 @@ def _job() -> JobModel:
     model = JobModel(time.time())
     for rank in range(2):
         first, *others = arrive(rank)
-        model.apply(0.0, rank, msgspec.structs.replace(first, restarts=1))  # type: ignore[type-var]  # the first is a Hello
+        model.apply(0.0, rank, msgspec.structs.replace(first, restarts=1))
         for message in others:
             model.apply(0.0, rank, message)
     for step in range(100, 201):

@@ -107,7 +107,7 @@ def test_64_ranks_are_on_one_screen_with_the_odd_one_out_first(
         expect(card).to_have_attribute("data-rank", "21")
         expect(card).to_contain_text("hardware slowdown, hardware thermal slowdown")
         for theme in ("light", "dark"):
-            page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]  # as above
+            page.emulate_media(color_scheme=theme)
             page.screenshot(path=pictures / f"ranks-64-{theme}.png")
         page.close()
 

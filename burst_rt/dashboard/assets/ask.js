@@ -1,11 +1,15 @@
 // What tabs ask: of the dashboard while it runs, then of what it handed over before it went (dashboard/last.py). A tab that is opened only
 // after the job's end has the same as one that was open.
 
+// The moment of a record that is shown, in seconds; null: its end, or a running job's present.
+export const shown = { at: null };
+
 let kept = null;
 
 // Nothing more comes. last: null where the dashboard went without a word.
 export function keep(last) {
   kept = last ?? {};
+  shown.at = null; // that is its end
 }
 
 const ANSWERS = {
@@ -45,7 +49,7 @@ function recall(path, query) {
 // Times in a query are seconds before now, below 0.
 export async function ask(path, query = {}) {
   if (kept) return recall(path, query);
-  const words = new URLSearchParams();
+  const words = new URLSearchParams(shown.at == null || "at" in query ? {} : { at: shown.at });
   for (const [name, value] of Object.entries(query)) for (const word of [value].flat()) if (word != null) words.append(name, word);
   try {
     const answer = await fetch(`/api/${path}?${words}`, { credentials: "same-origin" });

@@ -3,7 +3,8 @@
 import { el } from "./dom.js";
 import { looks, seconds } from "./format.js";
 import { ticks } from "./chart.js";
-import { job, now } from "./live.js";
+import { shown } from "./ask.js";
+import { job as page, now } from "./live.js";
 import { LANES, Spans, STEPS } from "./spans.js";
 import { fit } from "./spark.js";
 import { colours, onTheme } from "./theme.js";
@@ -18,7 +19,9 @@ export const MESSAGES = 1500; // drawn at most
 const HEAD = 5; // of a message's arrow
 
 export class Picture {
-  constructor() {
+  // job: whose timeline it is; `now` is of the page's own.
+  constructor(job = page) {
+    this.job = job;
     this.spans = new Spans();
     this.canvas = el("canvas", { tabindex: "0", role: "application",
       "aria-label": "Timeline of all ranks. Arrows pan, plus and minus zoom, N and P step through tasks." });
@@ -40,9 +43,15 @@ export class Picture {
 
   get since() { return this.until - this.span; }
 
+  // What Follow keeps at the right edge: a running job as far as it is known, a record's chosen moment, or else the last of what is held.
+  end() {
+    if (this.job.present.job.replayed) return shown.at ?? this.spans.newest;
+    return this.job.state === "ended" ? this.spans.newest : now() - BEHIND_S;
+  }
+
   // Rows of the shown ranks: y, height, rank and lane, in canvas pixels without the scroll.
   layout() {
-    const ranks = job.present.ranks.map(({ rank }) => rank).filter((rank) => this.only == null || rank === this.only);
+    const ranks = this.job.present.ranks.map(({ rank }) => rank).filter((rank) => this.only == null || rank === this.only);
     const lanes = ORDER.filter((i) => this.lanes[i] || i < 3);
     const room = this.canvas.clientHeight - AXIS;
     const each = room / Math.max(1, ranks.length);
@@ -69,9 +78,9 @@ export class Picture {
     const begun = performance.now();
     this.dirty = false;
     const [context, width, height] = fit(this.canvas);
-    if (!job.present || !width) return;
+    if (!this.job.present || !width) return;
     this.layout();
-    if (this.following) this.until = job.present.job.replayed || job.state === "ended" ? this.spans.newest : now() - BEHIND_S;
+    if (this.following) this.until = this.end();
     context.fillStyle = colours.surface;
     context.fillRect(0, 0, width, height);
     const scale = (width - this.labelWidth) / this.span;
@@ -93,12 +102,19 @@ export class Picture {
       }
     }
     this.drawMessages(context, height);
+    if (shown.at != null && this.job === page) this.drawMoment(context, height);
     this.labels(context, width, height);
     context.restore();
     const took = performance.now() - begun;
     this.frames.count += 1;
     this.frames.tookMs += took;
     this.frames.worstMs = Math.max(this.frames.worstMs, took);
+  }
+
+  // The moment of a record that is shown.
+  drawMoment(context, height) {
+    context.fillStyle = colours.accent;
+    context.fillRect(Math.round(this.x(shown.at)) - 1, AXIS, 2, height);
   }
 
   axis(context, width, height) {
@@ -128,7 +144,7 @@ export class Picture {
     context.textAlign = "left";
     context.textBaseline = "middle";
     const narrow = this.labelWidth === LABEL_NARROW;
-    const states = new Map(job.present.ranks.map((rank) => [rank.rank, looks(rank)]));
+    const states = new Map(this.job.present.ranks.map((rank) => [rank.rank, looks(rank)]));
     for (const row of this.rows) {
       const y = AXIS + row.y - this.scroll + row.height / 2;
       if (y < AXIS - 10 || y > height + 10) continue;

@@ -63,6 +63,7 @@ class JobModel:
         self.began_at_s = began_at_s
         self.record = record
         self.replayed = replayed
+        self.length_s: float | None = None  # of the record, where it is replayed
         self.revision = 0  # grows with every message: a viewer can tell whether anything is new
         self._first: Hello | None = None  # what the first rank that joined said
         self._events = EventLog()
@@ -195,6 +196,7 @@ class JobModel:
             record=self.record,
             dropped=sum(rank.dropped for rank in ranks),
             replayed=self.replayed,
+            length_s=self.length_s,
             first_lost=lost.rank if lost is not None else -1,
             verdict=self._limits.verdict(ended=not any(rank.alive for rank in ranks)),
             ended=self.ended,
