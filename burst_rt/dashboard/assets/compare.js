@@ -8,6 +8,7 @@ import { Timeline } from "./timeline.js";
 const LATE_S = 2; // what ends is told so much later, at most
 const AROUND = 0.15; // shown before and after, as a part of what is shown
 const MOST = 20_000;
+const [A_RANK, TALLEST] = [104, 470]; // pixels
 
 export class Compare {
   constructor() {
@@ -39,20 +40,21 @@ export class Compare {
   key(event) { this.sides[0].key(event); }
 
   tell({ names, differences, calls, steps, num_calls: numCalls, num_steps: numSteps }) {
-    text(this.table.hint, `medians of ${numSteps} steps and ${numCalls} calls that both have`);
+    const short = briefly(names);
+    text(this.table.hint, `from ${short[0]} to ${short[1]}: medians of ${numSteps} steps and ${numCalls} calls that both have`);
     const value = (of, unit) => (of == null ? "" : typeof of === "string" ? of : whole(measure(of, unit)));
-    this.table.box.replaceChildren(table([[""], [names[0], "num"], [names[1], "num"], ["change", "num"]], differences.map((one) => (
+    this.table.box.replaceChildren(table([[""], ["before", "num"], ["after", "num"], ["change", "num"]], differences.map((one) => (
       { cells: [one.name, value(one.before, one.unit), value(one.after, one.unit), whole(one.change)] }))));
     const rows = [...steps.map((step) => [`step ${step.step}`, step]), ...calls.map((call) => [`${call.kind} call ${call.number}`, call])];
     const choices = rows.map(([name, same]) => {
-      const button = el("button", { type: "button", "aria-pressed": "false", onclick: () => this.choose(name, same, names) }, name);
+      const button = el("button", { type: "button", "aria-pressed": "false", onclick: () => this.choose(name, same, short) }, name);
       return { name, same, button };
     });
     this.choices = choices;
     this.changed.box.replaceChildren(rows.length ? table([[""], ["before", "num"], ["after", "num"], ["what changed most"]],
       choices.map(({ same, button }) => ({ cells: [button, ...same.took_s.map((took) => whole(seconds(took))), same.change] })))
       : el("p", { class: "empty" }, "The records have no step and no call in common."));
-    if (rows.length) this.choose(...rows[0], names);
+    if (rows.length) this.choose(...rows[0], short);
   }
 
   choose(name, same, names) {
@@ -83,6 +85,15 @@ export class Compare {
   }
 }
 
+// Files by as much of their paths as tells them apart.
+function briefly(names) {
+  const parts = names.map((name) => name.split("/"));
+  const brief = (many) => parts.map((part) => part.slice(-many).join("/"));
+  let many = 1;
+  while (brief(many)[0] === brief(many)[1] && many < Math.max(...parts.map((part) => part.length))) many += 1;
+  return brief(many);
+}
+
 // Numbers are not parted from their units.
 const whole = (words) => words.replaceAll(" ", "\u00a0");
 
@@ -103,6 +114,7 @@ class Excerpt extends Timeline {
     const where = { record: this.record, at };
     const [present, view] = [await ask("present", where), await ask("timeline", { ...where, since: -(took + LATE_S + long), limit: MOST })];
     this.job.present = present;
+    this.stage.style.height = `${Math.min(TALLEST, 44 + A_RANK * present.ranks.length)}px`;
     this.spans.clear();
     this.take(view);
     this.start = start;

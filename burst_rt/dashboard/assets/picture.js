@@ -144,6 +144,7 @@ export class Picture {
     context.textAlign = "left";
     context.textBaseline = "middle";
     const narrow = this.labelWidth === LABEL_NARROW;
+    let beside = null; // the row of a rank's name that reaches into the next row
     const states = new Map(this.job.present.ranks.map((rank) => [rank.rank, looks(rank)]));
     for (const row of this.rows) {
       const y = AXIS + row.y - this.scroll + row.height / 2;
@@ -156,7 +157,8 @@ export class Picture {
         context.font = "600 11.5px system-ui, sans-serif";
         const sign = { lost: " ✕", silent: " ▲" }[status] || "";
         context.fillText(narrow ? `${row.rank}${sign}` : `rank ${row.rank}${sign}`, 9, y + (row.height < 10 ? 4 : 2));
-      } else if (row.height >= 10) {
+        beside = row.height < 10 ? row : null;
+      } else if (row.height >= 10 && !(beside && row.y < beside.y + 10)) {
         context.font = "10.5px system-ui, sans-serif";
         context.fillStyle = colours.muted;
         context.fillText(narrow ? SHORT[row.kind] : LANES[row.kind], narrow ? 9 : 18, y);
