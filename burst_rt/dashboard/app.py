@@ -204,15 +204,15 @@ def make_app(dashboard: Dashboard) -> Starlette:
         return (await dashboard.present())[0]
 
     async def present(request: Request) -> Response:
-        if not dashboard.tapes:
-            raise HTTPException(404, "a running job has no other times; ask /api/events\n")
-        seen = await of(request, lambda viewer: LinkStates().read(viewer))
+        if dashboard.tapes:
+            seen = await of(request, lambda viewer: LinkStates().read(viewer))
+        else:
+            seen = await dashboard.present()
         return _json(_present(*seen, 0, beside=len(dashboard.tapes) > 1))
 
     async def differences(request: Request) -> Response:
-        if len(dashboard.tapes) < 2:
-            raise HTTPException(404, "there are not two records to compare\n")
-        return _json(msgspec.json.encode(await dashboard.ask(dashboard.compare)))
+        compared = await dashboard.ask(dashboard.compare) if len(dashboard.tapes) > 1 else None
+        return _json(msgspec.json.encode(compared))  # null without two records
 
     async def series(request: Request) -> Response:
         limit = _limit(request, 300, _MAX_ROWS)
