@@ -21,8 +21,9 @@ const ANSWERS = {
     const from = view.now_s + since;
     const ended = ({ started_s: start, spans }) => start + Math.max(...spans.map((span) => span[6])) / view.units_per_s;
     const calls = view.calls.filter((call) => (rank == null || call.rank === rank) && ended(call) >= from);
-    const waits = view.waits.filter((wait) => wait[4] >= from);
-    const flows = view.flows.filter((flow) => flow[6] >= from);
+    const ticks = (from - view.since_s) * view.units_per_s;
+    const waits = view.waits.filter((wait) => wait[4] >= ticks);
+    const flows = view.flows.filter((flow) => flow[6] >= ticks);
     const phases = view.phases.filter((phase) => (rank == null || phase[0] === rank) && phase[5] >= from);
     return { ...view, calls, waits, flows, phases };
   },

@@ -116,7 +116,7 @@ class Excerpt extends Timeline {
     this.job.present = present;
     this.stage.style.height = `${Math.min(TALLEST, 44 + A_RANK * present.ranks.length)}px`;
     this.spans.clear();
-    this.take(view);
+    await this.take(view);
     this.start = start;
     this.span = long * (1 + 2 * AROUND);
     this.until = start + long * (1 + AROUND);

@@ -36,7 +36,8 @@ export class Picture {
     this.selected = null;
     this.hover = null;
     this.dirty = true;
-    this.frames = { count: 0, tookMs: 0, worstMs: 0 }; // what drawing costs; tests/web/load.py reads it
+    // What drawing costs, and how many spans a frame looked at, at most; tests/web/load.py reads it.
+    this.frames = { count: 0, tookMs: 0, worstMs: 0, mostSpans: 0 };
     new ResizeObserver(() => { this.dirty = true; }).observe(this.canvas);
     onTheme(() => { this.hatches = null; this.dirty = true; });
   }
@@ -91,6 +92,7 @@ export class Picture {
     context.rect(0, AXIS, width, height - AXIS);
     context.clip();
     this.exposed = new Map();
+    this.looked = 0;
     for (const row of this.rows) {
       const y = AXIS + row.y - this.scroll;
       if (y + row.height < AXIS || y > height) continue;
@@ -109,6 +111,7 @@ export class Picture {
     this.frames.count += 1;
     this.frames.tookMs += took;
     this.frames.worstMs = Math.max(this.frames.worstMs, took);
+    this.frames.mostSpans = Math.max(this.frames.mostSpans, this.looked);
   }
 
   // The moment of a record that is shown.
@@ -169,6 +172,7 @@ export class Picture {
   drawLane(context, lane, row, y, width) {
     if (!lane) return;
     const [from, to] = lane.window(this.since, this.until);
+    this.looked += to - from;
     const colour = colours[LANES[row.kind]];
     const left = this.labelWidth;
     const texts = [];

@@ -15,6 +15,7 @@ const MOST = 20_000;
 const SHORTEST_S = 2e-6;
 const LONGEST_S = 600;
 const FRAME_MS = 30;
+const TAKE_MS = 4; // what is taken at a time takes so long
 const NO_STEP = 0xffffffff; // -1, as a column holds it
 
 export class Timeline extends Picture {
@@ -100,7 +101,7 @@ export class Timeline extends Picture {
         const view = await ask("timeline", { since, limit: MOST });
         this.asked = asked;
         this.askedUntil = view.now_s;
-        this.take(view);
+        await this.take(view);
         await this.predict(present.plans);
         if (present.job.replayed && this.until === 0) this.all();
       } catch { /* the stream says when the job is gone */ }
@@ -109,8 +110,14 @@ export class Timeline extends Picture {
     this.timer = setTimeout(() => this.poll(), ASK_MS);
   }
 
-  take(view) {
-    this.spans.take(view, this.job.present.ranks.length);
+  // An answer may hold 20,000 spans: frames are drawn while they are taken.
+  async take(view) {
+    let begun = performance.now();
+    for (const _ of this.spans.taking(view, this.job.present.ranks.length)) {
+      if (performance.now() - begun < TAKE_MS) continue;
+      await new Promise((done) => { setTimeout(done); });
+      begun = performance.now();
+    }
     this.complete = view.complete;
     this.leftOut = view.left_out + view.phases_left_out;
     this.spans.ranks.forEach(({ lanes }) => lanes.forEach((lane, i) => { this.lanes[i] ||= lane.count > 0; }));
