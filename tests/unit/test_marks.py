@@ -76,17 +76,34 @@ def test_ranks_that_tell_of_one_evaluation_make_one_mark() -> None:
         model.apply(12.0, rank, PhaseEnded("evaluation", -1, 0, ended_s - 1.5, ended_s))
         model.apply(12.5, rank, PhaseEnded("checkpoint", -1, 0, ended_s, ended_s + 0.5))
         model.apply(12.5, rank, PhaseEnded("forward", -1, 0, ended_s, ended_s + 0.5))
-    model.apply(13.0, 0, JobReport(13.0 - offset_s(0), 10, {"heldout_loss": 3.25}))
+    model.apply(12.6, 0, JobReport(12.2 - offset_s(0), 10, {"heldout_loss": 3.25}))
     told = [(mark.kind, mark.step, mark.text) for mark in _marks(model)]
     assert told == [
         ("evaluation", 10, "evaluation in 1.5 s, held-out loss 3.25"),
         ("checkpoint", 10, "checkpoint in 0.5 s"),
     ]
     assert _marks(model)[0].at_s == pytest.approx(12.0)
-    assert [mark.kind for mark in _marks(model, since_s=12.2)] == ["checkpoint"]
+    assert [mark.kind for mark in _marks(model, since_s=12.3)] == ["checkpoint"]
     # Others of later steps are others.
     _report(model, 20, loss=3.0, heldout_loss=3.0)
     assert [mark.step for mark in _marks(model)] == [10, 10, 20]
+
+
+def test_a_rank_that_tells_late_tells_of_the_step_that_it_was() -> None:
+    model = _model()
+    for step in (10, 11, 12):
+        _report(model, step, loss=3.0)
+    for rank, took_s in ((1, 0.3), (0, 0.25)):
+        ended_s = 10.4 - offset_s(rank)
+        model.apply(12.5, rank, PhaseEnded("evaluation", -1, 0, ended_s - took_s, ended_s))
+    assert [(mark.step, mark.text) for mark in _marks(model)] == [(10, "evaluation in 0.3 s")]
+    # Of a job that has steps and reports nothing.
+    silent = _model()
+    for step in (1, 2):
+        ended_s = float(step) - offset_s(0)
+        silent.apply(2.0, 0, PhaseEnded("", step, 0, ended_s - 1, ended_s))
+    silent.apply(2.0, 0, PhaseEnded("checkpoint", -1, 0, 1.2 - offset_s(0), 1.3 - offset_s(0)))
+    assert [mark.step for mark in silent.sources.marks.window(0.0, 9.0)] == [1]
 
 
 def test_a_job_that_was_started_again_has_a_mark_at_its_first_step() -> None:

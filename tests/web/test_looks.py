@@ -291,7 +291,7 @@ def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) ->
             "a GPU abcdef",
         ]
         assert page.locator(".tools .legend span").all_inner_texts() == names
-        assert page.locator("select").nth(1).locator("option").all_inner_texts() == ["all", *names]
+        assert page.get_by_label("Which").locator("option").all_inner_texts() == ["all", *names]
         colours = page.locator(".tools .legend .swatch").evaluate_all(
             "(all) => all.map((one) => one.style.background)"
         )

@@ -120,7 +120,11 @@ class VerdictLine {
     this.node.dataset.kind = verdict.kind;
     text(this.what, sentence(verdict.text));
     text(this.since, ` For ${seconds(now_s - verdict.since_s)}.`);
-    text(this.advice, verdict.advice && sentence(verdict.advice));
+    if (verdict.advice === this.advised) return;
+    this.advised = verdict.advice;
+    // What is between backticks is to be typed.
+    const parts = verdict.advice ? sentence(verdict.advice).split("`") : [];
+    this.advice.replaceChildren(...parts.map((part, i) => (i % 2 ? el("code", {}, part) : part)));
   }
 }
 
