@@ -106,6 +106,7 @@ def _show(record: Path, browser: str, folder: Path) -> None:
     finally:
         showing.send_signal(signal.SIGINT)
         showing.wait(20)
+        showing.stderr.close()
 
 
 if __name__ == "__main__":
