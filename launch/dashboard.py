@@ -48,11 +48,11 @@ def command(
     from burst_rt.dashboard.server import RunningDashboard, Where
     from burst_rt.telemetry.read.viewer import Viewer
 
-    if beside is not None and replay is None:
-        raise click.UsageError("--beside works only with --replay")
+    if beside is not None and (replay is None or until is not None):
+        raise click.UsageError("--beside works only with --replay, and without --until")
 
     async def show(viewer: Viewer) -> None:
-        tape = open_tape(beside, until) if beside is not None else None
+        tape = open_tape(beside, None) if beside is not None else None
         served = RunningDashboard(viewer, Where.parse(at, metrics_port), beside=tape)
         for line in served.lines:
             click.echo(f"burst-rt: {line}", err=True)

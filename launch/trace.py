@@ -124,10 +124,10 @@ def compare_runs(run: Path, other: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from burst_rt.telemetry.read.compare import compare
+    from burst_rt.telemetry.read.compare import compare_records
     from burst_rt.telemetry.read.record import Record
 
-    comparison = compare(Record(run), Record(other))
+    comparison = compare_records(Record(run), Record(other))
     if as_json:
         click.echo(msgspec.json.encode(comparison))
         return

@@ -37,7 +37,7 @@ from burst_rt.telemetry.model.views import (
     Snapshot,
     SourceView,
 )
-from burst_rt.telemetry.read.compare import Comparison, compare
+from burst_rt.telemetry.read.compare import RecordComparison, compare_records
 from burst_rt.telemetry.read.tape import TapeViewer
 from burst_rt.telemetry.read.viewer import Viewer
 
@@ -83,7 +83,7 @@ class Dashboard:
         self._asking = asyncio.Lock()
         self._making = asyncio.Lock()
         self._last: bytes | None = None  # see `last_answers`; None before the job's end
-        self._comparison: Comparison | None = None  # once it has been asked for
+        self._comparison: RecordComparison | None = None  # once it has been asked for
 
     async def ask(self, question: Callable[..., _T], *about: Any) -> _T:  # question's arguments
         """The viewer's answer. A model of this process is for the event loop's thread alone. A hub
@@ -102,10 +102,10 @@ class Dashboard:
             return self.viewer
         return self.tapes[min(max(0, int(record)), len(self.tapes) - 1)].at(at_s)
 
-    def compare(self) -> Comparison:
+    def compare(self) -> RecordComparison:
         """What differs between the two records. Reads both, the first time."""
         if self._comparison is None:
-            self._comparison = compare(*(tape.record for tape in self.tapes))
+            self._comparison = compare_records(*(tape.record for tape in self.tapes))
         return self._comparison
 
     async def present(self, *, fresh: bool = False) -> tuple[Snapshot, list[LinkView]]:
@@ -198,7 +198,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
         return _json(compact(view, (await snapshot_of(request)).job.now_s))
 
     async def snapshot_of(request: Request) -> Snapshot:
-        """Of a running job half a period old, at most."""
+        """The snapshot; that of a running job is at most half a period old."""
         if dashboard.tapes:
             return await of(request, lambda viewer: viewer.snapshot())
         return (await dashboard.present())[0]

@@ -12,7 +12,7 @@ from telemetry_feed import arrive, call, offset_s, record_calls
 from burst_rt.launch import dashboard
 from burst_rt.launch.trace import command
 from burst_rt.telemetry.messages import JobReport, PhaseEnded
-from burst_rt.telemetry.read.compare import Comparison, Difference, compare
+from burst_rt.telemetry.read.compare import Difference, RecordComparison, compare_records
 from burst_rt.telemetry.read.record import Record, Recorder
 
 # Of a call: rank 0 sends until 0.2, then both work on what came. `late_s` longer on rank 1.
@@ -33,14 +33,14 @@ def _record(path: Path, late_s: list[float], *, after_s: float = 0.0) -> Record:
     return Record(path)
 
 
-def _by_name(comparison: Comparison) -> dict[str, Difference]:
+def _by_name(comparison: RecordComparison) -> dict[str, Difference]:
     return {one.name: one for one in comparison.differences}
 
 
 def test_the_same_calls_are_compared_and_what_changed_is_named(tmp_path: Path) -> None:
     before = _record(tmp_path / "a", [0.0] * 5)
     after = _record(tmp_path / "b", [0.1, 0.1, 0.5, 0.1, 0.1, 9.0, 9.0], after_s=20.0)
-    found = compare(before, after)
+    found = compare_records(before, after)
     # The calls that only the longer run has say nothing.
     assert (found.num_calls, found.num_steps) == (5, 0)
     differences = _by_name(found)
@@ -62,11 +62,11 @@ def test_the_same_calls_are_compared_and_what_changed_is_named(tmp_path: Path) -
 
 def test_a_record_is_like_itself_and_unlike_one_without_its_calls(tmp_path: Path) -> None:
     record = _record(tmp_path / "a", [0.1, 0.2])
-    found = compare(record, record)
+    found = compare_records(record, record)
     assert {one.change for one in found.differences} <= {"", "+0.0 %"}
     assert [same.took_s[1] - same.took_s[0] for same in found.calls] == [0.0, 0.0]
     record_calls(tmp_path / "b", 2, [])
-    empty = compare(record, Record(tmp_path / "b"))
+    empty = compare_records(record, Record(tmp_path / "b"))
     assert (empty.num_calls, empty.calls, empty.differences) == (0, [], [])
 
 
@@ -100,7 +100,7 @@ def test_steps_are_those_of_the_slowest_rank_with_their_spans(tmp_path: Path) ->
         {n: {"forward": 1.0 + 0.25 * n, "optimizer": 0.4} for n in (2, 3, 4)},
         9.0,
     )
-    found = compare(before, after)
+    found = compare_records(before, after)
     assert (found.num_steps, found.num_calls) == (2, 0)
     differences = _by_name(found)
     assert {name: (one.before, one.after) for name, one in differences.items()} == {
@@ -132,6 +132,8 @@ def test_the_terminal_has_the_same_table(tmp_path: Path) -> None:
 
 def test_a_record_beside_none_is_refused(tmp_path: Path) -> None:
     record = _record(tmp_path / "a", [0.1])
-    done = CliRunner().invoke(dashboard.command, ["--beside", str(record.path)])
-    assert done.exit_code == 2
-    assert "--beside works only with --replay" in done.output
+    beside = ["--beside", str(record.path)]
+    for options in (beside, [*beside, "--replay", str(record.path), "--until", "1"]):
+        done = CliRunner().invoke(dashboard.command, options)
+        assert done.exit_code == 2
+        assert "--beside works only with --replay, and without --until" in done.output

@@ -63,7 +63,7 @@ class JobModel:
         self.began_at_s = began_at_s
         self.record = record
         self.replayed = replayed
-        self.length_s: float | None = None  # of the record, where it is replayed
+        self.length_s: float | None = None  # that of the record, where one is replayed
         self.revision = 0  # grows with every message: a viewer can tell whether anything is new
         self._first: Hello | None = None  # what the first rank that joined said
         self._events = EventLog()

@@ -40,7 +40,7 @@ class Marks:
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._marks: deque[MarkView] = deque(maxlen=_MOST)
-        self._began_s: deque[float] = deque(maxlen=_MOST)  # of each mark
+        self._began_s: deque[float] = deque(maxlen=_MOST)  # when what each mark is for began
         self._losses: deque[float] = deque(maxlen=_RECENT)
         self._spiking = False
         self._reached: list[tuple[float, int]] = []  # when which step was reported or ended

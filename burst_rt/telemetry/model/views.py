@@ -79,7 +79,7 @@ class JobView(msgspec.Struct, kw_only=True):
     post_mortem: PostMortemView | None = None  # None unless the job has failed and ended
     # Attention's part of the ranks' time in steps, 0 to 1; None before the first step has ended.
     step_share: float | None = None
-    length_s: float | None = None  # of the record; None for a running job
+    length_s: float | None = None  # that of the record; None for a running job
 
 
 class RankView(Counts, kw_only=True):

@@ -23,7 +23,7 @@ from burst_rt.telemetry.model.whole_calls import CallOfAll
 from burst_rt.telemetry.read.calls import calls_of
 from burst_rt.telemetry.read.record import Clocks, Record
 
-__all__ = ["Comparison", "Difference", "SameCall", "SameStep", "compare"]
+__all__ = ["Difference", "RecordComparison", "SameCall", "SameStep", "compare_records"]
 
 # Maximum number of a record's calls, and of its steps, that are compared: the first.
 _MOST = 100_000
@@ -77,7 +77,7 @@ class SameStep(msgspec.Struct, kw_only=True):
         return f"step {self.step}"
 
 
-class Comparison(msgspec.Struct, kw_only=True):
+class RecordComparison(msgspec.Struct, kw_only=True):
     """What has changed from one record to another. calls, steps: those that changed most, first."""
 
     names: tuple[str, str]  # files
@@ -114,12 +114,12 @@ class _Told(NamedTuple):
 _Both: TypeAlias = tuple[_Told, _Told]
 
 
-def compare(before: Record, after: Record) -> Comparison:
+def compare_records(before: Record, after: Record) -> RecordComparison:
     """Reads both records to their ends, twice. Raises InputError, as `Record` does."""
     told = _told(before), _told(after)
     calls = [_same_call(key, told) for key in told[0].calls if key in told[1].calls]
     steps = [_same_step(number, told) for number in told[0].steps if number in told[1].steps]
-    return Comparison(
+    return RecordComparison(
         names=(str(before.path), str(after.path)),
         differences=[*_of_steps(told, steps), *_of_calls(told, calls), *_of_reports(told)],
         calls=heapq.nlargest(_NAMED, calls, key=_change_s),
@@ -177,7 +177,7 @@ def _phases_and_reports(
             case PhaseEnded(name="", step=step) as phase if len(steps) < _MOST or step in steps:
                 took_s = phase.ended_s - phase.started_s
                 spans = open_spans.pop((entry.rank, step), {})
-                if step not in steps or took_s > steps[step].took_s:  # of the slowest rank
+                if step not in steps or took_s > steps[step].took_s:  # the slowest rank counts
                     started_s = phase.started_s + clocks.offset_s(entry.rank)
                     steps[step] = _Step(started_s, took_s, dict(spans))
             case PhaseEnded(step=step) as phase if phase.depth == 1 and step >= 0:
