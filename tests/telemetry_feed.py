@@ -270,17 +270,18 @@ _GPU_METRICS = (
 class _Recording(JobModel):
     """Takes messages as a model does, and writes them to a record."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, late_s: float) -> None:
         super().__init__(1e9)
         self.recorder = Recorder(path, 1e9, "0.1")
+        self._late_s = late_s
 
     def apply(self, at_s: float, rank: int, message: Item) -> None:
-        self.recorder.add_message(at_s, rank, message)
+        self.recorder.add_message(at_s + self._late_s, rank, message)
 
 
-def record_load(path: Path, load: Load, seconds: float) -> None:
-    """Writes a record of a load that is told of twice a second."""
-    recording = _Recording(path)
+def record_load(path: Path, load: Load, seconds: float, *, late_s: float = 0.0) -> None:
+    """Writes a record of a load that is told of twice a second. late_s: by which messages come."""
+    recording = _Recording(path, late_s)
     load.begin(recording)
     for i in range(1, round(2 * seconds) + 1):
         load.advance(recording, i / 2)

@@ -158,6 +158,31 @@ def test_moment_and_zoom_are_kept_in_the_link(browser: Browser, link: str) -> No
         one.close()
 
 
+def test_a_moment_before_there_were_ranks_is_shown_too(browser: Browser, tmp_path: Path) -> None:
+    record_load(tmp_path / "many.record", Load(12, 120.0), 6.0, late_s=2.0)
+    options = ("--replay", "many.record", "--at", "0")
+    errors = list[str]()
+    with command("dashboard", *options, cwd=tmp_path) as replay:
+        page = browser.new_page(viewport=_SIZES["laptop"])  # type: ignore[arg-type]  # the type's name is private
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(replay.link("dashboard"))
+        page.locator(".tile[data-rank='7']").click()
+        expect(page.locator(".one .card")).to_have_attribute("data-rank", "7")
+        bar = page.get_by_label("Time of the record")
+        bar.evaluate(_DRAG, 1.0)
+        expect(page.locator("#health")).to_have_text("○ waiting for ranks")
+        expect(page.locator(".tile:visible")).to_have_count(0)
+        bar.evaluate(_DRAG, 6.0)
+        expect(page.locator("#banner")).to_contain_text("as it was 0:06")
+        expect(page.locator(".one .card")).to_have_attribute("data-rank", "7")
+        # There is nothing beside it.
+        expect(page.get_by_role("link", name="Compare")).to_be_hidden()
+        page.goto(page.url.partition("#")[0] + "#compare")
+        expect(page.locator("main")).to_contain_text("There is no second record")
+        page.close()
+    assert errors == []
+
+
 def test_what_is_held_is_a_minute_and_the_page_says_of_how_much(
     browser: Browser, link: str
 ) -> None:

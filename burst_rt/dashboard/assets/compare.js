@@ -39,7 +39,12 @@ export class Compare {
 
   key(event) { this.sides[0].key(event); }
 
-  tell({ names, differences, calls, steps, num_calls: numCalls, num_steps: numSteps }) {
+  tell(found) {
+    if (found) this.lay(found);
+    else this.table.box.replaceChildren(el("p", { class: "empty" }, "There is no second record: burst-rt dashboard --replay A --beside B."));
+  }
+
+  lay({ names, differences, calls, steps, num_calls: numCalls, num_steps: numSteps }) {
     const short = briefly(names);
     text(this.table.hint, `from ${short[0]} to ${short[1]}: medians of ${numSteps} steps and ${numCalls} calls that both have`);
     const value = (of, unit) => (of == null ? "" : typeof of === "string" ? of : whole(measure(of, unit)));

@@ -131,7 +131,11 @@ export async function connect(changed, opened) {
   source.onmessage = (message) => {
     const present = JSON.parse(message.data);
     last = present;
-    if (shown.at != null) return; // another moment than the end is shown
+    if (shown.at != null) { // another moment than the end is shown
+      if (job.state !== "away") return;
+      job.state = "live";
+      return changed();
+    }
     job.length = present.job.length_s;
     if (job.state === "away") job.events.length = 0; // a new stream tells all again
     take(present);

@@ -53,7 +53,7 @@ export class Overview {
     this.grid.hidden = many;
     if (many) this.tiles.update(present);
     else this.deal(present);
-    for (const [rank, card] of this.cards) card.update(present.ranks.find((one) => one.rank === rank), present, repaint);
+    for (const rank of present.ranks) this.cards.get(rank.rank)?.update(rank, present, repaint);
     this.lossPanel.hidden = many || !("loss" in present.progress.values); // of many ranks the figures have the curve
     if (!this.lossPanel.hidden) {
       const points = [...curve("job", "loss")];
