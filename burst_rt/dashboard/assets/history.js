@@ -101,9 +101,11 @@ export class History {
     if (job.present && this.kind && (over || !document.hidden)) {
       const sources = this.sources().filter((source) => !this.one.value || source.name === this.one.value);
       // The job's own rows say which step it was when.
+      const asked = this.asked = {};
       const names = new Set([...sources.map((source) => source.name), ...(this.steps.hidden ? [] : ["job"])]);
       try {
         const views = await ask("series", { source: [...names], since: -this.range, limit: POINTS });
+        if (asked !== this.asked) return; // the reader has asked for something else meanwhile
         this.draw(sources, views.filter((view) => this.places.has(view.source)), views.find((view) => view.source === "job"));
       } catch { /* the stream says when the job is gone */ }
     }
