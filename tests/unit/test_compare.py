@@ -15,7 +15,7 @@ from burst_rt.telemetry.messages import JobReport, PhaseEnded
 from burst_rt.telemetry.read.compare import Difference, RecordComparison, compare_records
 from burst_rt.telemetry.read.record import Record, Recorder
 
-# Of a call: rank 0 sends until 0.2, then both work on what came. `late_s` longer on rank 1.
+# A call: rank 0 sends until 0.2, then both work on what came. `late_s` longer on rank 1.
 _CALL = ((0.0, 0.0, 0.2), (0.0, 0.0, 0.2), (0.2, 0.2, 0.4))
 
 

@@ -97,7 +97,7 @@ def test_a_rank_that_tells_late_tells_of_the_step_that_it_was() -> None:
         ended_s = 10.4 - offset_s(rank)
         model.apply(12.5, rank, PhaseEnded("evaluation", -1, 0, ended_s - took_s, ended_s))
     assert [(mark.step, mark.text) for mark in _marks(model)] == [(10, "evaluation in 0.3 s")]
-    # Of a job that has steps and reports nothing.
+    # A job that has steps may report nothing.
     silent = _model()
     for step in (1, 2):
         ended_s = float(step) - offset_s(0)

@@ -104,6 +104,8 @@ def test_a_record_is_dragged_to_any_moment_in_all_tabs(
     page.get_by_role("button", name="10 min").click()
     page.wait_for_timeout(500)
     assert page.evaluate(_STEP) == pytest.approx(25, abs=1)
+    _drag(page, 40.0)
+    page.wait_for_function(f"async () => Math.abs((await ({_STEP})()) - 80) < 1.5")
     page.close()
 
 

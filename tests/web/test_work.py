@@ -103,7 +103,7 @@ def test_a_picture_has_as_many_rectangles_as_pixels_allow(
         near, far = (page.evaluate(_RECTS, span) for span in (0.2, 30.0))
         page.close()
     assert near["looked"] < far["looked"] / 3, "spans that are not in sight cost nothing"
-    # Of all that there is, what is closer than a pixel is one.
+    # What is closer than a pixel is one.
     assert far["looked"] > 5_000
     assert far["count"] < far["looked"] / 2
     assert far["count"] < far["rows"] * far["width"]

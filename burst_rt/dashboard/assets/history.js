@@ -2,7 +2,7 @@
 // number of points.
 
 import { Chart, MARKS, swatch } from "./chart.js";
-import { ask } from "./ask.js";
+import { ask, shown as moment } from "./ask.js";
 import { el, panel } from "./dom.js";
 import { title } from "./format.js";
 import { job, now } from "./live.js";
@@ -51,7 +51,10 @@ export class History {
   update() {
     const there = KINDS.filter(([kind]) => job.present.sources.some((source) => source.kind === kind && source.metrics.length));
     const known = `${there.map(([kind]) => kind)} ${this.sources().map((source) => source.name)} ${job.state === "ended"}`;
-    if (known === this.known) return;
+    if (known === this.known) {
+      if (moment.at !== this.at && this.visible && !this.loading) this.load();
+      return;
+    }
     this.known = known;
     this.kind = there.some(([kind]) => kind === this.kind) ? this.kind : there[0]?.[0];
     this.kinds.replaceChildren(...there.map(([kind, name]) => el("option", { value: kind }, name)));
@@ -102,12 +105,15 @@ export class History {
       const sources = this.sources().filter((source) => !this.one.value || source.name === this.one.value);
       // The job's own rows say which step it was when.
       const asked = this.asked = {};
+      this.at = moment.at;
+      this.loading = true;
       const names = new Set([...sources.map((source) => source.name), ...(this.steps.hidden ? [] : ["job"])]);
       try {
         const views = await ask("series", { source: [...names], since: -this.range, limit: POINTS });
         if (asked !== this.asked) return; // the reader has asked for something else meanwhile
         this.draw(sources, views.filter((view) => this.places.has(view.source)), views.find((view) => view.source === "job"));
       } catch { /* the stream says when the job is gone */ }
+      this.loading = false;
     }
     if (!over) this.timer = setTimeout(() => this.load(), EVERY_MS);
   }

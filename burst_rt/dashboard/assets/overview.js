@@ -54,7 +54,7 @@ export class Overview {
     if (many) this.tiles.update(present);
     else this.deal(present);
     for (const rank of present.ranks) this.cards.get(rank.rank)?.update(rank, present, repaint);
-    this.lossPanel.hidden = many || !("loss" in present.progress.values); // of many ranks the figures have the curve
+    this.lossPanel.hidden = many || !("loss" in present.progress.values); // the row of figures has the curve of many ranks
     if (!this.lossPanel.hidden) {
       const points = [...curve("job", "loss")];
       this.loss.set([{ name: "loss", times: points.map(([at]) => at), values: points.map(([, value]) => value) }]);

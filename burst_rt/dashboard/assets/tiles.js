@@ -108,7 +108,7 @@ export class Tiles {
     const [[odd, { score, words }]] = [...this.found].sort(([, a], [, b]) => b.score - a.score);
     text(this.odd, score >= ODD ? `rank ${odd} is the odd one out: ${words}` : "no rank is far from the others");
     attribute(this.odd, "class", score >= ODD ? "odd-one silent" : "odd-one muted");
-    // Of a record, an earlier moment may lack the rank.
+    // An earlier moment of a record may lack the rank.
     const chosen = this.found.has(this.chosen) ? this.chosen : null;
     this.show(chosen ?? (score >= ODD ? odd : this.ranks[0].rank));
   }
