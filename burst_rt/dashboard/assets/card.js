@@ -131,8 +131,8 @@ class Meter {
     this.bar = el("i");
     this.value = el("span", { class: "num" });
     this.note = el("span", { class: "note", hidden: true });
-    this.node = el("div", { class: "gauge" }, el("span", { class: "muted" }, name), el("span", { class: "rail", "aria-hidden": "true" }, this.bar),
-      this.value, this.note);
+    const rail = el("span", { class: "rail", "aria-hidden": "true" }, this.bar);
+    this.node = el("div", { class: "gauge" }, el("span", { class: "muted" }, name), rail, this.value, this.note);
   }
 
   update(part, words, note) {

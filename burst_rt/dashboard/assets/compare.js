@@ -16,7 +16,8 @@ export class Compare {
     this.changed = panel("Changed most", "of the steps and calls that both have; choose one to see it in both");
     this.sides = [0, 1].map((record) => new Excerpt(record));
     this.titles = this.sides.map(() => el("h2"));
-    const stages = this.sides.map((side, i) => el("section", { class: "panel side" }, el("div", { class: "head" }, this.titles[i], side.said), side.stage));
+    const stages = this.sides.map((side, i) => (
+      el("section", { class: "panel side" }, el("div", { class: "head" }, this.titles[i], side.said), side.stage)));
     this.node = el("div", { class: "page compare" }, this.table.node, this.changed.node, ...stages);
   }
 
@@ -40,8 +41,9 @@ export class Compare {
   key(event) { this.sides[0].key(event); }
 
   tell(found) {
+    const none = "There is no second record: burst-rt dashboard --replay A --beside B.";
     if (found) this.lay(found);
-    else this.table.box.replaceChildren(el("p", { class: "empty" }, "There is no second record: burst-rt dashboard --replay A --beside B."));
+    else this.table.box.replaceChildren(el("p", { class: "empty" }, none));
   }
 
   lay({ names, differences, calls, steps, num_calls: numCalls, num_steps: numSteps }) {

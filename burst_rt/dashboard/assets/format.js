@@ -80,16 +80,16 @@ export function reasons(bits) {
   return words.join(", ") || (bits ? `reason ${bits}` : "none");
 }
 
-// Whether clocks are held back for a chip's own safety: hardware slowdown, heat, a power brake. A healthy chip shows the other reasons, too.
+// Whether clocks are held back for a chip's own safety: hardware slowdown, heat, a power brake. A healthy chip shows other reasons.
 export const slowed = (bits) => (bits & (0x8 | 0x20 | 0x40 | 0x80)) !== 0;
 
-// A metric's name for people, without its unit, which its values have. What the cards and `burst-rt top` show, too, has the same name there.
+// A metric's name for people, without its unit, which its values have; the same as on cards and in `burst-rt top`.
 const TITLES = { compute_percent: "computes", wait_percent: "waits", outside_percent: "away", sm_percent: "GPU", process_percent: "core",
   throttle_bits: "why clocks are held back", heldout_loss: "held-out loss", tokens_per_s: "tokens/s", output_tokens_per_s: "output tokens/s",
   calls_per_s: "calls/s", flops_per_s: "flop/s", step_s: "step time", grad_norm: "gradient norm", time_per_token_s: "time per token",
   time_to_first_token_s: "time to first token", mean_time_per_token_s: "mean time per token", rss_bytes: "resident memory" };
-const WORDS = { gpm: "GPM", sm: "SM", pcie: "PCIe", nvlink: "NVLink", tx: "sent", rx: "received", ecc: "ECC", xid: "XID", cpu: "CPU", num: "", max: "highest",
-  net: "network" };
+const WORDS = { gpm: "GPM", sm: "SM", pcie: "PCIe", nvlink: "NVLink", tx: "sent", rx: "received", ecc: "ECC", xid: "XID", cpu: "CPU",
+  num: "", max: "highest", net: "network" };
 const UNIT = /_(percent|bytes_per_s|bytes|per_s|w|j|c|mhz|s)$/;
 
 export function title(metric, known) {

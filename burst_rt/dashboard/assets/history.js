@@ -34,8 +34,8 @@ export class History {
     this.grid = el("div", { class: "charts" });
     this.legend = el("div", { class: "legend" });
     this.none = el("p", { class: "empty" }, "Nothing measured yet.");
-    this.node = el("div", { class: "page" }, el("div", { class: "tools" }, this.kinds, this.one, ...this.ranges, this.steps, this.smooth, this.legend),
-      this.none, this.grid);
+    const tools = [this.kinds, this.one, ...this.ranges, this.steps, this.smooth, this.legend];
+    this.node = el("div", { class: "page" }, el("div", { class: "tools" }, ...tools), this.none, this.grid);
   }
 
   show() {
@@ -122,7 +122,8 @@ export class History {
     const measured = (name) => name !== "step" && views.some((view) => view.values[name]?.some((value) => value != null));
     const order = Object.keys(job.metrics); // the useful first
     const place = (list, name) => (list.includes(name) ? list.indexOf(name) : list.length);
-    const metrics = [...new Set(views.flatMap((view) => Object.keys(view.values)))].filter(measured).sort((a, b) => place(order, a) - place(order, b));
+    const metrics = [...new Set(views.flatMap((view) => Object.keys(view.values)))].filter(measured);
+    metrics.sort((a, b) => place(order, a) - place(order, b));
     this.none.hidden = metrics.length > 0;
     const at = (name) => this.places.get(name) ?? this.places.size;
     views.sort((a, b) => at(a.source) - at(b.source));
@@ -143,7 +144,8 @@ export class History {
     for (const metric of shown) {
       const chart = this.chart(metric);
       const together = [metric, ...metrics.filter((other) => BESIDE[other] === metric)];
-      const lines = together.flatMap((name, i) => views.filter((view) => view.values[name]).map((view) => this.line(view, name, i, steps, sources)));
+      const lines = together.flatMap((name, i) => (
+        views.filter((view) => view.values[name]).map((view) => this.line(view, name, i, steps, sources))));
       chart.set(lines, ...axis, { marks, steps: steps !== null, smooth: Number(this.smooth.value) });
     }
     // The useful first, also where it came later.
@@ -168,8 +170,9 @@ export class History {
     const name = beside || sources.length < 2 ? title(metric, true) : titled(sources.find((source) => source.name === view.source));
     const values = view.values[metric];
     const found = values.filter((value) => value != null).length;
-    return { name, place: (this.places.get(view.source) ?? this.places.size) + beside, values, times: steps ? view.times.map((s) => steps.at(s)) : view.times,
-      dots: found < DOTTED && 2 * found < values.length };
+    const times = steps ? view.times.map((at) => steps.at(at)) : view.times;
+    const place = (this.places.get(view.source) ?? this.places.size) + beside;
+    return { name, place, values, times, dots: found < DOTTED && 2 * found < values.length };
   }
 
   explain(sources, marks) {

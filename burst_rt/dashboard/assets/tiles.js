@@ -83,7 +83,8 @@ export class Tiles {
 
   arrange() {
     this.arrangedAt = performance.now();
-    const ranks = this.ranks.map((rank) => [this.place(rank), rank]).sort(([a, one], [b, other]) => (a === b ? 0 : a - b) || one.rank - other.rank);
+    const ranks = this.ranks.map((rank) => [this.place(rank), rank]);
+    ranks.sort(([a, one], [b, other]) => (a === b ? 0 : a - b) || one.rank - other.rank);
     const groups = new Map();
     for (const [, rank] of ranks) {
       const host = this.hosts.getAttribute("aria-pressed") === "true" ? rank.host : "";
