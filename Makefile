@@ -91,8 +91,9 @@ tree: ## links by which mypy and editors find burst_rt.scheduler and others in t
 	@mkdir -p $(TREE)
 	@ln -s $(addprefix ../../../,$(filter-out %/__pycache__,$(wildcard burst_rt/*)) scheduler transport launch examples) $(TREE)
 
-docs: $(DOCS) ## the guide, as pages in build/guide/docs; a link that leads nowhere is an error
+docs: $(DOCS) ## the guide, as pages in build/guide/docs, with pictures of a job that runs now; a link that leads nowhere is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -E -c docs . build/guide
+	$(BIN)/python docs/pictures.py build/guide/_images
 
 unit: $(ALL) ## the tests that need no MPI job
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim

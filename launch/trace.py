@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from burst_rt.telemetry.read.compare import SameCall, SameStep
     from burst_rt.telemetry.read.summary import RankSummary
 
 __all__ = ["command"]
+
+_SHOWN = 3  # steps, and calls, that changed most
 
 _RUN = click.argument(
     "run", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="RUN"
@@ -40,6 +43,7 @@ def command() -> None:
     \b
     burst-rt trace RUN -o trace.json    all ranks on one clock, for ui.perfetto.dev
     burst-rt trace summary RUN          exposed communication, overlap, imbalance, longest stalls
+    burst-rt trace compare RUN OTHER    what changed: the same steps and calls of both
     """
 
 
@@ -106,6 +110,53 @@ def summary(run: Path, as_json: bool) -> None:
         console.print(
             f"left out: {report.incomplete} calls, because spans of some ranks are missing"
         )
+
+
+@command.command("compare")
+@_RUN
+@click.argument("other", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def compare_runs(run: Path, other: Path, as_json: bool) -> None:
+    """Print what changed from one recorded run to another: medians over the steps and calls that
+    both have, and those that changed most.
+    """
+    import msgspec
+    from rich.console import Console
+    from rich.table import Table
+
+    from burst_rt.telemetry.read.compare import compare_records
+    from burst_rt.telemetry.read.record import Record
+
+    comparison = compare_records(Record(run), Record(other))
+    if as_json:
+        click.echo(msgspec.json.encode(comparison))
+        return
+    console = Console(width=140, force_terminal=False, color_system=None, highlight=False)
+    title = (
+        f"{run} and {other}: medians of {comparison.num_steps:,} steps and "
+        f"{comparison.num_calls:,} calls that both have"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("", "before", "after", "change"):
+        table.add_column(name, justify="right" if name else "left")
+    for one in comparison.differences:
+        table.add_row(
+            one.name, *(_measured(value, one.unit) for value in (one.before, one.after)), one.change
+        )
+    console.print(table)
+    changed: list[SameStep | SameCall] = [*comparison.steps[:_SHOWN], *comparison.calls[:_SHOWN]]
+    for same in changed:
+        then_s, now_s = same.took_s
+        line = f"  {(now_s - then_s) * 1e3:+9.2f} ms  {same.name}: {same.change}"
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _measured(value: float | str | None, unit: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or "-"
+    if unit == "s":
+        return f"{value * 1e3:,.2f} ms"
+    return f"{value:,.0f} {unit}" if unit in ("B", "1/s") else f"{value:.4g}"
 
 
 def _cells(rank: RankSummary, mean_compute_s: float) -> dict[str, str]:

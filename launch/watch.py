@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from burst_rt.telemetry.read.tape import TapeViewer
     from burst_rt.telemetry.read.viewer import Viewer
 
-__all__ = ["open_viewer", "viewer_options"]
+__all__ = ["open_tape", "open_viewer", "viewer_options"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -49,21 +50,26 @@ def viewer_options(command: _F) -> _F:
     return attach(replay(until(command)))
 
 
+def open_tape(record: Path, until: float | None) -> TapeViewer:
+    """A record as viewers see it, read once to its end. Raises InputError."""
+    from burst_rt.telemetry.read.record import Record
+    from burst_rt.telemetry.read.tape import Tape, TapeViewer
+
+    return TapeViewer(Tape(Record(record), until))
+
+
 @contextmanager
 def open_viewer(attach: int | None, replay: Path | None, until: float | None) -> Iterator[Viewer]:
     """The viewer that these options ask for: of a record, or of a running job's hub.
 
     A record is read whole. Raises InputError and ConfigError.
     """
-    from burst_rt.telemetry.read.viewer import HubViewer, ModelViewer
+    from burst_rt.telemetry.read.viewer import HubViewer
 
     if replay is not None:
-        from burst_rt.telemetry.read.record import Record
-        from burst_rt.telemetry.read.record import replay as replayed
-
         if attach is not None:
             raise click.UsageError("--attach and --replay cannot be used together; choose one")
-        yield ModelViewer(replayed(Record(replay), until))
+        yield open_tape(replay, until)
         return
     if until is not None:
         raise click.UsageError("--until works only with --replay")

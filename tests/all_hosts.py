@@ -18,7 +18,8 @@ from slurm import slurm
 from burst_rt.launch.run import kill_job
 from burst_rt.launch.train.checkpoint import find_checkpoint
 from burst_rt.launch.train.config import MACHINE_FILE
-from burst_rt.telemetry.read.record import Record, replay
+from burst_rt.telemetry.read.record import Record
+from burst_rt.telemetry.read.tape import replay
 
 _WAIT_S = 120.0
 _TRAIN = [

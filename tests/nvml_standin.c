@@ -1,6 +1,7 @@
 /* A library with NVML's symbols, for machines without a GPU. Tests compile it as libnvidia-ml.so.1 and put it on LD_LIBRARY_PATH.
  *
- * Environment: STANDIN_DEVICES (default 2); STANDIN_OLD=1: a chip without GPM, NVLink, energy, and PCIe counters; STANDIN_XID=1: one XID;
+ * Environment: STANDIN_DEVICES (default 2); STANDIN_OLD=1: a chip without GPM, NVLink, energy, a power cap, a highest clock, and PCIe counters;
+ * STANDIN_REASONS=bits: why clocks are held back (default 4: the power cap); STANDIN_XID=1: one XID;
  * STANDIN_FAIL_AFTER=n: reading number n and all later fail (the GPU is lost); STANDIN_HANG_AFTER=n: reading number n takes 30 s;
  * STANDIN_GARBAGE=1: readings that cannot be; STANDIN_NAN=1: GPM gives NaN for its DRAM figure, as an H100 did once. Structures are those of nvml.h (docs.nvidia.com/deploy/nvml-api).
  */
@@ -90,6 +91,12 @@ int nvmlDeviceGetPowerUsage(Device device, unsigned *milliwatts) {
   return reading();
 }
 
+int nvmlDeviceGetEnforcedPowerLimit(Device device, unsigned *milliwatts) {
+  if (old()) return NOT_SUPPORTED;
+  *milliwatts = 700000;
+  return reading();
+}
+
 int nvmlDeviceGetTotalEnergyConsumption(Device device, u64 *millijoules) {
   if (old()) return NOT_SUPPORTED;
   static u64 used = 42000000;
@@ -107,9 +114,15 @@ int nvmlDeviceGetClockInfo(Device device, int kind, unsigned *megahertz) {
   return reading();
 }
 
+int nvmlDeviceGetMaxClockInfo(Device device, int kind, unsigned *megahertz) {
+  if (old()) return NOT_SUPPORTED;
+  *megahertz = kind == 1 ? 2010 : 2619;
+  return reading();
+}
+
 /* Only the older name: drivers before 535. */
 int nvmlDeviceGetCurrentClocksThrottleReasons(Device device, u64 *bits) {
-  *bits = 0x4;
+  *bits = setting("STANDIN_REASONS", 0x4);
   return reading();
 }
 

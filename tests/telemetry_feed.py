@@ -17,6 +17,7 @@ from burst_rt.telemetry.messages import (
     Group,
     Heartbeat,
     Hello,
+    Item,
     JobReport,
     LaneCounters,
     PlanSummary,
@@ -40,6 +41,7 @@ __all__ = [
     "hello",
     "offset_s",
     "record_calls",
+    "record_load",
 ]
 
 SECRET = "a secret"
@@ -261,15 +263,39 @@ _GPU_METRICS = (
     "nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s",
     "num_processes", "ecc_corrected", "ecc_uncorrected", "num_xid", "gpm_sm_percent",
     "gpm_occupancy_percent", "gpm_tensor_percent",
-    "gpm_dram_percent",
+    "gpm_dram_percent", "power_cap_w", "sm_clock_max_mhz",
 )  # fmt: skip
 
 
-class Load:
-    """Ranks that make calls of `_TASKS` tasks each, `rate` spans a second in all."""
+class _Recording(JobModel):
+    """Takes messages as a model does, and writes them to a record."""
 
-    def __init__(self, num_ranks: int, rate: float) -> None:
+    def __init__(self, path: Path, late_s: float) -> None:
+        super().__init__(1e9)
+        self.recorder = Recorder(path, 1e9, "0.1")
+        self._late_s = late_s
+
+    def apply(self, at_s: float, rank: int, message: Item) -> None:
+        self.recorder.add_message(at_s + self._late_s, rank, message)
+
+
+def record_load(path: Path, load: Load, seconds: float, *, late_s: float = 0.0) -> None:
+    """Writes a record of a load that is told of twice a second. late_s: by which messages come."""
+    recording = _Recording(path, late_s)
+    load.begin(recording)
+    for i in range(1, round(2 * seconds) + 1):
+        load.advance(recording, i / 2)
+    recording.recorder.close()
+
+
+class Load:
+    """Ranks that make calls of `_TASKS` tasks each, `rate` spans a second in all, eight a host.
+    gpus: each rank has one, named as `hello` names it, of which the caller says the figures.
+    """
+
+    def __init__(self, num_ranks: int, rate: float, *, gpus: bool = False) -> None:
         self.num_ranks = num_ranks
+        self.gpus = gpus
         self.period_s = num_ranks * _TASKS / rate
         self.calls = 0
         self.spans = 0
@@ -315,8 +341,8 @@ class Load:
                 local_rank=rank % 8,
                 host=f"node{rank // 8}",
                 pid=1000 + rank,
-                device="cpu",
-                gpu="",
+                device=f"cuda:{rank % 8}" if self.gpus else "cpu",
+                gpu=f"gpu:{rank}" if self.gpus else "",
                 command="load.py",
                 package="0.1",
                 sample_hz=5.0,
@@ -333,6 +359,16 @@ class Load:
                     predicted_s=self.period_s * 0.8,
                 ),
             ]
+            if self.gpus:
+                first.append(
+                    SourceInfo(
+                        name=f"gpu:{rank}",
+                        kind="gpu",
+                        host=f"node{rank // 8}",
+                        metrics=["power_w"],
+                        about={"name": "a GPU", "memory_bytes": str(80 << 30)},
+                    )
+                )
             for message in first:
                 model.apply(0.0, rank, message)
 

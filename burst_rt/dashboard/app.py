@@ -37,6 +37,8 @@ from burst_rt.telemetry.model.views import (
     Snapshot,
     SourceView,
 )
+from burst_rt.telemetry.read.compare import RecordComparison, compare_records
+from burst_rt.telemetry.read.tape import TapeViewer
 from burst_rt.telemetry.read.viewer import Viewer
 
 __all__ = ["Dashboard", "make_app", "metrics_app"]
@@ -61,15 +63,18 @@ class Present(msgspec.Struct, kw_only=True):
     links: list[LinkView]
     plans: int  # how many there are; `/api/plans` has them
     events: list[EventView]  # those that the page has not had
+    beside: bool  # there is another record to compare with
 
 
 class Dashboard:
     """The data from which the routes answer. All people who look share one, so that ten cost the
-    hub what one does.
+    hub what one does. viewer: a `TapeViewer` is asked for any time of its record. beside: a record
+    to compare with the viewer's.
     """
 
-    def __init__(self, viewer: Viewer) -> None:
+    def __init__(self, viewer: Viewer, beside: TapeViewer | None = None) -> None:
         self.viewer = viewer
+        self.tapes = [tape for tape in (viewer, beside) if isinstance(tape, TapeViewer)]
         self.closing = asyncio.Event()
         self.streams = 0
         self._links = LinkStates()
@@ -78,6 +83,7 @@ class Dashboard:
         self._asking = asyncio.Lock()
         self._making = asyncio.Lock()
         self._last: bytes | None = None  # see `last_answers`; None before the job's end
+        self._comparison: RecordComparison | None = None  # once it has been asked for
 
     async def ask(self, question: Callable[..., _T], *about: Any) -> _T:  # question's arguments
         """The viewer's answer. A model of this process is for the event loop's thread alone. A hub
@@ -89,6 +95,18 @@ class Dashboard:
             if self._last is not None:
                 raise ConfigError("the job has ended, and its hub with it")
             return await asyncio.to_thread(question, *about)
+
+    def pick(self, record: float, at_s: float) -> Viewer:
+        """The viewer of a record at a time; the one viewer where a job is shown."""
+        if not self.tapes:
+            return self.viewer
+        return self.tapes[min(max(0, int(record)), len(self.tapes) - 1)].at(at_s)
+
+    def compare(self) -> RecordComparison:
+        """What differs between the two records. Reads both, the first time."""
+        if self._comparison is None:
+            self._comparison = compare_records(*(tape.record for tape in self.tapes))
+        return self._comparison
 
     async def present(self, *, fresh: bool = False) -> tuple[Snapshot, list[LinkView]]:
         """The snapshot and the links, at most half a period old. fresh: they are made now."""
@@ -138,21 +156,31 @@ class Dashboard:
                 self.viewer.close()
 
     def _event(self, snapshot: Snapshot, links: list[LinkView], told: int) -> bytes:
-        view = Present(
-            job=snapshot.job,
-            progress=snapshot.progress,
-            ranks=snapshot.ranks,
-            sources=snapshot.sources,
-            links=links,
-            plans=len(snapshot.plans),
-            events=[event for event in snapshot.events if event.number > told],
-        )
-        return b"data: " + msgspec.json.encode(view) + b"\n\n"
+        return b"data: " + _present(snapshot, links, told, beside=len(self.tapes) > 1) + b"\n\n"
+
+
+def _present(snapshot: Snapshot, links: list[LinkView], told: int, *, beside: bool) -> bytes:
+    """The JSON of a `Present`. told: number of the last event that the page has."""
+    view = Present(
+        job=snapshot.job,
+        progress=snapshot.progress,
+        ranks=snapshot.ranks,
+        sources=snapshot.sources,
+        links=links,
+        plans=len(snapshot.plans),
+        events=[event for event in snapshot.events if event.number > told],
+        beside=beside,
+    )
+    return msgspec.json.encode(view)
 
 
 def make_app(dashboard: Dashboard) -> Starlette:
     """The application, to be guarded (`guard.Guard`)."""
-    viewer = dashboard.viewer
+
+    async def of(request: Request, question: Callable[[Viewer], _T]) -> _T:
+        """What is asked of a record is asked of the record and the time that the request names."""
+        where = _number(request, "record", 0.0), _number(request, "at", math.inf)
+        return await dashboard.ask(lambda: question(dashboard.pick(*where)))
 
     async def events(request: Request) -> Response:
         if request.method == "HEAD":
@@ -165,20 +193,36 @@ def make_app(dashboard: Dashboard) -> Starlette:
         until_s = _number(request, "until", math.inf)
         ranks = _ranks(request)
         limit = _limit(request, 2000, _MAX_SPANS)
-        snapshot, _ = await dashboard.present()
         window = _number(request, "since", -10.0), until_s if math.isfinite(until_s) else None
-        view = await dashboard.ask(viewer.timeline, *window, ranks, limit)
-        return _json(compact(view, snapshot.job.now_s))
+        view = await of(request, lambda viewer: viewer.timeline(*window, ranks, limit))
+        return _json(compact(view, (await snapshot_of(request)).job.now_s))
+
+    async def snapshot_of(request: Request) -> Snapshot:
+        """The snapshot; that of a running job is at most half a period old."""
+        if dashboard.tapes:
+            return await of(request, lambda viewer: viewer.snapshot())
+        return (await dashboard.present())[0]
+
+    async def present(request: Request) -> Response:
+        if dashboard.tapes:
+            seen = await of(request, lambda viewer: LinkStates().read(viewer))
+        else:
+            seen = await dashboard.present()
+        return _json(_present(*seen, 0, beside=len(dashboard.tapes) > 1))
+
+    async def differences(request: Request) -> Response:
+        compared = await dashboard.ask(dashboard.compare) if len(dashboard.tapes) > 1 else None
+        return _json(msgspec.json.encode(compared))  # null without two records
 
     async def series(request: Request) -> Response:
         limit = _limit(request, 300, _MAX_ROWS)
         names = _words(request, "source"), _words(request, "metric")
         since_s = _number(request, "since", -600.0)
-        views = await dashboard.ask(viewer.series, *names, since_s, limit)
+        views = await of(request, lambda viewer: viewer.series(*names, since_s, limit))
         return _json(msgspec.json.encode(views))
 
     async def plans(request: Request) -> Response:
-        snapshot, _ = await dashboard.present()
+        snapshot = await snapshot_of(request)
         rank = _number(request, "rank", math.inf)
         return _json(
             msgspec.json.encode([plan for plan in snapshot.plans if rank in (plan.rank, math.inf)])
@@ -196,6 +240,8 @@ def make_app(dashboard: Dashboard) -> Starlette:
         Route("/api/timeline", timeline),
         Route("/api/series", series),
         Route("/api/plans", plans),
+        Route("/api/present", present),
+        Route("/api/compare", differences),
         Route("/api/metrics", names),
         _metrics(dashboard),
         *_files(),

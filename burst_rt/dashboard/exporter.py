@@ -1,9 +1,9 @@
 """`/metrics` for Prometheus, with DCGM's names: a snapshot in its text format, made when scraped.
 
 GPU fields have the names, units and labels of NVIDIA's DCGM exporter
-(github.com/NVIDIA/dcgm-exporter, `etc/default-counters.csv`) where that has them, so dashboards and
-alerts made for it work here. The runtime's own fields begin with `burst_rt_`. A value that a source
-has not measured is left out.
+(github.com/NVIDIA/dcgm-exporter, `etc/default-counters.csv`; NVIDIA/DCGM, `dcgm_fields.h`) where
+those have them, so dashboards and alerts made for it work here. The runtime's own fields begin with
+`burst_rt_`. A value that a source has not measured is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from burst_rt.dashboard.links import LinkView
 from burst_rt.telemetry.messages import LaneCounters
-from burst_rt.telemetry.metrics import METRICS
+from burst_rt.telemetry.metrics import METRICS, THROTTLE_REASONS
 from burst_rt.telemetry.model.views import RankView, Snapshot, SourceView
 
 __all__ = ["CONTENT_TYPE", "DCGM", "exposition"]
@@ -42,9 +42,13 @@ DCGM: dict[str, _Field] = {
         "DCGM_FI_DEV_FB_USED", 1 / _MIB, "Framebuffer memory used (in MiB)."
     ),
     "power_w": _Field("DCGM_FI_DEV_POWER_USAGE", 1, "Power draw (in W)."),
+    "power_cap_w": _Field("DCGM_FI_DEV_ENFORCED_POWER_LIMIT", 1, "Power cap in force (in W)."),
     "temperature_c": _Field("DCGM_FI_DEV_GPU_TEMP", 1, "GPU temperature (in C)."),
     "memory_temperature_c": _Field("DCGM_FI_DEV_MEMORY_TEMP", 1, "Memory temperature (in C)."),
     "sm_clock_mhz": _Field("DCGM_FI_DEV_SM_CLOCK", 1, "SM clock frequency (in MHz)."),
+    "sm_clock_max_mhz": _Field(
+        "DCGM_FI_DEV_MAX_SM_CLOCK", 1, "Highest SM clock frequency (in MHz)."
+    ),
     "memory_clock_mhz": _Field("DCGM_FI_DEV_MEM_CLOCK", 1, "Memory clock frequency (in MHz)."),
     "pcie_tx_bytes_per_s": _Field(
         "DCGM_FI_PROF_PCIE_TX_BYTES", 1, "Rate of data sent over PCIe (in bytes per second)."
@@ -235,6 +239,14 @@ def _of_gpus(gpus: Sequence[SourceView]) -> Iterator[Metric]:
             family = _counter if info.cumulative else _gauge
             text = f"{info.label} ({info.unit})"
             yield family(_name("gpu", metric), text, labels, samples)
+    reasons = (
+        ((*_gpu_labels(gpu), reason), float(int(bits) & bit > 0))
+        for gpu in gpus
+        if (bits := gpu.values.get("throttle_bits")) is not None
+        for bit, reason in THROTTLE_REASONS.items()
+    )
+    text = "1 for each reason for which clocks are held back."
+    yield _gauge("burst_rt_gpu_throttled", text, (*labels, "reason"), reasons)
 
 
 # Metrics that Prometheus knows by another name: without abbreviated units, and no word twice.

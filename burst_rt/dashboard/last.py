@@ -60,7 +60,7 @@ def _refined(view: SeriesView, finer: SeriesView | None) -> SeriesView:
         name: [*_column(view, name)[:count], *_column(finer, name)]
         for name in (view.values | finer.values)
     }
-    return SeriesView(view.source, [*view.times[:count], *finer.times], values)
+    return SeriesView(view.source, [*view.times[:count], *finer.times], values, view.marks)
 
 
 def _column(view: SeriesView, name: str) -> Sequence[float | None]:

@@ -20,6 +20,7 @@ from burst_rt.dashboard.app import Dashboard, make_app, metrics_app
 from burst_rt.dashboard.guard import Guard
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.telemetry.hub.starting import is_port
+from burst_rt.telemetry.read.tape import TapeViewer
 from burst_rt.telemetry.read.viewer import Viewer
 
 __all__ = ["DEFAULT_PORT", "RunningDashboard", "Where"]
@@ -127,10 +128,17 @@ class RunningDashboard:
     token, and `lines` to print.
     """
 
-    def __init__(self, viewer: Viewer, where: Where, token: str | None = None) -> None:
-        """Binds the ports. Raises ConfigError where that fails."""
+    def __init__(
+        self,
+        viewer: Viewer,
+        where: Where,
+        token: str | None = None,
+        *,
+        beside: TapeViewer | None = None,
+    ) -> None:
+        """Binds the ports. Raises ConfigError where that fails. beside: see `Dashboard`."""
         self.token = token or secrets.token_urlsafe(24)
-        self._dashboard = Dashboard(viewer)
+        self._dashboard = Dashboard(viewer, beside)
         bound = _bind(where.host, where.port)
         port = bound.getsockname()[1]
         host = where.host if where.host not in ("0.0.0.0", "::") else socket.gethostname()

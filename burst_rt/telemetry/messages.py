@@ -95,6 +95,7 @@ class Hello(_Message, tag="hello", kw_only=True):
     command: str  # command of the program
     package: str  # version of burst_rt
     sample_hz: float
+    restarts: int = 0  # how often the job has been started again
 
 
 class Heartbeat(_Message, tag="beat", kw_only=True):

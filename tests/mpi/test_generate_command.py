@@ -19,7 +19,8 @@ from burst_rt import run_local
 from burst_rt.launch.generate.loop import generate
 from burst_rt.launch.run import kill_job
 from burst_rt.launch.train.export import export
-from burst_rt.telemetry.read.record import Record, replay
+from burst_rt.telemetry.read.record import Record
+from burst_rt.telemetry.read.tape import replay
 
 _NUM_TOKENS = 24
 

@@ -20,7 +20,8 @@ import burst_rt
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
 from burst_rt.planning.machines import parse_hardware
-from burst_rt.telemetry.read.record import Record, replay
+from burst_rt.telemetry.read.record import Record
+from burst_rt.telemetry.read.tape import replay
 
 _TROUBLE = str(Path(__file__).parent / "programs" / "host_trouble.py")
 _SURVEY = str(Path(__file__).parent / "programs" / "host_survey.py")

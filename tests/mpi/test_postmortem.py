@@ -13,7 +13,8 @@ from jobs import Job, Launcher, run_command, run_job
 
 from burst_rt.job.launched import RECORD_VARIABLE
 from burst_rt.job.postmortem import PostMortem
-from burst_rt.telemetry.read.record import Record, replay
+from burst_rt.telemetry.read.record import Record
+from burst_rt.telemetry.read.tape import replay
 
 _PROGRAM = Path(__file__).parent / "programs" / "stopping_first.py"
 _CASES: list[tuple[Launcher, str, str]] = [

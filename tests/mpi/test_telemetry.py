@@ -22,8 +22,9 @@ from burst_rt.launch.run import kill_job
 from burst_rt.telemetry.messages import Bye
 from burst_rt.telemetry.model.views import Snapshot
 from burst_rt.telemetry.read.chrome import write_trace
-from burst_rt.telemetry.read.record import Record, replay
+from burst_rt.telemetry.read.record import Record
 from burst_rt.telemetry.read.summary import summarise
+from burst_rt.telemetry.read.tape import replay
 
 _TESTS = Path(__file__).parents[1]
 _PROGRAM = Path(__file__).parent / "programs" / "watched.py"

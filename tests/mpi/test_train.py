@@ -35,7 +35,8 @@ from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
 from burst_rt.telemetry.hub.starting import HUB_MODULE
 from burst_rt.telemetry.messages import JobReport
-from burst_rt.telemetry.read.record import Record, replay
+from burst_rt.telemetry.read.record import Record
+from burst_rt.telemetry.read.tape import replay
 
 _JOB_DEADLINE_S = 90.0
 _STEPS = 50

@@ -11,7 +11,8 @@ from jobs import Launcher, run_job
 from tolerances import LOSSES_16BIT, LOSSES_OF_TRAINERS
 
 from burst_rt.telemetry.messages import JobReport
-from burst_rt.telemetry.read.record import Record, replay
+from burst_rt.telemetry.read.record import Record
+from burst_rt.telemetry.read.tape import replay
 
 _PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
 # What the message of each refusal says.

@@ -16,8 +16,9 @@ from burst_rt.telemetry.model.account import GroupAccount, TimesOfRanks
 from burst_rt.telemetry.model.limits import Evidence, verdict_on
 from burst_rt.telemetry.model.views import RankView, SourceView, Verdict
 from burst_rt.telemetry.model.whole_calls import CallOfAll
-from burst_rt.telemetry.read.record import Record, Recorder, replay
+from burst_rt.telemetry.read.record import Record, Recorder
 from burst_rt.telemetry.read.summary import summarise
+from burst_rt.telemetry.read.tape import replay
 
 
 def _times(**seconds: Iterable[float]) -> TimesOfRanks:

@@ -87,16 +87,17 @@ def test_a_new_chip_has_all_there_is(library: Path) -> None:
     expected = {name for name in METRICS if name in last}
     # GPM's DRAM figure is the one that this chip says it has not.
     assert set(last) == expected == {
-        "sm_percent", "memory_busy_percent", "memory_used_bytes", "power_w", "energy_j",
-        "temperature_c", "memory_temperature_c",
-        "sm_clock_mhz", "memory_clock_mhz", "throttle_bits", "pcie_tx_bytes_per_s",
-        "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s",
+        "sm_percent", "memory_busy_percent", "memory_used_bytes", "power_w", "power_cap_w",
+        "energy_j", "temperature_c", "memory_temperature_c",
+        "sm_clock_mhz", "sm_clock_max_mhz", "memory_clock_mhz", "throttle_bits",
+        "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s",
         "nvlink_rx_bytes_per_s", "num_processes", "ecc_corrected", "ecc_uncorrected", "num_xid",
         "gpm_sm_percent", "gpm_occupancy_percent",
         "gpm_tensor_percent",
     }  # fmt: skip
     assert (last["sm_percent"], last["power_w"], last["temperature_c"]) == (51.0, 123.456, 55.0)
     assert last["memory_used_bytes"] == 3 << 30
+    assert (last["power_cap_w"], last["sm_clock_max_mhz"]) == (700.0, 2010.0)
     assert last["gpm_tensor_percent"] == 15.0
     assert 0 < last["energy_j"] < 100  # since the start, not since the driver was loaded
     assert 0 < last["ecc_corrected"] < 100
@@ -117,6 +118,8 @@ def test_what_an_old_chip_has_not_is_left_out(library: Path) -> None:
     last = got.samples[-1]["values"]
     missing = {
         "energy_j",
+        "power_cap_w",
+        "sm_clock_max_mhz",
         "memory_temperature_c",
         "nvlink_tx_bytes_per_s",
         "gpm_sm_percent",

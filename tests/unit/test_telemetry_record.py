@@ -32,8 +32,9 @@ from burst_rt.telemetry.messages import (
 )
 from burst_rt.telemetry.model.job_model import JobModel
 from burst_rt.telemetry.read.chrome import write_trace
-from burst_rt.telemetry.read.record import Record, Recorder, replay
+from burst_rt.telemetry.read.record import Record, Recorder
 from burst_rt.telemetry.read.summary import RecordSummary, summarise
+from burst_rt.telemetry.read.tape import replay
 from burst_rt.telemetry.wire import frame
 
 

@@ -3,9 +3,10 @@ real browser. Prints figures as JSON.
 
     python tests/web/load.py --seconds 130 --rate 20000
 
-Frame times are those of the page's animation frames, drawing included; the heap is what is left
-after a collection. A page that has seen ten minutes' worth of spans must not hold more than one
-that has seen two.
+Frame times are those of the page's animation frames, drawing included. Tasks are those of the
+page's thread: no frame comes before the longest of them has ended, and their processor time depends
+little on what else the machine does. The heap is what is left after a collection. A page that has
+seen ten minutes' worth of spans must not hold more than one that has seen two.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from telemetry_feed import Load
 from burst_rt.telemetry.model.job_model import JobModel
 
 _TICK_S = 0.1
+_LEAST_US = 200.0  # shorter tasks keep no frame waiting
 # Of the page: how long frames took and how far apart they were.
 _COUNT_FRAMES = """() => {
   window.gaps = [];
@@ -54,7 +56,8 @@ _TAKE_DRAWING = """async () => {
   for (const { lanes } of spans.ranks.values()) for (const lane of lanes) held += lane.size;
   const mean = Math.round(100 * frames.tookMs / frames.count) / 100;
   const worst = Math.round(10 * frames.worstMs) / 10;
-  return { mean_ms: mean, worst_ms: worst, spans_taken: spans.total, places: held };
+  const drawn = { mean_ms: mean, worst_ms: worst, most_spans: frames.mostSpans };
+  return { ...drawn, spans_taken: spans.total, places: held };
 }"""
 
 
@@ -70,6 +73,25 @@ def _heap_mb(cdp: CDPSession) -> float:
     used = cdp.send("Runtime.getHeapUsage")
     size_bytes: float = used["usedSize"] + used.get("backingStorageSize", 0)
     return round(size_bytes / 1e6, 1)
+
+
+def _tasks(trace: bytes) -> dict[str, float]:
+    """Processor time of the tasks of the page's thread, in ms, from Chromium's trace."""
+    events = json.loads(trace)["traceEvents"]
+    threads = {
+        (event["pid"], event["tid"])
+        for event in events
+        if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
+    }
+    took_us = sorted(
+        event["tdur"]
+        for event in events
+        if event.get("tdur", 0) > _LEAST_US and event["name"].endswith("::RunTask")
+        if (event["pid"], event["tid"]) in threads
+    )
+    parts = {"median_ms": 0.5, "p99_ms": 0.99, "worst_ms": 1.0}
+    last = len(took_us) - 1
+    return {name: round(took_us[int(part * last)] / 1e3, 1) for name, part in parts.items()}
 
 
 def measure(seconds: float, rate: float, num_ranks: int, every_s: float) -> dict[str, object]:
@@ -89,6 +111,9 @@ def measure(seconds: float, rate: float, num_ranks: int, every_s: float) -> dict
         for name, key, part in (("timeline", "2", 0.8), ("overview", "1", 0.2)):
             page.keyboard.press(key)
             page.wait_for_timeout(3000)
+            browser.start_tracing(page=page, categories=["toplevel"])
+            page.wait_for_timeout(1000 * min(15.0, seconds * part))
+            report[f"{name} tasks"] = _tasks(browser.stop_tracing())
             page.evaluate(_TAKE_FRAMES)
             heaps = []
             until_s = time.monotonic() + seconds * part

@@ -291,14 +291,14 @@ def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) ->
             "a GPU abcdef",
         ]
         assert page.locator(".tools .legend span").all_inner_texts() == names
-        assert page.locator("select").nth(1).locator("option").all_inner_texts() == ["all", *names]
+        assert page.get_by_label("Which").locator("option").all_inner_texts() == ["all", *names]
         colours = page.locator(".tools .legend .swatch").evaluate_all(
             "(all) => all.map((one) => one.style.background)"
         )
         assert len(set(colours)) == 5
         for metric, words in (
-            ("sm clock mhz", "1.98 GHz"),
-            ("throttle bits", "power cap, hardware thermal slowdown"),
+            ("SM clock", "1.98 GHz"),
+            ("why clocks are held back", "power cap, hardware thermal slowdown"),
         ):
             canvas = page.locator(
                 ".charts .panel", has=page.locator("h2", has_text=re.compile(f"^{metric}$"))

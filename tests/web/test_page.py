@@ -194,7 +194,10 @@ def _watch_the_timeline(page: Page, pictures: Path) -> None:
 def _visit_the_other_pages(page: Page) -> None:
     page.keyboard.press("3")
     expect(page.locator(".charts .chart canvas").first).to_be_visible(timeout=10_000)
-    expect(page.locator(".charts h2", has_text="process percent")).to_be_visible()
+    # The job's own curves come first.
+    expect(page.locator(".charts h2").first).to_have_text("loss")
+    page.get_by_label("What").select_option(label="Ranks")
+    expect(page.locator(".charts h2", has_text=re.compile("^core$"))).to_be_visible()
     page.keyboard.press("4")
     # One a direction, of several; of each strategy the variant of the fewest bytes was forecast.
     expect(page.locator("tr.chosen")).to_have_count(2)

@@ -1,4 +1,4 @@
-// Lines over time on a canvas, with axes, and the values under the pointer.
+// Lines over time, or over a job's steps, on a canvas, with axes, marks, and the values under the pointer.
 
 import { el } from "./dom.js";
 import { clock, measure, short } from "./format.js";
@@ -10,6 +10,10 @@ const BOTTOM = 20;
 const TOP = 8;
 const RIGHT = 10;
 const LISTED = 10; // lines named under the pointer
+const NEAR = 6; // pixels between a pointer and a mark that it is at
+// What happened to a job (telemetry/model/marks.py): its sign, its colour, and whether a line goes down from it.
+export const MARKS = { checkpoint: ["◆", "compute", false], evaluation: ["○", "receive", false], restart: ["↻", "steps", true],
+  "loss spike": ["▲", "lost", true] };
 
 export function ticks(low, high, most) {
   const raw = (high - low) / Math.max(1, most);
@@ -37,6 +41,8 @@ export class Chart {
   constructor(unit) {
     this.unit = unit;
     this.lines = [];
+    this.marks = [];
+    this.words = clock;
     this.pointer = null;
     this.canvas = el("canvas", { role: "img", tabindex: "0" });
     this.tip = el("div", { class: "tooltip", hidden: true });
@@ -57,9 +63,13 @@ export class Chart {
   }
 
   // lines: [{name, place (which gives its colour; else its number here), times, values (null where there is none)}]; since, until: of the
-  // axis.
-  set(lines, since, until) {
-    this.lines = lines;
+  // axis; marks: [{at, kind, text}]; steps: the axis has steps, not seconds; smooth: over so many points, 0 for none; lines with
+  // dots have too few.
+  set(lines, since, until, { marks = [], steps = false, smooth = 0 } = {}) {
+    this.lines = lines.map((line) => ({ ...line, smooth: smooth && !line.dots ? smoothed(line.values, smooth) : null }));
+    this.marks = marks;
+    this.words = steps ? (at) => (Number.isInteger(at) ? String(at) : "") : clock;
+    this.steps = steps;
     this.since = since ?? Math.min(...lines.map((line) => line.times[0] ?? Infinity));
     this.until = until ?? Math.max(...lines.map((line) => line.times.at(-1) ?? -Infinity));
     this.draw();
@@ -93,25 +103,37 @@ export class Chart {
     context.lineJoin = "round";
     this.lines.forEach((line, i) => {
       const [colour, dashes] = look(line.place ?? i);
-      context.strokeStyle = colour;
+      context.strokeStyle = context.fillStyle = colour;
       context.setLineDash(dashes);
-      context.beginPath();
-      let down = false;
-      for (let k = 0; k < line.times.length; k += 1) {
-        if (line.values[k] == null) continue; // counters and samples come at different times
-        if (down) context.lineTo(x(line.times[k]), y(line.values[k]));
-        else context.moveTo(x(line.times[k]), y(line.values[k]));
-        down = true;
-      }
-      context.stroke();
+      if (line.smooth) context.globalAlpha = 0.25;
+      stroke(context, line.times, line.values, x, y, line.dots);
+      context.globalAlpha = 1;
+      if (line.smooth) stroke(context, line.times, line.smooth, x, y);
     });
     context.restore();
     context.setLineDash([]);
     const said = this.lines.slice(0, 8).map((line) => `${line.name} ${measure(line.values.findLast((v) => v != null), this.unit)}`);
+    this.mark(context, height, x);
     this.canvas.setAttribute("aria-label", said.join(", ") || "no values yet");
     if (this.pointer != null && this.lines.length) {
       context.fillStyle = colours.faint;
       context.fillRect(Math.round(this.pointer), TOP, 1, height - TOP - BOTTOM);
+    }
+  }
+
+  // Signs above the lines, and lines down where something went wrong.
+  mark(context, height, x) {
+    context.font = "10px system-ui, sans-serif";
+    context.textAlign = "center";
+    context.textBaseline = "top";
+    for (const { at, kind } of this.marks) {
+      if (!(at >= this.since && at <= this.until) || !MARKS[kind]) continue;
+      const [sign, colour, down] = MARKS[kind];
+      context.fillStyle = colours[colour];
+      context.fillText(sign, x(at), 0);
+      context.globalAlpha = 0.5;
+      if (down) context.fillRect(Math.round(x(at)), TOP + 4, 1, height - TOP - BOTTOM - 4);
+      context.globalAlpha = 1;
     }
   }
 
@@ -131,7 +153,7 @@ export class Chart {
     context.textBaseline = "alphabetic";
     for (const at of ticks(this.since, this.until, Math.max(2, width / 110))) {
       const place = x(at);
-      if (place > LEFT + 10 && place < width - 20) context.fillText(clock(at), place, height - 4);
+      if (place > LEFT + 10 && place < width - 20) context.fillText(this.words(at), place, height - 4);
     }
   }
 
@@ -141,13 +163,48 @@ export class Chart {
     this.tip.hidden = x == null || x < LEFT || !this.lines.length;
     if (this.tip.hidden) return;
     const at = this.since + ((x - LEFT) / (this.canvas.clientWidth - LEFT - RIGHT)) * (this.until - this.since);
+    const near = (NEAR / (this.canvas.clientWidth - LEFT - RIGHT)) * (this.until - this.since);
+    const marks = this.marks.filter((mark) => Math.abs(mark.at - at) <= near).slice(-3);
     const found = this.lines.map((line, i) => [line.name, nearest(line, at), line.place ?? i]).filter(([, value]) => value != null);
     if (found.length > LISTED) found.sort((a, b) => b[1] - a[1]);
     const rows = found.slice(0, LISTED).flatMap(([name, value, i]) => [el("dt", {}, swatch(i), name), el("dd", {}, measure(value, this.unit))]);
     const more = found.length > LISTED ? [el("span", { class: "muted" }, `the ${LISTED} highest of ${found.length}`)] : [];
-    this.tip.replaceChildren(el("b", {}, clock(at)), el("dl", {}, ...rows), ...more);
+    const said = marks.map((mark) => el("div", {}, `${MARKS[mark.kind]?.[0] ?? "·"} ${mark.text}`));
+    const where = this.steps ? `step ${Math.round(at)}` : clock(at);
+    this.tip.replaceChildren(el("b", {}, where), el("dl", {}, ...rows), ...more, ...said);
     beside(this.tip, event);
   }
+}
+
+// The mean over `points` values around each, fewer at the ends, so that a curve that falls is not drawn late.
+export function smoothed(values, points) {
+  const sums = [0];
+  const places = []; // of each value that there is
+  values.forEach((value, i) => {
+    if (value == null) return;
+    places.push(i);
+    sums.push(sums.at(-1) + value);
+  });
+  const means = new Array(values.length).fill(null);
+  places.forEach((place, k) => {
+    const reach = Math.min(points >> 1, k, places.length - 1 - k);
+    means[place] = (sums[k + reach + 1] - sums[k - reach]) / (2 * reach + 1);
+  });
+  return means;
+}
+
+// dots: few values, which a line alone would hide.
+function stroke(context, times, values, x, y, dots = false) {
+  context.beginPath();
+  let down = false;
+  for (let k = 0; k < times.length; k += 1) {
+    if (values[k] == null || times[k] == null) continue; // counters and samples come at different times
+    if (down) context.lineTo(x(times[k]), y(values[k]));
+    else context.moveTo(x(times[k]), y(values[k]));
+    down = true;
+    if (dots) context.fillRect(x(times[k]) - 2.5, y(values[k]) - 2.5, 5, 5);
+  }
+  context.stroke();
 }
 
 function nearest(line, at) {

@@ -34,6 +34,13 @@ export function bytesOf(part, whole) {
   return `${digits((part / whole) * Number(size))}/${size} ${unit}`;
 }
 
+// The same of another unit: 1.13/1.98 GHz.
+export function measureOf(part, whole, unit) {
+  const words = measure(whole, unit);
+  const [size] = words.split(" ");
+  return `${digits((part / whole) * Number(size))}/${words}`;
+}
+
 export const rate = (value) => `${bytes(value)}/s`;
 export const percent = (value) => `${value < 9.95 && value > 0 ? value.toFixed(1) : Math.round(value)} %`;
 
@@ -67,15 +74,30 @@ export const looks = (rank) => (rank.status === "left" && rank.exit_code ? "lost
 // Why clocks are held back (telemetry/metrics.py), once the page has been told: words by bit.
 export const REASONS = {};
 
-function reasons(bits) {
+export function reasons(bits) {
   if (!Number.isInteger(bits)) return "changing"; // a mean over time
   const words = Object.entries(REASONS).filter(([bit]) => bits & Number(bit)).map(([, reason]) => reason);
   return words.join(", ") || (bits ? `reason ${bits}` : "none");
 }
 
-// A metric's name for people. What the cards and `burst-rt top` show, too, has the same name there.
-const TITLES = { compute_percent: "computes", wait_percent: "waits", outside_percent: "away" };
-export const title = (metric) => TITLES[metric] ?? metric.replaceAll("_", " ");
+// Whether clocks are held back for a chip's own safety: hardware slowdown, heat, a power brake. A healthy chip shows other reasons.
+export const slowed = (bits) => (bits & (0x8 | 0x20 | 0x40 | 0x80)) !== 0;
+
+// A metric's name for people, without its unit, which its values have; the same as on cards and in `burst-rt top`.
+const TITLES = { compute_percent: "computes", wait_percent: "waits", outside_percent: "away", sm_percent: "GPU", process_percent: "core",
+  throttle_bits: "why clocks are held back", heldout_loss: "held-out loss", tokens_per_s: "tokens/s", output_tokens_per_s: "output tokens/s",
+  calls_per_s: "calls/s", flops_per_s: "flop/s", step_s: "step time", grad_norm: "gradient norm", time_per_token_s: "time per token",
+  time_to_first_token_s: "time to first token", mean_time_per_token_s: "mean time per token", rss_bytes: "resident memory" };
+const WORDS = { gpm: "GPM", sm: "SM", pcie: "PCIe", nvlink: "NVLink", tx: "sent", rx: "received", ecc: "ECC", xid: "XID", cpu: "CPU",
+  num: "", max: "highest", net: "network" };
+const UNIT = /_(percent|bytes_per_s|bytes|per_s|w|j|c|mhz|s)$/;
+
+export function title(metric, known) {
+  if (TITLES[metric]) return TITLES[metric];
+  // What a job reports itself keeps its name.
+  if (!known) return metric.replaceAll("_", " ");
+  return metric.replace(UNIT, "").split("_").map((word) => WORDS[word] ?? word).filter(Boolean).join(" ");
+}
 
 // By the unit of a metric (telemetry/metrics.py).
 export function measure(value, unit) {

@@ -1,6 +1,6 @@
 // The job as the page knows it: the last present, short histories for small curves, events. Bounded, whatever the job does.
 
-import { ask, keep } from "./ask.js";
+import { ask, keep, shown } from "./ask.js";
 import { REASONS } from "./format.js";
 
 const POINTS = 240; // of a small curve: two minutes
@@ -35,6 +35,8 @@ export const job = {
   metrics: {},
   curves: new Map(), // "source metric"
   readAt: 0,
+  length: null, // of a record, in seconds
+  jumps: 0, // how often another moment of a record was chosen that does not follow from the one before
 };
 
 export function curve(source, metric) {
@@ -90,26 +92,68 @@ async function before() {
   }
 }
 
-export async function connect(changed) {
+// Moments of a record. One question is under way at a time; the last moment that was wanted meanwhile comes next.
+let wanted = null;
+let winding = null;
+const ONWARD_S = 20; // further on, or back, is a jump: curves and spans begin anew
+
+export function seek(at, changed) {
+  wanted = at;
+  return winding ??= wind(changed).catch(() => { /* the stream says when the record is gone */ }).finally(() => { winding = null; });
+}
+
+async function wind(changed) {
+  while (wanted != null) {
+    const at = Math.max(0, Math.min(wanted, job.length));
+    wanted = null;
+    const by = at - (shown.at ?? job.length);
+    shown.at = at;
+    const present = await ask("present");
+    if (by < 0 || by > ONWARD_S) {
+      job.jumps += 1;
+      job.curves.clear();
+    }
+    job.events.length = 0; // a moment brings all of its events
+    take(present);
+    changed();
+    if (by < 0 || by > ONWARD_S) await before();
+    changed(true);
+  }
+}
+
+// opened: called once, when the job is known.
+export async function connect(changed, opened) {
   job.metrics = await ask("metrics");
   Object.assign(REASONS, job.metrics.throttle_bits?.[2]);
   let first = true;
+  let last = null; // what the stream said, whatever is shown
   const source = new EventSource("/api/events");
   source.onmessage = (message) => {
     const present = JSON.parse(message.data);
+    last = present;
+    if (shown.at != null) { // another moment than the end is shown
+      if (job.state !== "away") return;
+      job.state = "live";
+      return changed();
+    }
+    job.length = present.job.length_s;
     if (job.state === "away") job.events.length = 0; // a new stream tells all again
     take(present);
     if (first) {
       first = false;
-      before().then(changed, () => {});
+      before().then(() => changed(true), () => {});
+      changed();
+      opened();
+      return;
     }
     changed();
   };
-  const end = (last) => {
+  const end = (answers) => {
+    if (shown.at != null) take(last);
     job.state = "ended";
-    job.bare = !last;
+    job.bare = !answers;
     source.close();
-    keep(last);
+    keep(answers);
     changed();
   };
   source.addEventListener("end", (message) => end(JSON.parse(message.data)));

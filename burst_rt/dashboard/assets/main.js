@@ -2,25 +2,32 @@
 
 import { el, text, attribute } from "./dom.js";
 import { clock, ending, looks, SIGNS, tenths } from "./format.js";
-import { connect, firstLost, job, now } from "./live.js";
+import { shown as moment } from "./ask.js";
+import { Compare } from "./compare.js";
+import { connect, firstLost, job, now, seek } from "./live.js";
 import { onTheme, toggleTheme } from "./theme.js";
 import { History } from "./history.js";
 import { JobPage } from "./job.js";
 import { Overview } from "./overview.js";
+import { Scrubber } from "./scrubber.js";
 import { Timeline } from "./timeline.js";
 import { Traffic } from "./traffic.js";
 
 const PAGES = [["overview", "Overview", Overview], ["timeline", "Timeline", Timeline], ["history", "History", History],
-  ["traffic", "Traffic", Traffic], ["job", "Job", JobPage]];
+  ["traffic", "Traffic", Traffic], ["job", "Job", JobPage], ["compare", "Compare", Compare]];
 const main = document.getElementById("main");
 export const made = new Map(); // pages by name, once they have been shown
 let shown = null;
 
 const tabs = PAGES.map(([name, title]) => el("a", { href: `#${name}` }, title));
 document.getElementById("tabs").append(...tabs);
+const compared = tabs[PAGES.findIndex(([name]) => name === "compare")]; // only where there are two records
+compared.hidden = true;
+const scrubber = new Scrubber((repaint) => changed(repaint));
+document.querySelector("header").append(scrubber.node);
 
 function route() {
-  const wanted = location.hash.slice(1).split("?")[0];
+  const [wanted] = location.hash.slice(1).split("?");
   const at = Math.max(0, PAGES.findIndex(([name]) => name === wanted));
   const [name, title, Page] = PAGES[at];
   tabs.forEach((tab, i) => (i === at ? tab.setAttribute("aria-current", "page") : tab.removeAttribute("aria-current")));
@@ -33,6 +40,37 @@ function route() {
   main.replaceChildren(page.node);
   if (job.present) page.update();
   page.show?.();
+}
+
+// A link to a record has the moment, and the timeline's window.
+
+const REMEMBER_MS = 300;
+
+function recall() {
+  const words = new URLSearchParams(location.hash.split("?")[1]);
+  const number = (name) => (words.has(name) && Number.isFinite(Number(words.get(name))) ? Number(words.get(name)) : null);
+  const [at, span, until] = ["at", "span", "until"].map(number);
+  if (job.length == null) return;
+  if (span > 0) {
+    if (!made.has("timeline")) made.set("timeline", new Timeline());
+    made.get("timeline").open(span, until);
+  }
+  if (at != null && at !== moment.at) seek(at, changed);
+}
+
+function remember() {
+  if (job.length == null || job.state !== "live") return;
+  const number = (value) => String(Number(value.toPrecision(9)));
+  const words = new URLSearchParams();
+  if (moment.at != null) words.set("at", number(moment.at));
+  const timeline = made.get("timeline");
+  if (timeline) {
+    words.set("span", number(timeline.span));
+    if (!timeline.following) words.set("until", number(timeline.until));
+  }
+  const name = PAGES[tabs.findIndex((tab) => tab.hasAttribute("aria-current"))][0];
+  const hash = `#${name}${words.size ? `?${words}` : ""}`;
+  if (hash !== location.hash) history.replaceState(null, "", hash);
 }
 
 function health() {
@@ -88,13 +126,15 @@ function refused() {
   banner.textContent = "The dashboard does not answer, or has all the viewers it takes. Open the link that the run printed, or try again later.";
 }
 
-function changed() {
+function changed(repaint = false) {
   if (!job.present) {
     if (job.state === "ended" || job.state === "away") refused();
     return;
   }
   header();
-  shown?.update();
+  compared.hidden = !job.present.beside;
+  scrubber.update();
+  shown?.update(repaint);
 }
 
 document.getElementById("theme").textContent = "◐";
@@ -102,16 +142,21 @@ document.getElementById("theme").addEventListener("click", toggleTheme);
 const keys = document.getElementById("keys");
 document.getElementById("help").addEventListener("click", () => keys.showModal());
 onTheme(() => { if (job.present) shown?.update(true); });
-addEventListener("hashchange", route);
+addEventListener("hashchange", () => { route(); recall(); });
+setInterval(remember, REMEMBER_MS);
 addEventListener("keydown", (event) => {
   if (document.querySelector("dialog[open]")) return; // its own keys are the browser's, Escape among them
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
   const at = Number(event.key) - 1;
-  if (PAGES[at]) location.hash = PAGES[at][0];
+  if (PAGES[at] && !tabs[at].hidden) location.hash = PAGES[at][0];
+  else if (event.key === " " && !scrubber.node.hidden && !event.target.matches("button")) {
+    event.preventDefault();
+    scrubber.toggle();
+  }
   else if (event.key === "?") keys.showModal();
   else shown?.key?.(event);
 });
 setInterval(() => { if (job.present) text(document.getElementById("clock"), clock(now())); }, 1000);
 
 route();
-connect(changed).catch(refused);
+connect(changed, recall).catch(refused);

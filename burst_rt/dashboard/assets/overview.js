@@ -1,17 +1,18 @@
-// The first page: the job in a row of figures, the ring, a card a rank, the loss, what happened.
+// The first page: the job in a row of figures, the ring, a card or a tile a rank, the loss, what happened.
 
+import { Card } from "./card.js";
 import { Chart } from "./chart.js";
-import { el, panel, text, attribute } from "./dom.js";
-import { bytes, bytesOf, clock, count, looks, measure, percent, rate, seconds, SIGNS, tenths } from "./format.js";
+import { el, panel, text } from "./dom.js";
+import { count, measure, percent, rate, seconds, tenths } from "./format.js";
 import { curve, firstLost, job } from "./live.js";
 import { PostMortem } from "./postmortem.js";
 import { Ring } from "./ring.js";
 import { spark } from "./spark.js";
 import { colours } from "./theme.js";
+import { Tiles } from "./tiles.js";
 
-const DENSE = 16; // more ranks than this get small cards; on phones all do
-const phone = matchMedia("(max-width: 600px)");
-const REPAINT_MS = 480; // curves change no faster than they are told
+const MANY = 8; // more ranks than this get tiles, and one card
+const phone = matchMedia("(max-width: 600px)"); // where cards are small
 
 export class Overview {
   constructor() {
@@ -21,6 +22,8 @@ export class Overview {
     this.ring = new Ring();
     this.cards = new Map();
     this.grid = el("div", { class: "cards" });
+    this.tiles = new Tiles((rank) => this.single(rank));
+    this.one = el("div", { class: "one", hidden: true }); // the card of the chosen tile
     this.loss = new Chart("1");
     this.events = el("ol", { class: "events" });
     this.cause = el("ol", { class: "cause", hidden: true, "aria-label": "what was lost first" });
@@ -33,8 +36,8 @@ export class Overview {
     this.lossNote = loss.hint;
     this.verdict = new VerdictLine();
     this.node = el("div", { class: "page overview" }, this.postMortem.node, this.verdict.node, this.facts.node, this.serving.node,
-      el("div", { class: "aside" }, ring.node, panel("Events", "newest first", this.cause, this.events).node),
-      el("div", { class: "ranks" }, this.grid, loss.node));
+      el("div", { class: "aside" }, ring.node, this.one, panel("Events", "newest first", this.cause, this.events).node),
+      el("div", { class: "ranks" }, this.tiles.node, this.grid, loss.node));
   }
 
   update(repaint = false) {
@@ -44,19 +47,14 @@ export class Overview {
     this.facts.update(present);
     this.serving.update(present);
     this.ring.update(present);
-    this.grid.classList.toggle("gpus", present.ranks.some((rank) => rank.gpu));
-    this.grid.classList.toggle("dense", phone.matches || present.ranks.length > DENSE);
-    for (const rank of present.ranks) {
-      let card = this.cards.get(rank.rank);
-      if (!card) {
-        this.cards.set(rank.rank, card = new Card(rank.rank));
-        const after = [...this.cards.keys()].filter((other) => other < rank.rank).sort((a, b) => b - a)[0];
-        if (after === undefined) this.grid.prepend(card.node);
-        else this.cards.get(after).node.after(card.node);
-      }
-      card.update(rank, present, repaint);
-    }
-    this.lossPanel.hidden = !("loss" in present.progress.values);
+    const many = present.ranks.length > MANY;
+    this.node.classList.toggle("many", many);
+    this.tiles.node.hidden = this.one.hidden = !many;
+    this.grid.hidden = many;
+    if (many) this.tiles.update(present);
+    else this.deal(present);
+    for (const rank of present.ranks) this.cards.get(rank.rank)?.update(rank, present, repaint);
+    this.lossPanel.hidden = many || !("loss" in present.progress.values); // the row of figures has the curve of many ranks
     if (!this.lossPanel.hidden) {
       const points = [...curve("job", "loss")];
       this.loss.set([{ name: "loss", times: points.map(([at]) => at), values: points.map(([, value]) => value) }]);
@@ -66,6 +64,25 @@ export class Overview {
   }
 
   show() { this.loss.draw(); }
+
+  // A card a rank, in order.
+  deal(present) {
+    this.grid.classList.toggle("gpus", present.ranks.some((rank) => rank.gpu));
+    this.grid.classList.toggle("dense", phone.matches);
+    const order = present.ranks.map(({ rank }) => rank);
+    if (order.every((rank) => this.cards.has(rank)) && this.cards.size === order.length) return;
+    this.cards = new Map(order.map((rank) => [rank, this.cards.get(rank) ?? new Card(rank)]));
+    this.grid.replaceChildren(...[...this.cards.values()].map((card) => card.node));
+  }
+
+  // The card of one rank alone.
+  single(rank) {
+    if (rank == null || (this.cards.size === 1 && this.cards.has(rank))) return;
+    const card = new Card(rank);
+    this.cards = new Map([[rank, card]]);
+    this.one.replaceChildren(card.node);
+    card.update(job.present.ranks.find((one) => one.rank === rank), job.present, true);
+  }
 
   tell() {
     const cause = firstLost(job.present);
@@ -103,7 +120,11 @@ class VerdictLine {
     this.node.dataset.kind = verdict.kind;
     text(this.what, sentence(verdict.text));
     text(this.since, ` For ${seconds(now_s - verdict.since_s)}.`);
-    text(this.advice, verdict.advice && sentence(verdict.advice));
+    if (verdict.advice === this.advised) return;
+    this.advised = verdict.advice;
+    // What is between backticks is to be typed.
+    const parts = verdict.advice ? sentence(verdict.advice).split("`") : [];
+    this.advice.replaceChildren(...parts.map((part, i) => (i % 2 ? el("code", {}, part) : part)));
   }
 }
 
@@ -194,107 +215,3 @@ class Serving {
 }
 
 const whole = (value) => value.toLocaleString("en-US");
-
-// One rank. Fields that its machine does not have are left out.
-class Card {
-  constructor(rank) {
-    this.name = el("b", {}, `rank ${rank}`);
-    this.doingAt = el("span", { class: "muted num" });
-    this.state = el("span", { class: "state" });
-    this.where = el("div", { class: "where" });
-    this.canvas = el("canvas", { role: "img", "aria-label": `rank ${rank}: computes, last two minutes` });
-    this.compute = el("i", { class: "compute" });
-    this.wait = el("i", { class: "wait" });
-    this.computes = el("b");
-    this.waits = el("b");
-    this.fields = el("dl");
-    this.values = new Map();
-    this.doing = el("div", { class: "doing" });
-    this.node = el("article", { class: "card", "data-rank": rank, "aria-label": `rank ${rank}` },
-      el("div", { class: "top" }, this.name, this.doingAt, this.state), this.where, this.canvas,
-      el("div", { class: "split", "aria-hidden": "true" }, this.compute, this.wait),
-      el("div", { class: "shares" },
-        el("span", {}, "computes ", this.computes), el("span", {}, "waits ", this.waits)),
-      this.fields, this.doing);
-    this.paintedAt = 0;
-  }
-
-  update(rank, present, repaint) {
-    const own = job.sources.get(rank.source)?.values ?? {};
-    const gpu = rank.gpu ? job.sources.get(rank.gpu) : null;
-    const look = looks(rank);
-    attribute(this.node, "class", `card ${look}`);
-    attribute(this.state, "class", `state ${look}`);
-    text(this.state, `${SIGNS[look]} ${state(rank, present, this.node.parentNode.classList.contains("dense"))}`);
-    text(this.where, [rank.host, gpu?.about.name || rank.device, gpu ? rank.device : ""].filter(Boolean).join(" · "));
-    const live = rank.status === "live";
-    const compute = live ? own.compute_percent ?? 0 : 0;
-    const wait = live ? own.wait_percent ?? 0 : 0;
-    this.compute.style.width = `${compute}%`;
-    this.wait.style.width = `${wait}%`;
-    text(this.computes, percent(compute));
-    text(this.waits, percent(wait));
-    this.fill([...this.figures(rank, own, gpu, present)]);
-    text(this.doing, live ? doing(rank, present) : rank.ending);
-    attribute(this.doing, "title", live ? "" : rank.ending);
-    const now = performance.now();
-    if (repaint || look !== this.look || now - this.paintedAt > REPAINT_MS) {
-      this.paintedAt = now;
-      this.look = look;
-      const line = curve(gpu ? rank.gpu : rank.source, gpu ? "sm_percent" : "compute_percent");
-      spark(this.canvas, line, { colour: live ? colours.compute : colours.left, low: 0, high: 100, fill: true, seconds: [20, 120] });
-    }
-  }
-
-  * figures(rank, own, gpu, present) {
-    const v = gpu?.values ?? {};
-    if (gpu) {
-      yield ["GPU", measure(v.sm_percent, "%")];
-      const total = Number(gpu.about.memory_bytes);
-      yield ["mem", v.memory_used_bytes == null ? "" : total ? bytesOf(v.memory_used_bytes, total) : bytes(v.memory_used_bytes)];
-      yield ["power", measure(v.power_w, "W")];
-      yield ["chip", measure(v.temperature_c, "C")];
-    } else {
-      yield ["core", measure(own.process_percent, "%")];
-      yield ["mem", measure(own.rss_bytes, "B")];
-    }
-    yield ["flop/s", own.flops_per_s == null ? "" : count(own.flops_per_s)];
-    yield ["sends", measure(own.sent_bytes_per_s, "B/s")];
-    const tokens = present.progress.values.tokens_per_s;
-    // The job's, divided evenly: ranks share every sequence.
-    yield ["tokens/s", tokens == null ? "" : count(Math.round(tokens / Math.max(1, present.job.world_size)))];
-    // The number of a call counts agreements and reductions too.
-    yield ["graph calls", count(rank.calls)];
-  }
-
-  // Values appear as they are first measured, always in the same order.
-  fill(figures) {
-    const fresh = figures.filter(([name, value]) => value && !this.values.has(name));
-    for (const [name] of fresh) this.values.set(name, el("dd"));
-    if (fresh.length) {
-      const known = figures.filter(([name]) => this.values.has(name));
-      this.fields.replaceChildren(...known.map(([name]) => el("div", {}, el("dt", {}, name), this.values.get(name))));
-    }
-    for (const [name, value] of figures) if (this.values.has(name)) text(this.values.get(name), value || "-");
-  }
-}
-
-// When a rank ended matters to a tenth of a second, and whether it was the first.
-function state(rank, present, brief) {
-  const { status } = rank;
-  const cause = firstLost(present);
-  if (status === "live") return status;
-  if (status === "silent") return `silent ${tenths(present.job.now_s - rank.status_since_s)}`;
-  if (status === "ended" && cause) {
-    const after = `${(rank.status_since_s - cause.status_since_s).toFixed(1)} s`;
-    return brief ? `+${after}` : `ended ${after} after`;
-  }
-  const code = status === "left" && rank.exit_code ? ` with ${rank.exit_code}` : "";
-  return `${status}${code}${cause === rank ? " first" : ""}${brief ? "" : ` ${tenths(rank.status_since_s)}`}`;
-}
-
-function doing(rank, present) {
-  if (rank.call < 0) return rank.last_call >= 0 ? `after call ${rank.last_call}` : rank.calls ? "between calls" : "no call yet";
-  const long = present.job.now_s - rank.doing_since_s;
-  return `call ${rank.call} · ${rank.doing || "between tasks"}${long > 1 ? ` for ${clock(long)}` : ""}`;
-}

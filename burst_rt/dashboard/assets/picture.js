@@ -3,7 +3,8 @@
 import { el } from "./dom.js";
 import { looks, seconds } from "./format.js";
 import { ticks } from "./chart.js";
-import { job, now } from "./live.js";
+import { shown } from "./ask.js";
+import { job as page, now } from "./live.js";
 import { LANES, Spans, STEPS } from "./spans.js";
 import { fit } from "./spark.js";
 import { colours, onTheme } from "./theme.js";
@@ -18,7 +19,9 @@ export const MESSAGES = 1500; // drawn at most
 const HEAD = 5; // of a message's arrow
 
 export class Picture {
-  constructor() {
+  // job: whose timeline it is; `now` is of the page's own.
+  constructor(job = page) {
+    this.job = job;
     this.spans = new Spans();
     this.canvas = el("canvas", { tabindex: "0", role: "application",
       "aria-label": "Timeline of all ranks. Arrows pan, plus and minus zoom, N and P step through tasks." });
@@ -33,16 +36,23 @@ export class Picture {
     this.selected = null;
     this.hover = null;
     this.dirty = true;
-    this.frames = { count: 0, tookMs: 0, worstMs: 0 }; // what drawing costs; tests/web/load.py reads it
+    // What drawing costs, and how many spans a frame looked at, at most; tests/web/load.py reads it.
+    this.frames = { count: 0, tookMs: 0, worstMs: 0, mostSpans: 0 };
     new ResizeObserver(() => { this.dirty = true; }).observe(this.canvas);
     onTheme(() => { this.hatches = null; this.dirty = true; });
   }
 
   get since() { return this.until - this.span; }
 
+  // What Follow keeps at the right edge: a running job as far as it is known, a record's chosen moment, or else the last of what is held.
+  end() {
+    if (this.job.present.job.replayed) return shown.at ?? this.spans.newest;
+    return this.job.state === "ended" ? this.spans.newest : now() - BEHIND_S;
+  }
+
   // Rows of the shown ranks: y, height, rank and lane, in canvas pixels without the scroll.
   layout() {
-    const ranks = job.present.ranks.map(({ rank }) => rank).filter((rank) => this.only == null || rank === this.only);
+    const ranks = this.job.present.ranks.map(({ rank }) => rank).filter((rank) => this.only == null || rank === this.only);
     const lanes = ORDER.filter((i) => this.lanes[i] || i < 3);
     const room = this.canvas.clientHeight - AXIS;
     const each = room / Math.max(1, ranks.length);
@@ -69,9 +79,9 @@ export class Picture {
     const begun = performance.now();
     this.dirty = false;
     const [context, width, height] = fit(this.canvas);
-    if (!job.present || !width) return;
+    if (!this.job.present || !width) return;
     this.layout();
-    if (this.following) this.until = job.present.job.replayed || job.state === "ended" ? this.spans.newest : now() - BEHIND_S;
+    if (this.following) this.until = this.end();
     context.fillStyle = colours.surface;
     context.fillRect(0, 0, width, height);
     const scale = (width - this.labelWidth) / this.span;
@@ -82,6 +92,7 @@ export class Picture {
     context.rect(0, AXIS, width, height - AXIS);
     context.clip();
     this.exposed = new Map();
+    this.looked = 0;
     for (const row of this.rows) {
       const y = AXIS + row.y - this.scroll;
       if (y + row.height < AXIS || y > height) continue;
@@ -93,12 +104,20 @@ export class Picture {
       }
     }
     this.drawMessages(context, height);
+    if (shown.at != null && this.job === page) this.drawMoment(context, height);
     this.labels(context, width, height);
     context.restore();
     const took = performance.now() - begun;
     this.frames.count += 1;
     this.frames.tookMs += took;
     this.frames.worstMs = Math.max(this.frames.worstMs, took);
+    this.frames.mostSpans = Math.max(this.frames.mostSpans, this.looked);
+  }
+
+  // The moment of a record that is shown.
+  drawMoment(context, height) {
+    context.fillStyle = colours.accent;
+    context.fillRect(Math.round(this.x(shown.at)) - 1, AXIS, 2, height);
   }
 
   axis(context, width, height) {
@@ -128,7 +147,8 @@ export class Picture {
     context.textAlign = "left";
     context.textBaseline = "middle";
     const narrow = this.labelWidth === LABEL_NARROW;
-    const states = new Map(job.present.ranks.map((rank) => [rank.rank, looks(rank)]));
+    let beside = null; // the row of a rank's name that reaches into the next row
+    const states = new Map(this.job.present.ranks.map((rank) => [rank.rank, looks(rank)]));
     for (const row of this.rows) {
       const y = AXIS + row.y - this.scroll + row.height / 2;
       if (y < AXIS - 10 || y > height + 10) continue;
@@ -140,7 +160,8 @@ export class Picture {
         context.font = "600 11.5px system-ui, sans-serif";
         const sign = { lost: " ✕", silent: " ▲" }[status] || "";
         context.fillText(narrow ? `${row.rank}${sign}` : `rank ${row.rank}${sign}`, 9, y + (row.height < 10 ? 4 : 2));
-      } else if (row.height >= 10) {
+        beside = row.height < 10 ? row : null;
+      } else if (row.height >= 10 && !(beside && row.y < beside.y + 10)) {
         context.font = "10.5px system-ui, sans-serif";
         context.fillStyle = colours.muted;
         context.fillText(narrow ? SHORT[row.kind] : LANES[row.kind], narrow ? 9 : 18, y);
@@ -151,6 +172,7 @@ export class Picture {
   drawLane(context, lane, row, y, width) {
     if (!lane) return;
     const [from, to] = lane.window(this.since, this.until);
+    this.looked += to - from;
     const colour = colours[LANES[row.kind]];
     const left = this.labelWidth;
     const texts = [];

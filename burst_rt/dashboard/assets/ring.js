@@ -59,8 +59,9 @@ export class Ring {
     for (const rank of present.ranks) attribute(this.circles.get(rank.rank), "class", `node ${looks(rank)}`);
     text(this.sum, ranks.length > 1 ? rate(total) : "");
     // Links through the middle leave no room there.
-    const [x, y] = this.crossed ? [-40, 36] : [MIDDLE, MIDDLE + (ranks.length > 1 ? 16 : 44)];
-    for (const [node, at] of [[this.sum, y - 26], [this.of, y]]) {
+    const large = ranks.length > NAMED && !this.crossed;
+    const [x, y] = this.crossed ? [-40, 36] : [MIDDLE, MIDDLE + (large ? 24 : ranks.length > 1 ? 16 : 44)];
+    for (const [node, at] of [[this.sum, y - (large ? 44 : 26)], [this.of, y]]) {
       attribute(node, "x", x);
       attribute(node, "y", at);
       node.style.textAnchor = this.crossed ? "start" : "middle";
@@ -94,7 +95,7 @@ export class Ring {
     }
     this.onward = links.every((link) => this.steps(link) === 1);
     this.crossed = links.some((link) => this.steps(link) > 1 && this.steps(link) < many - 1);
-    attribute(this.node, "class", many <= 8 ? "few" : "");
+    attribute(this.node, "class", many <= 8 ? "few" : many > NAMED && !this.crossed ? "large" : "");
     for (const link of links) if (this.order.has(link.sender) && this.order.has(link.receiver)) this.draw(link, node);
   }
 

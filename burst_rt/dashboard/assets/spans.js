@@ -5,6 +5,7 @@ const LEAST = 1 << 10; // of a lane
 const NAMES = 50_000;
 const LEVELS = 3;
 const SLACK_S = 5e-5; // what a clock may be off by
+const PORTION = 400; // spans, or messages, that are taken at a time
 const FORGET_CALLS_S = 30; // a call is told apart for at least so long
 
 const WAIT = { start: Float64Array, end: Float64Array, exposed: Uint8Array, peer: Uint32Array, name: Uint32Array };
@@ -155,7 +156,10 @@ export class Spans {
   }
 
   // Takes an answer of /api/timeline; what was here already is left out.
-  take(view, numRanks) {
+  take(view, numRanks) { for (const _ of this.taking(view, numRanks)); }
+
+  // The same in portions, each of which takes some tenths of a millisecond: whoever draws meanwhile may rest in between.
+  * taking(view, numRanks) {
     if (this.names.length > NAMES) this.clear();
     if (view.now_s - this.turnedAt > FORGET_CALLS_S) {
       this.turnedAt = view.now_s;
@@ -164,8 +168,12 @@ export class Spans {
     }
     const numbers = view.names.map((word) => this.named(word));
     const lanes = view.names.map(laneOf);
+    let portion = 0;
     for (const call of view.calls.sort((a, b) => a.started_s - b.started_s)) {
-      if (this.isNew(`${call.rank} ${call.group} ${call.call}`)) this.takeCall(call, numbers, lanes, view.units_per_s, numRanks);
+      if (!this.isNew(`${call.rank} ${call.group} ${call.call}`)) continue;
+      this.takeCall(call, numbers, lanes, view.units_per_s, numRanks);
+      portion += call.spans.length;
+      if (portion >= PORTION) yield (portion = 0);
     }
     for (const [rank, name, step, depth, start, end] of view.phases) {
       if (!this.isNew(`p${rank} ${depth} ${start} ${end}`)) continue;
@@ -173,32 +181,59 @@ export class Spans {
       this.cover(start, end);
       this.total += 1;
     }
-    // Newest last, as they are kept: views begin with the newest.
-    for (const [rank, call, cause, start, end, peer, task, group] of view.waits.sort((a, b) => a[3] - b[3])) {
-      if (!this.isNew(`w${rank} ${group} ${call} ${start}`)) continue;
-      const { waits } = this.rank(rank, numRanks);
-      const at = waits.next();
-      waits.start[at] = start;
-      waits.end[at] = end;
-      waits.exposed[at] = cause === "exposed" ? 1 : 0;
-      waits.peer[at] = peer;
-      waits.name[at] = this.named(task);
-      waits.settle();
+    yield;
+    // The waits and messages of a call come together, so that one word for all of them says whether they are new. Newest last, as they are
+    // kept: views begin with the newest.
+    const isNew = this.whole();
+    const waits = view.waits.filter(([, call, , , , , , group]) => isNew(numbers[group], call));
+    const flows = view.flows.filter(([call, , , , , , , , group]) => isNew(numbers[group], call));
+    const at = (ticks) => view.since_s + ticks / view.units_per_s;
+    const exposed = view.names.indexOf("exposed");
+    for (const wait of waits.sort((a, b) => a[3] - b[3])) {
+      this.takeWait(wait, numbers, exposed, at, numRanks);
+      if ((portion += 1) >= PORTION) yield (portion = 0);
     }
-    for (const [call, sender, sendTask, sent, receiver, receiveTask, received, size, group, number] of view.flows.sort((a, b) => a[6] - b[6])) {
-      if (!this.isNew(`f${receiver} ${group} ${call} ${receiveTask} ${number}`)) continue;
-      const { flows } = this;
-      const at = flows.next();
-      flows.group[at] = this.named(group);
-      flows.call[at] = call;
-      flows.sender[at] = sender;
-      flows.sent[at] = sent;
-      flows.sendTask[at] = sendTask;
-      flows.receiver[at] = receiver;
-      flows.received[at] = received;
-      flows.receiveTask[at] = receiveTask;
-      flows.bytes[at] = size;
+    for (const flow of flows.sort((a, b) => a[6] - b[6])) {
+      this.takeFlow(flow, numbers, at);
+      if ((portion += 1) >= PORTION) yield (portion = 0);
     }
+  }
+
+  // Whether the waits and messages of a call are new in this answer.
+  whole() {
+    const asked = new Map(); // by group, then by call
+    return (group, call) => {
+      let calls = asked.get(group);
+      if (!calls) asked.set(group, calls = new Map());
+      let found = calls.get(call);
+      if (found === undefined) calls.set(call, found = this.isNew(`j${group} ${call}`));
+      return found;
+    };
+  }
+
+  takeWait([rank, , cause, start, end, peer, task], numbers, exposed, seconds, numRanks) {
+    const { waits } = this.rank(rank, numRanks);
+    const at = waits.next();
+    waits.start[at] = seconds(start);
+    waits.end[at] = seconds(end);
+    waits.exposed[at] = cause === exposed ? 1 : 0;
+    waits.peer[at] = peer;
+    waits.name[at] = numbers[task];
+    waits.settle();
+  }
+
+  takeFlow([call, sender, sendTask, sent, receiver, receiveTask, received, size, group], numbers, seconds) {
+    const { flows } = this;
+    const at = flows.next();
+    flows.group[at] = numbers[group];
+    flows.call[at] = call;
+    flows.sender[at] = sender;
+    flows.sent[at] = seconds(sent);
+    flows.sendTask[at] = sendTask;
+    flows.receiver[at] = receiver;
+    flows.received[at] = seconds(received);
+    flows.receiveTask[at] = receiveTask;
+    flows.bytes[at] = size;
   }
 
   takeCall(call, numbers, lanes, units, numRanks) {

@@ -1,10 +1,10 @@
 // Every rank's lanes over time: drags, wheels, pinches and keys move the window, the pointer asks what a task was, a poll brings news.
 
-import { ask } from "./ask.js";
+import { ask, shown } from "./ask.js";
 import { el, text } from "./dom.js";
 import { bytes, count, percent, rate, seconds } from "./format.js";
 import { beside } from "./chart.js";
-import { job, now } from "./live.js";
+import { now } from "./live.js";
 import { AXIS, MESSAGES, Picture } from "./picture.js";
 import { LANES, STEPS } from "./spans.js";
 
@@ -15,11 +15,12 @@ const MOST = 20_000;
 const SHORTEST_S = 2e-6;
 const LONGEST_S = 600;
 const FRAME_MS = 30;
+const TAKE_MS = 4; // what is taken at a time takes so long
 const NO_STEP = 0xffffffff; // -1, as a column holds it
 
 export class Timeline extends Picture {
-  constructor() {
-    super();
+  constructor(job) {
+    super(job);
     this.tip = el("div", { class: "tooltip", hidden: true });
     this.status = el("div", { class: "status" });
     this.spoken = el("div", { class: "unseen", "aria-live": "polite" });
@@ -30,9 +31,10 @@ export class Timeline extends Picture {
     this.node = el("div", { class: "page timeline" },
       el("div", { class: "tools" }, this.follow, zoom(0.5, "+", "zoom in (+)"), zoom(2, "−", "zoom out (−)"),
         el("button", { type: "button", onclick: () => this.all(), title: "F" }, "All"), this.messages, this.choice, legend()),
-      el("div", { class: "stage panel" }, this.canvas, this.tip), this.status, this.spoken);
+      this.stage = el("div", { class: "stage panel" }, this.canvas, this.tip), this.status, this.spoken);
     this.visible = false;
-    this.asked = null; // the state of the job at the last answer
+    this.asked = null; // the state of the job, and the moment, at the last answer
+    this.jumps = 0; // that have been followed
     this.pointers = new Map();
     this.listen();
   }
@@ -46,7 +48,7 @@ export class Timeline extends Picture {
     const frame = (at) => {
       if (!this.visible) return;
       requestAnimationFrame(frame);
-      const moving = this.following && job.state === "live" && !job.present?.job.replayed;
+      const moving = this.following && this.job.state === "live" && !this.job.present?.job.replayed;
       if (!this.dirty && !(moving && at - (this.drawnAt || 0) >= FRAME_MS)) return;
       this.drawnAt = at;
       this.draw();
@@ -62,7 +64,7 @@ export class Timeline extends Picture {
   }
 
   update() {
-    const ranks = job.present.ranks;
+    const ranks = this.job.present.ranks;
     if (this.choice.options.length !== ranks.length + 1) {
       const chosen = this.choice.value;
       const options = ranks.map(({ rank }) => el("option", { value: rank }, `rank ${rank}`));
@@ -71,6 +73,7 @@ export class Timeline extends Picture {
     }
     this.follow.setAttribute("aria-pressed", String(this.following));
     this.dirty = true; // states of ranks stand beside their lanes
+    if (shown.at != null && this.visible) this.poll();
   }
 
   choose(rank) {
@@ -81,26 +84,44 @@ export class Timeline extends Picture {
 
   async poll() {
     clearTimeout(this.timer);
-    if (!this.visible) return;
-    const { state } = job;
-    const over = state !== "live" || job.present?.job.replayed; // one more answer, and no more come
-    if (job.present && !document.hidden && state !== "away" && !(over && this.asked === state)) {
-      const gap = this.asked ? now() - this.askedUntil : Infinity;
+    if (!this.visible || this.polling) return;
+    const { state, present } = this.job;
+    const asked = `${state} ${present?.job.replayed ? shown.at ?? "end" : ""}`;
+    const over = state !== "live" || present?.job.replayed; // one more answer, and no more come
+    if (present && !document.hidden && state !== "away" && !(over && this.asked === asked)) {
+      this.polling = true;
+      if (this.jumps !== this.job.jumps) {
+        this.jumps = this.job.jumps;
+        this.spans.clear();
+        this.askedUntil = null;
+      }
+      const gap = this.askedUntil != null ? now() - this.askedUntil : Infinity;
       const since = gap > FIRST_S ? -FIRST_S : -(gap + OVERLAP_S);
       try {
         const view = await ask("timeline", { since, limit: MOST });
-        this.asked = state;
+        this.asked = asked;
         this.askedUntil = view.now_s;
-        this.spans.take(view, job.present.ranks.length);
-        this.complete = view.complete;
-        this.leftOut = view.left_out + view.phases_left_out;
-        this.spans.ranks.forEach(({ lanes }) => lanes.forEach((lane, i) => { this.lanes[i] ||= lane.count > 0; }));
-        this.dirty = true;
-        await this.predict(job.present.plans);
-        if (job.present.job.replayed && this.until === 0) this.all();
+        await this.take(view);
+        await this.predict(present.plans);
+        if (present.job.replayed && this.until === 0) this.all();
       } catch { /* the stream says when the job is gone */ }
+      this.polling = false;
     }
     this.timer = setTimeout(() => this.poll(), ASK_MS);
+  }
+
+  // An answer may hold 20,000 spans: frames are drawn while they are taken.
+  async take(view) {
+    let begun = performance.now();
+    for (const _ of this.spans.taking(view, this.job.present.ranks.length)) {
+      if (performance.now() - begun < TAKE_MS) continue;
+      await new Promise((done) => { setTimeout(done); });
+      begun = performance.now();
+    }
+    this.complete = view.complete;
+    this.leftOut = view.left_out + view.phases_left_out;
+    this.spans.ranks.forEach(({ lanes }) => lanes.forEach((lane, i) => { this.lanes[i] ||= lane.count > 0; }));
+    this.dirty = true;
   }
 
   // How long calls should take: said by one rank of a group for all.
@@ -117,6 +138,13 @@ export class Timeline extends Picture {
   }
 
   // The window.
+
+  // The window that a link names; until: null for the moment that is shown.
+  open(span, until) {
+    this.span = Math.min(LONGEST_S, Math.max(SHORTEST_S, span));
+    if (until != null) this.until = until;
+    this.setFollow(until == null);
+  }
 
   setFollow(on) {
     this.following = on;
@@ -211,8 +239,8 @@ export class Timeline extends Picture {
   // Words about a window, and about a task.
 
   say() {
-    if (!job.present) return;
-    const called = job.present.ranks.some(({ calls }) => calls);
+    if (!this.job.present) return;
+    const called = this.job.present.ranks.some(({ calls }) => calls);
     if (!this.spans.total) text(this.status, called ? "Waiting for spans." : "No call has ended yet.");
     else if (!this.selected) text(this.status, this.summary());
   }
@@ -221,13 +249,21 @@ export class Timeline extends Picture {
     const parts = [];
     for (const [rank, [skew, exposed]] of this.exposed) parts.push([rank, skew, exposed]);
     const share = (i) => (parts.length ? parts.reduce((sum, part) => sum + part[i], 0) / (parts.length * this.span) : 0);
-    const words = [`${seconds(this.span)} shown`];
+    const words = [`${this.reach()} shown`];
     if (this.complete) {
       words.push(`exposed transfers ${percent(100 * share(2))} of it, late peers ${percent(100 * share(1))} (mean of the ranks in view)`);
     }
     if (this.met > MESSAGES) words.push(`only the newest ${count(MESSAGES)} of ${count(this.met)} messages drawn: zoom in`);
     if (this.leftOut) words.push(`${count(this.leftOut)} older spans left out`);
     return words.join(" · ");
+  }
+
+  // How much time there is to see; of a record, how much of it.
+  reach() {
+    const { length_s: length } = this.job.present.job;
+    if (length == null) return seconds(this.span);
+    const part = Math.max(0, Math.min(this.until, this.spans.newest) - Math.max(this.since, this.spans.oldest));
+    return `${Number(part.toPrecision(3))} of ${Number(length.toPrecision(3))} s`;
   }
 
   look(event) {

@@ -63,6 +63,7 @@ class JobModel:
         self.began_at_s = began_at_s
         self.record = record
         self.replayed = replayed
+        self.length_s: float | None = None  # that of the record, where one is replayed
         self.revision = 0  # grows with every message: a viewer can tell whether anything is new
         self._first: Hello | None = None  # what the first rank that joined said
         self._events = EventLog()
@@ -102,6 +103,7 @@ class JobModel:
                 self._limit(rank, message)
             case PhaseEnded():
                 self.phases.add(rank, message)
+                self.sources.marks.phase(rank, message)
             case Note():
                 self._events.add(rank.view.rank, message.severity, message.kind, message.text)
             case Bye():
@@ -157,6 +159,8 @@ class JobModel:
             if self._first is None or self._first.rank == message.rank:
                 self._first = message
             self._blame.join(message.rank)
+            again = message.rank in self.ranks
+            self.sources.marks.join(self.now_s, message, again=again)
             self.ranks.join(at_s, message)
             self.sources.join(message)
             self.plans.join(message)
@@ -192,6 +196,7 @@ class JobModel:
             record=self.record,
             dropped=sum(rank.dropped for rank in ranks),
             replayed=self.replayed,
+            length_s=self.length_s,
             first_lost=lost.rank if lost is not None else -1,
             verdict=self._limits.verdict(ended=not any(rank.alive for rank in ranks)),
             ended=self.ended,

@@ -20,6 +20,7 @@ from burst_rt.telemetry.messages import (
 )
 from burst_rt.telemetry.model.events import EventLog
 from burst_rt.telemetry.model.history import SourceHistory
+from burst_rt.telemetry.model.marks import Marks
 from burst_rt.telemetry.model.ranks import Rank
 from burst_rt.telemetry.model.views import (
     ProgressView,
@@ -33,7 +34,8 @@ from burst_rt.telemetry.model.views import (
 __all__ = ["Sources"]
 
 _JOB = "job"
-_MAX_METRICS = 64  # maximum number of a source's metrics: a job may report anything
+# Maximum number of a source's metrics: a job may report anything. Its step is one, too.
+_MAX_METRICS = 65
 # Seconds over which rates are means: a call counts when it ends, and a call may take longer than
 # the time between two counts. A rate over less than _LEAST_S would mean nothing.
 _RATE_OVER_S = 2.0
@@ -101,6 +103,7 @@ class Sources(dict[str, _Sampled]):
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
+        self.marks = Marks(events)
         self._rates: dict[int, _Rates] = {}
         self._not_finite: set[str] = set()  # values whose last report was no finite number
         self.progress = ProgressView(None, 0, {})
@@ -160,7 +163,9 @@ class Sources(dict[str, _Sampled]):
             if name in values_shown or len(values_shown) < _MAX_METRICS:
                 values_shown[name] = value
         at_s = rank.at(report.at_s)
-        self[_JOB].add(at_s, finite)
+        self.marks.report(at_s, report, finite)
+        # The step is a metric, too: by it curves are drawn.
+        self[_JOB].add(at_s, finite | {"step": float(report.step)})
         self.progress = ProgressView(at_s, report.step, values_shown)
 
     def views(self, ranks: Iterable[RankView]) -> list[SourceView]:
@@ -199,7 +204,8 @@ class Sources(dict[str, _Sampled]):
             name: [None if math.isnan(value) else value for value in column.tolist()]
             for name, column in values.items()
         }
-        return SeriesView(source, times.tolist(), columns)
+        marks = self.marks.window(since_s, until_s) if source == _JOB else []
+        return SeriesView(source, times.tolist(), columns, marks)
 
 
 def _rates_between(old: Counters, new: Counters) -> dict[str, float]:

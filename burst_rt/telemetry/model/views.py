@@ -16,7 +16,7 @@ import msgspec
 from burst_rt.telemetry.messages import Candidate, Counts, Severity
 
 __all__ = [
-    "CallView", "EventView", "FlowView", "JobView", "Lost", "PhaseView", "PlanView",
+    "CallView", "EventView", "FlowView", "JobView", "Lost", "MarkView", "PhaseView", "PlanView",
     "PostMortemView", "ProgressView", "RankView", "SeriesView", "Snapshot", "SourceView",
     "SpanView", "TimelineView",
     "Verdict", "WaitView", "shared_fields", "update",
@@ -79,6 +79,7 @@ class JobView(msgspec.Struct, kw_only=True):
     post_mortem: PostMortemView | None = None  # None unless the job has failed and ended
     # Attention's part of the ranks' time in steps, 0 to 1; None before the first step has ended.
     step_share: float | None = None
+    length_s: float | None = None  # that of the record; None for a running job
 
 
 class RankView(Counts, kw_only=True):
@@ -180,7 +181,7 @@ class EventView(msgspec.Struct, kw_only=True):
     rank: int  # -1 means the whole job
     severity: Severity
     # "joined", "lost", "silent", "back", "left", "ended", "stopped", "stopping", "plan", "not
-    # finite", "xid", "ecc", "throttle" or "nvml".
+    # finite", "loss spike", "xid", "ecc", "throttle" or "nvml".
     kind: str
     text: str  # without time and rank, which `line` has too
 
@@ -203,14 +204,24 @@ class Snapshot(msgspec.Struct, kw_only=True):
     events: list[EventView]  # the last ones, oldest first
 
 
+class MarkView(msgspec.Struct, kw_only=True):
+    """Something that happened to the job, to be marked on curves."""
+
+    at_s: float
+    step: int  # the step that it came after, -1 before the first
+    kind: str  # "checkpoint", "evaluation", "restart" or "loss spike"
+    text: str
+
+
 class SeriesView(msgspec.Struct):
     """A window of one source: times, and for each metric a list as long as the times (None where a
-    row lacks the metric).
+    row lacks the metric). marks: of the source "job".
     """
 
     source: str
     times: list[float]
     values: dict[str, list[float | None]]
+    marks: list[MarkView] = []
 
 
 class SpanView(msgspec.Struct, array_like=True):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import BurstError, InputError
+from burst_rt.job import launched
 from burst_rt.telemetry.wire import Settings, read_settings, readable
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ def _make_agent(address: str, secret: str, place: int, wishes: Sequence[_Wish]) 
         version=VERSION, secret=secret, rank=mine.rank, world_size=mine.world_size,
         local_rank=neighbours.index(place), host=mine.host, pid=os.getpid(), device=mine.device,
         gpu=gpu_source(mine.gpu), command=readable(" ".join(sys.argv)[:500]), package=__version__,
-        sample_hz=_SAMPLE_HZ,
+        sample_hz=_SAMPLE_HZ, restarts=launched.restarts(),
     )  # fmt: skip
     gpus = [GpuId(wishes[i].gpu, wishes[i].pci) for i in neighbours if wishes[i].gpu]
     return Agent(address, hello, list(dict.fromkeys(gpus)) if neighbours[0] == place else None)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from burst_rt.telemetry.messages import FromRank, Note, Severity, SourceInfo, SourceSample
-from burst_rt.telemetry.metrics import plausible, throttle_reasons
+from burst_rt.telemetry.metrics import HEALTHY_REASONS, plausible, throttle_reasons
 
 __all__ = ["GpuId", "NvmlSampler", "NvmlThread", "gpu_source"]
 
@@ -33,8 +33,6 @@ _SLOW_PCIE = "pcie_throughput"  # taken only where there are no counters
 _RATE_OVER_S = 0.005
 # A scope of nvmlFieldValue_t: all links taken together.
 _ALL_LINKS = 0xFFFFFFFF
-# Bits of the reasons for which healthy clocks are held back.
-_HEALTHY_REASONS = 0x1 | 0x2 | 0x10 | 0x100
 
 _log = logging.getLogger("burst_rt.telemetry")
 
@@ -151,7 +149,7 @@ class _Gpu:
             bits = int(self.nvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle))
         except self.nvml.NVMLError:  # drivers before 535 know only the older name
             bits = int(self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle))
-        unhealthy = bits & ~_HEALTHY_REASONS
+        unhealthy = bits & ~HEALTHY_REASONS
         if unhealthy & ~self._throttled and plausible("throttle_bits", float(bits)):
             reasons = ", ".join(throttle_reasons(unhealthy))
             self._note(Severity.WARNING, "throttle", f"clocks are held back: {reasons}")
@@ -266,8 +264,12 @@ def _temperature(gpu: _Gpu) -> dict[str, float]:
     return {"temperature_c": float(value)}
 
 
-def _clock(gpu: _Gpu, metric: str, kind: int) -> dict[str, float]:
-    return {metric: float(gpu.nvml.nvmlDeviceGetClockInfo(gpu.handle, kind))}
+def _clock(gpu: _Gpu, metric: str, kind: int, what: str = "Clock") -> dict[str, float]:
+    return {metric: float(getattr(gpu.nvml, f"nvmlDeviceGet{what}Info")(gpu.handle, kind))}
+
+
+def _power(gpu: _Gpu, metric: str, what: str) -> dict[str, float]:
+    return {metric: getattr(gpu.nvml, f"nvmlDeviceGet{what}")(gpu.handle) / 1e3}
 
 
 # What reads some values of a GPU as they are now, by the name that notes give it. A counter whose
@@ -275,13 +277,15 @@ def _clock(gpu: _Gpu, metric: str, kind: int) -> dict[str, float]:
 _READINGS: dict[str, Callable[[_Gpu], dict[str, float]]] = {
     "utilisation": _Gpu.utilisation,
     "memory": _Gpu.memory,
-    "power": lambda gpu: {"power_w": gpu.nvml.nvmlDeviceGetPowerUsage(gpu.handle) / 1e3},
+    "power": lambda gpu: _power(gpu, "power_w", "PowerUsage"),
+    "power_cap": lambda gpu: _power(gpu, "power_cap_w", "EnforcedPowerLimit"),
     "energy": _energy,
     "temperature": _temperature,
     "memory_temperature": lambda gpu: {
         "memory_temperature_c": gpu.field(gpu.nvml.NVML_FI_DEV_MEMORY_TEMP)
     },
     "sm_clock": lambda gpu: _clock(gpu, "sm_clock_mhz", gpu.nvml.NVML_CLOCK_SM),
+    "max_clock": lambda gpu: _clock(gpu, "sm_clock_max_mhz", gpu.nvml.NVML_CLOCK_SM, "MaxClock"),
     "memory_clock": lambda gpu: _clock(gpu, "memory_clock_mhz", gpu.nvml.NVML_CLOCK_MEM),
     "throttle": _Gpu.throttle,
     "pcie_counters": _Gpu.pcie_counters,

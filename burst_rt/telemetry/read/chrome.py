@@ -21,7 +21,8 @@ from burst_rt.telemetry.messages import Hello, JobReport, PhaseEnded, SourceInfo
 from burst_rt.telemetry.model.timeline import flow_views, spans_of_calls, wait_views
 from burst_rt.telemetry.model.whole_calls import CallOfAll
 from burst_rt.telemetry.read.calls import calls_of
-from burst_rt.telemetry.read.record import Clocks, Record, replay
+from burst_rt.telemetry.read.record import Clocks, Record
+from burst_rt.telemetry.read.tape import replay
 
 __all__ = ["write_trace"]
 

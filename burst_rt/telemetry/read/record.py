@@ -24,10 +24,9 @@ import msgspec
 
 from burst_rt.errors import InputError, ProtocolError
 from burst_rt.telemetry.messages import VERSION, Heartbeat, Item, Recorded, RecordHeader
-from burst_rt.telemetry.model.job_model import JobModel
 from burst_rt.telemetry.wire import MAX_FRAME_BYTES
 
-__all__ = ["Clocks", "Record", "Recorder", "replay"]
+__all__ = ["Clocks", "Record", "Recorder"]
 
 _MAGIC = b"burst_rt record 2\n"
 # Records from before frames had a CRC-32, and files an end mark.
@@ -226,15 +225,3 @@ class Clocks:
     def offset_s(self, rank: int) -> float:
         """The hub's clock minus the rank's; 0 where the rank has not told."""
         return self._offsets.get(rank, 0.0)
-
-
-def replay(record: Record, until_s: float | None = None) -> JobModel:
-    """The model as it was `until_s` seconds after the hub began; without that, at the end."""
-    model = JobModel(record.header.began_at_s, record=str(record.path), replayed=True)
-    for entry in record:
-        if until_s is not None and entry.at_s > until_s:
-            model.advance(until_s)
-            break
-        model.advance(entry.at_s)
-        model.apply(entry.at_s, entry.rank, entry.message)
-    return model
