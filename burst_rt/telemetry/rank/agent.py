@@ -259,17 +259,24 @@ class Agent:
         answer = select.poll()
         answer.register(self._socket, select.POLLIN)
         for _ in range(_PINGS):
-            sent_s = time.perf_counter()
-            self._queue(Ping(sent_s))
-            self._send()
-            while not (self._pings and self._pings[-1][2] == sent_s):
-                left_s = sent_s + _PING_DEADLINE_S - time.perf_counter()
-                if left_s <= 0 or self._ending:
-                    return
-                answer.poll(1e3 * left_s)
-                self._receive()
+            if not self._ping(answer):
+                break
+        # Also without an answer: the hub then goes by when it hears of the rank.
         self._queue(self._heartbeat(time.perf_counter()))
         self._send()
+
+    def _ping(self, answer: select.poll) -> bool:
+        """Asks the hub for its time; whether it has answered before the deadline."""
+        sent_s = time.perf_counter()
+        self._queue(Ping(sent_s))
+        self._send()
+        while not (self._pings and self._pings[-1][2] == sent_s):
+            left_s = sent_s + _PING_DEADLINE_S - time.perf_counter()
+            if left_s <= 0 or self._ending:
+                return False
+            answer.poll(1e3 * left_s)
+            self._receive()
+        return True
 
     def _heartbeat(self, now_s: float) -> Heartbeat:
         rtt_s, offset_s, _ = min(self._pings, default=(-1.0, 0.0, 0.0))
