@@ -11,6 +11,7 @@ from functools import cached_property
 from math import inf
 
 from burst_rt.errors import InputError
+from burst_rt.launch.plan.bounds import Known
 from burst_rt.launch.plan.layers import TENSOR_PARALLEL
 from burst_rt.launch.plan.model import (
     EVERY_UP_TO,
@@ -247,11 +248,12 @@ def compare(
     candidates.sort(key=lambda candidate: candidate.bound.rank)
     forecasts: dict[str, ModelForecast] = {}  # the best of each strategy
     best_s = {False: inf, True: inf}  # by whether memory lacks
+    passes: Known = {}
     for candidate in going_through(candidates):
         forecast = candidate.bound
         limit_s = best_s[forecast.out_of_memory] if world_size > _ALL_UP_TO else inf
         if candidate.simulates and forecast.time_s < limit_s:
-            forecast = candidate.simulated(limit_s)
+            forecast = candidate.simulated(limit_s, passes)
         if forecast.simulated:
             for lacks in {forecast.out_of_memory, True}:
                 best_s[lacks] = min(best_s[lacks], forecast.time_s)

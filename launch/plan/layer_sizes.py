@@ -126,6 +126,8 @@ class Spread:
     placed_by: Mask | None = None
     shard: Shard = "zero1"
     replicas: int = 1  # groups of `world_size` ranks, each with batches of its own
+    # The ranks over which weights are sharded, and gradients summed; None: all.
+    sharers: int | None = None
 
     def __post_init__(self) -> None:
         if not self.tensor_parallel:
@@ -181,8 +183,8 @@ class Spread:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of all replicas."""
-        return self.world_size * self.replicas
+        """The ranks of all replicas, over which weights are sharded."""
+        return self.sharers or self.world_size * self.replicas
 
     @property
     def copies(self) -> int:

@@ -30,22 +30,19 @@ the same layer on tensors; there autograd waits for each collective in turn.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from burst_rt.launch.plan.layer_graph import LayerGraph
 from burst_rt.launch.plan.layer_sizes import HALVES, TENSOR_PARALLEL, LayerShape, Spread
+from burst_rt.launch.plan.steady import SAME_SHARDS, Steady, steady_of
 from burst_rt.planning.forecast import working_bytes
 from burst_rt.planning.strategies.hybrid import Hybrid
 from burst_rt.scheduler import HOST_LANES, Graph, Lane, Schedule
 from burst_rt.scheduler.simulator import Hardware, Rotated, Simulated, simulate
 
 __all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
-
-
-# Shards whose lengths differ by this share of the longest take the same time.
-_SAME = 1e-3
 
 
 class LayerMemory(NamedTuple):
@@ -71,6 +68,35 @@ class LayerMemory(NamedTuple):
 @dataclass(frozen=True)
 class SpreadLayer(Spread):
     """A spread layer's graphs, and what they take: bytes sent and held, seconds on a machine."""
+
+    # Two smaller worlds that tell about this one; None: it is simulated itself.
+    steady: Steady | None = None
+
+    def settled(self, hardware: Hardware) -> SpreadLayer:
+        """The same layer; where its hops are alike, one that shorter rings tell about."""
+        return replace(self, steady=steady_of(self, hardware))
+
+    @cached_property
+    def shorter(self) -> tuple[SpreadLayer, ...]:
+        """This layer on the worlds of `steady`, with shards as long; none where that is None."""
+        return tuple(
+            replace(
+                self,
+                steady=None,
+                world_size=world,
+                seq_len=self.seq_len * world // self.world_size,
+                ranks_per_node=min(self.ranks_per_node, world),
+                sharers=self.num_ranks,
+            )
+            for world in self.steady or ()
+        )
+
+    @property
+    def typical(self) -> SpreadLayer:
+        """A layer whose ranks hold the same for attention, and have the same tiles: not one of a
+        thousand ranks, where one of fifty is enough.
+        """
+        return self.shorter[-1] if self.shorter else self
 
     def graph(
         self,
@@ -145,7 +171,9 @@ class SpreadLayer(Spread):
         )
 
     def num_simulated(self, hardware: Hardware, *, forward: bool) -> int:
-        """The ranks of a simulated run."""
+        """The ranks of a simulated run, or of two."""
+        if self.shorter:
+            return sum(each.num_simulated(hardware, forward=forward) for each in self.shorter)
         return self.world_size * self.copies // self._fold(hardware, forward)
 
     def _fold(self, hardware: Hardware, forward: bool) -> int:
@@ -155,7 +183,7 @@ class SpreadLayer(Spread):
         """
         per_node, layout = hardware.node.ranks, self.layout
         lengths = [layout.shard_len(rank) for rank in range(layout.world_size)]
-        uneven = max(lengths) - min(lengths) > max(lengths) * _SAME
+        uneven = max(lengths) - min(lengths) > max(lengths) * SAME_SHARDS
         if self.tensor_parallel or self.ranks_per_node != per_node or uneven:
             return 1
         if self.sizes.recurrence is not None or self.sizes.attention is None:
@@ -248,6 +276,6 @@ class SpreadLayer(Spread):
     def _attention_bytes(self, rank: int, forward: bool) -> int:
         if self.sizes.attention is None:
             return 0
-        choice = self.choice(forward=forward)
+        choice = self.typical.choice(forward=forward)
         rank %= choice.program.problem.world_size
         return working_bytes(choice, rank, choice.program.graph(rank))

@@ -23,10 +23,11 @@ from math import inf, prod
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from burst_rt.errors import InputError
-from burst_rt.launch.plan.bounds import LayerPass, Taken, bound_of
+from burst_rt.launch.plan.bounds import Known, LayerPass, Taken
 from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerMemory, SpreadLayer
 from burst_rt.launch.plan.models import Model, sizes_of
 from burst_rt.launch.plan.shards import Shard, held_bytes
+from burst_rt.launch.plan.steady import SIMULATED_UP_TO
 from burst_rt.launch.plan.sublayers import Attention
 from burst_rt.launch.plan.words import parse_mask
 from burst_rt.planning.choose import CANDIDATES, LAYOUTS
@@ -63,8 +64,6 @@ ATTENTION = (*CANDIDATES, "ring-q", "ring-naive", "burst-untiled")
 # Maximum world size up to which `fewest_ranks` tries every number of ranks.
 EVERY_UP_TO = 64
 _INPUT_BYTES = 2
-# The most ranks that are simulated: twice as many take four times as long.
-_SIMULATED_UP_TO = 256
 
 
 @dataclass(frozen=True)
@@ -161,18 +160,20 @@ def forecast_model(
 ) -> ModelForecast:
     """Simulates one layer of each kind, and multiplies by the number of layers of that kind.
 
-    Raises InputError for a strategy and sizes that do not go together.
+    All ranks are simulated, however many. Raises InputError for a strategy and sizes that do not go
+    together.
     """
-    candidates = candidates_of(question, strategy, world_size, hardware)
+    candidates = candidates_of(question, strategy, world_size, hardware, whole=True)
     return min((each.simulated() for each in candidates), key=lambda f: f.rank)
 
 
 def candidates_of(
-    question: Question, strategy: str, world_size: int, hardware: Hardware
+    question: Question, strategy: str, world_size: int, hardware: Hardware, *, whole: bool = False
 ) -> list[SpreadModel]:
     """A strategy in the layout that was asked for, or in each.
 
-    Tensor parallelism has no layout: a rank has the whole sequence, or a contiguous part of it.
+    whole: whether all ranks are simulated, also where shorter rings tell as much. Tensor
+    parallelism has no layout: a rank has the whole sequence, or a contiguous part of it.
     Raises InputError for a strategy and sizes that do not go together.
     """
     kinds: tuple[str, ...] = (question.layout,)
@@ -181,7 +182,7 @@ def candidates_of(
         if any(sizes_of(layer).recurrence for _, layer in question.model.layers):
             kinds = tuple(kind for kind in kinds if kind != "striped")
     return [
-        SpreadModel(replace(question, layout=kind), strategy, world_size, hardware)
+        SpreadModel(replace(question, layout=kind), strategy, world_size, hardware, whole=whole)
         for kind in kinds
     ]
 
@@ -190,15 +191,23 @@ class SpreadModel:
     """A model under one strategy, in one layout, before it is simulated: its memory, its bound."""
 
     def __init__(
-        self, question: Question, strategy: str, world_size: int, hardware: Hardware
+        self,
+        question: Question,
+        strategy: str,
+        world_size: int,
+        hardware: Hardware,
+        *,
+        whole: bool = False,
     ) -> None:
         self.question, self.strategy, self._hardware = question, strategy, hardware
-        self._layers = _layers(question, strategy, world_size, hardware)
+        self._layers = _layers(question, strategy, world_size, hardware, whole=whole)
         self.limit = hardware.device.memory_bytes
         self.memory_bytes, self._taken = _need(question, self._layers, self.limit)
         if strategy in ("hybrid", "two-level"):
             # Where kinds of layers differ in the ranks of a group, the name says none.
-            names = {layer.choice(forward=True).strategy for layer in _attending(self._layers)}
+            names = {
+                layer.typical.choice(forward=True).strategy for layer in _attending(self._layers)
+            }
             self.strategy = names.pop() if len(names) == 1 else strategy
 
     @property
@@ -209,7 +218,7 @@ class SpreadModel:
     def simulates(self) -> bool:
         """Whether a simulation takes at most a minute or so."""
         return all(
-            layer.num_simulated(self._hardware, forward=forward) <= _SIMULATED_UP_TO
+            layer.num_simulated(self._hardware, forward=forward) <= SIMULATED_UP_TO
             for _, layer in self._layers
             for forward in (True, False)
         )
@@ -219,25 +228,35 @@ class SpreadModel:
         """What it takes at least."""
         return self._forecast(self._bounds)
 
-    def simulated(self, limit_s: float = inf) -> ModelForecast:
-        """The forecast; a bound where that shows that more than `limit_s` is taken."""
-        known = dict(self._bounds)
+    def simulated(self, limit_s: float = inf, known: Known | None = None) -> ModelForecast:
+        """The forecast; a bound where that shows that more than `limit_s` is taken.
+
+        known: what passes take that were simulated on this machine; this adds to it.
+        """
+        known = {} if known is None else known
+        taken = dict(self._bounds)
         # A forward has fewer tasks than a backward, and is done before it.
-        for run in sorted(known, key=lambda run: not run.forward):
-            if self._seconds(known) > limit_s:
-                return self._forecast(known)
-            known[run] = run.simulated(self._hardware)
-        return self._forecast(known)
+        order = sorted(taken, key=lambda run: not run.forward)
+        # Whole forecasts know no limit, so that nothing is to be ruled out for them.
+        for run in order if limit_s < inf else ():
+            if self._seconds(taken) > limit_s:
+                return self._forecast(taken)
+            taken[run] = run.raised(taken[run], self._hardware, known)
+        for run in order:
+            if self._seconds(taken) > limit_s:
+                return self._forecast(taken)
+            taken[run] = run.simulated(self._hardware, known)
+        return self._forecast(taken)
 
     @cached_property
     def _bounds(self) -> dict[LayerPass, Taken]:
         runs = {run: None for _, layer in self._layers for run in _runs(layer, self._taken)}
-        bounds = {run: bound_of(run, self._hardware) for run in runs}
+        bounds = {run: run.bounded(self._hardware) for run in runs}
         if not self.simulates:
             # What graphs are made of takes a gigabyte where ranks are a thousand.
             for layer in _attending(self._layers):
                 for forward in (True, False):
-                    layer.program(forward=forward).forget()
+                    layer.typical.program(forward=forward).forget()
         return bounds
 
     def _passes(self, known: Mapping[LayerPass, Taken]) -> list[tuple[int, Taken]]:
@@ -315,7 +334,7 @@ def tile_of(
 ) -> tuple[int, int] | None:
     """Queries and keys of the largest tile of the forward; None where no layer has attention."""
     layers = _attending(_layers(question, strategy, world_size, hardware))
-    tiles = [layer.program(forward=True).footprint(0).tile for layer in layers]
+    tiles = [layer.typical.program(forward=True).footprint(0).tile for layer in layers]
     sizes = ((tile.q_len, tile.kv_len) for tile in tiles)
     return max(sizes, key=prod, default=None)
 
@@ -323,13 +342,15 @@ def tile_of(
 _Layers: TypeAlias = list[tuple[int, SpreadLayer]]
 
 
-def _layers(question: Question, strategy: str, world_size: int, hardware: Hardware) -> _Layers:
+def _layers(
+    question: Question, strategy: str, world_size: int, hardware: Hardware, *, whole: bool = False
+) -> _Layers:
     """How many layers of each kind, and the kind spread over the ranks."""
     context = question.ranks_of_context(world_size)
     per_node = min(hardware.node.ranks, world_size)
     even = per_node if world_size % per_node == 0 else 1
     asked = parse_mask(question.mask)
-    return [
+    spread = [
         (
             count,
             SpreadLayer(
@@ -349,6 +370,7 @@ def _layers(question: Question, strategy: str, world_size: int, hardware: Hardwa
         )
         for count, layer in question.model.layers
     ]
+    return spread if whole else [(count, layer.settled(hardware)) for count, layer in spread]
 
 
 def _allowed(asked: Mask, attention: Attention | None, seq_len: int) -> Mask:
