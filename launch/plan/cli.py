@@ -26,13 +26,13 @@ from burst_rt.launch.plan.model import (
     published_mask,
 )
 from burst_rt.launch.plan.printed import (
+    Progress,
     about_model,
     answer_to_json,
     print_forecasts,
     print_machine,
     print_model,
     print_worlds,
-    progress,
     question_to_json,
     where,
 )
@@ -90,7 +90,8 @@ def simulate(**options: Any) -> None:  # see `SimulateOptions`
         _check_layout(strategy, asked.layout)
     mask = published_mask(strategy) if asked.mask == "published" else asked.mask
     question = asked.question(mask)
-    with _not_collecting():
+    with _not_collecting(), Progress() as progress:
+        progress.doing(f"{asked.world} ranks, {strategy}")
         forecast = forecast_model(question, strategy, asked.world, machine)
     if asked.as_json:
         print(json.dumps(question_to_json(question, machine, asked.world) | forecast.to_json()))
@@ -112,11 +113,15 @@ def plan(**options: Any) -> None:  # see `PlanOptions`
     asked = PlanOptions(**options)
     question = asked.question(asked.mask)
     machines = {world: asked.machine(world) for world in asked.worlds}
-    with _not_collecting(), progress() as going_through:
-        answers = [
-            compare(question, machine, world, partial(going_through, f"{world} ranks"))
-            for world, machine in machines.items()
-        ]
+    with _not_collecting(), Progress() as progress:
+        answers = []
+        for world, machine in machines.items():
+            progress.doing(f"{world} ranks, memory and bounds")
+            going_through = partial(progress.through, f"{world} ranks")
+            answers.append(compare(question, machine, world, going_through))
+            if asked.as_json or len(machines) == 1:
+                progress.doing("the fewest ranks that are enough")
+                _ = answers[-1].why  # takes a while, and is kept
     if asked.as_json:
         said = [
             question_to_json(question, answer.hardware, answer.world_size)

@@ -235,7 +235,8 @@ def compare(
     the reason.
 
     On many ranks, a strategy that takes at least as long as the fastest, by its bound, is not
-    simulated. On very many, only one is whose ranks do the same. going_through: shows progress.
+    simulated, unless it may be the next one. On very many, only one is whose ranks do the same, or
+    whose hops are alike. going_through: shows progress.
     """
     candidates: list[SpreadModel] = []
     refused: dict[str, str] = {}
@@ -247,6 +248,7 @@ def compare(
             refused[strategy] = error.message.removeprefix(f"{strategy}: ")
     candidates.sort(key=lambda candidate: candidate.bound.rank)
     forecasts: dict[str, ModelForecast] = {}  # the best of each strategy
+    of_forecast: dict[str, SpreadModel] = {}
     best_s = {False: inf, True: inf}  # by whether memory lacks
     passes: Known = {}
     for candidate in going_through(candidates):
@@ -261,9 +263,21 @@ def compare(
         # A layout that was not simulated may be faster than the one that was.
         known = forecasts.get(name, forecast)
         forecasts[name] = min(known, forecast, key=lambda f: f.rank._replace(bounded=False))
+        if forecasts[name] is forecast:
+            of_forecast[name] = candidate
+    second = _second(forecasts.values())
+    if second is not None and of_forecast[second].simulates:
+        forecasts[second] = of_forecast[second].simulated(known=passes)
     in_order = sorted(forecasts.values(), key=lambda f: f.rank)
     best = in_order[0] if in_order and not in_order[0].out_of_memory else None
     return Answer(question, hardware, world_size, in_order, refused, best)
+
+
+def _second(forecasts: Iterable[ModelForecast]) -> str | None:
+    """The strategy that may be the next after the fastest, where it was not simulated."""
+    others = sorted((f for f in forecasts if not f.out_of_memory), key=lambda f: f.rank)[1:]
+    second = min(others, key=lambda f: f.time_s, default=None)
+    return None if second is None or second.simulated else second.strategy
 
 
 def best_worlds(answers: Sequence[Answer]) -> Iterator[str]:

@@ -171,9 +171,9 @@ class SpreadLayer(Spread):
         )
 
     def num_simulated(self, hardware: Hardware, *, forward: bool) -> int:
-        """The ranks of a simulated run, or of two."""
-        if self.shorter:
-            return sum(each.num_simulated(hardware, forward=forward) for each in self.shorter)
+        """The ranks of a simulated run, or of the longer of two."""
+        if self.shorter and self.strategy != "direct":
+            return self.shorter[-1].num_simulated(hardware, forward=forward)
         return self.world_size * self.copies // self._fold(hardware, forward)
 
     def _fold(self, hardware: Hardware, forward: bool) -> int:

@@ -215,13 +215,18 @@ class SpreadModel:
         return self.memory_bytes <= self.limit
 
     @property
-    def simulates(self) -> bool:
-        """Whether a simulation takes at most a minute or so."""
-        return all(
-            layer.num_simulated(self._hardware, forward=forward) <= SIMULATED_UP_TO
+    def num_simulated(self) -> int:
+        """The ranks of the largest run that is simulated."""
+        return max(
+            layer.num_simulated(self._hardware, forward=forward)
             for _, layer in self._layers
             for forward in (True, False)
         )
+
+    @property
+    def simulates(self) -> bool:
+        """Whether a simulation takes at most a minute or so."""
+        return self.num_simulated <= SIMULATED_UP_TO
 
     @cached_property
     def bound(self) -> ModelForecast:

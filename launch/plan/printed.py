@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,19 +17,21 @@ from burst_rt.launch.plan.models import Model
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
+    "Progress",
     "about_model",
     "answer_to_json",
     "print_forecasts",
     "print_machine",
     "print_model",
     "print_worlds",
-    "progress",
     "question_to_json",
-        "where",
-]  # fmt: skip
+    "where",
+]
 
 # Number of columns of a table that is not printed on a terminal.
 _WIDTH = 120
+# Seconds after which an answer says what it is at, and between two lines of it.
+_QUIET_S, _BETWEEN_S = 2.0, 5.0
 
 
 def answer_to_json(answer: Answer) -> dict[str, object]:
@@ -178,20 +181,49 @@ def _seconds(value: float) -> str:
     return f"{value:,.3f}" if value >= 1 or not value else f"{value:.3g}"
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[str, Sequence[SpreadModel]], Iterator[SpreadModel]]]:
-    """Yields what goes through candidates; shows on a terminal how far along they are."""
-    from rich.progress import Progress  # here: 8 ms that `--help` does not wait for
+class Progress:
+    """What an answer is at, on stderr, if it takes longer than two seconds: a bar on a terminal,
+    elsewhere a line now and then.
+    """
 
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
+    def __init__(self) -> None:
+        from rich.progress import Progress as Bars  # here: 8 ms that `--help` does not wait for
 
-        def going_through(what: str, candidates: Sequence[SpreadModel]) -> Iterator[SpreadModel]:
-            task = bar.add_task(what, total=len(candidates))
-            for candidate in candidates:
-                bar.update(task, description=f"{what}, {candidate.strategy}")
-                yield candidate
-                bar.advance(task)
+        self._bars = Bars(console=Console(stderr=True), transient=True, auto_refresh=True)
+        self._task = self._bars.add_task("", total=None)
+        self._doing = ""
+        self._ended = threading.Event()
+        self._clock = threading.Thread(target=self._tell, name="burst-rt progress", daemon=True)
 
-        yield going_through
+    def __enter__(self) -> Self:
+        self._clock.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._clock.join()
+
+    def doing(self, what: str) -> None:
+        """Says what comes next."""
+        self._doing = what
+        self._bars.update(self._task, description=what)
+
+    def through(self, what: str, candidates: Sequence[SpreadModel]) -> Iterator[SpreadModel]:
+        """What goes through candidates, one after another."""
+        self._bars.update(self._task, total=len(candidates), completed=0)
+        for number, candidate in enumerate(candidates, 1):
+            self.doing(f"{what}, {candidate.strategy}, {number} of {len(candidates)}")
+            yield candidate
+            self._bars.update(self._task, completed=number)
+
+    def _tell(self) -> None:
+        if self._ended.wait(_QUIET_S):
+            return
+        if sys.stderr.isatty():
+            with self._bars:
+                self._ended.wait()
+            return
+        while True:
+            print(f"burst-rt: {self._doing}", file=sys.stderr, flush=True)
+            if self._ended.wait(_BETWEEN_S):
+                return

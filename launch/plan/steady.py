@@ -12,8 +12,7 @@ from math import gcd, lcm
 from typing import NamedTuple
 
 from burst_rt.launch.plan.layer_sizes import Spread
-from burst_rt.planning.layouts import FOLLOWING
-from burst_rt.planning.masks import Causal, Full
+from burst_rt.planning.masks import Causal, Full, Mask
 from burst_rt.planning.strategies import check_name
 from burst_rt.scheduler.simulator import Hardware
 
@@ -26,6 +25,11 @@ SAME_SHARDS = 1e-3
 # The strategies whose hops are alike. `direct` is bounded in this way, and not simulated: what it
 # sends to other nodes grows faster than the nodes.
 _RINGS = ("ring-kv", "burst", "bidirectional", "two-level", "hybrid")
+# The layouts in which ranks have as much to do, by the mask.
+_EVEN: dict[type[Mask], tuple[str, ...]] = {
+    Causal: ("zigzag", "striped"),
+    Full: ("zigzag", "striped", "contiguous"),
+}
 # A step is whole nodes with at least so many simulated ranks. Worlds of fewer than `_STEPS` steps
 # are simulated as they are; those of up to `_FEW` by as short rings as will do.
 _STEP, _STEPS, _FEW = 8, 8, 12
@@ -80,8 +84,7 @@ def _has_like_hops(layer: Spread) -> bool:
     world, sizes, layout = layer.world_size, layer.sizes, layer.layout
     lengths = [layout.shard_len(rank) for rank in range(world)]
     return (
-        layer.mask in (Causal(), Full())
-        and layer.kind not in FOLLOWING
+        layer.kind in _EVEN.get(type(layer.mask), ())
         and sizes.attention is not None
         and sizes.recurrence is None
         and max(lengths) - min(lengths) <= max(lengths) * SAME_SHARDS

@@ -14,9 +14,16 @@ from covering import sampled
 from burst_rt.errors import InputError
 from burst_rt.launch.main import cli
 from burst_rt.launch.plan import compare as comparing
+from burst_rt.launch.plan.bounds import Known
 from burst_rt.launch.plan.compare import COMPARED, Answer, compare
 from burst_rt.launch.plan.layers import SpreadLayer
-from burst_rt.launch.plan.model import Question, candidates_of, forecast_model, parse_strategy
+from burst_rt.launch.plan.model import (
+    Question,
+    candidates_of,
+    forecast_model,
+    parse_strategy,
+    tile_of,
+)
 from burst_rt.launch.plan.models import parse_model
 from burst_rt.launch.plan.shards import SHARDS, Shard, held_bytes, ring_bytes
 from burst_rt.planning.choose import LAYOUTS
@@ -95,6 +102,89 @@ def test_one_rank_stands_for_those_that_do_the_same(
     assert folded.sent_bytes == whole.sent_bytes
 
 
+@pytest.mark.parametrize(
+    ("strategy", "world", "machine", "layout", "mask", "shard"),
+    [
+        ("ring-kv", 64, "h100-sxm", "contiguous", "full", "fsdp"),
+        ("burst", 64, "a100-pcie", "zigzag", "full", "zero1"),
+        ("bidirectional", 64, "h100-sxm", "zigzag", "causal", "fsdp"),
+        ("bidirectional", 72, "a100-pcie", "zigzag", "causal", "fsdp"),
+        ("two-level", 64, "h100-sxm", "zigzag", "causal", "zero1"),
+        ("two-level", 96, "h100-sxm", "striped", "causal", "fsdp"),
+        ("hybrid", 512, "h100-sxm", "zigzag", "causal", "fsdp"),
+    ],
+)
+def test_shorter_rings_tell_about_long_ones(
+    strategy: str,
+    world: int,
+    machine: str,
+    layout: str,
+    mask: str,
+    shard: Shard,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    question = Question(_SMALL, 4096 * world, "train", mask, layout=layout, shard=shard)
+    hardware = load_hardware(machine)
+    (candidate,) = candidates_of(question, strategy, world, hardware)
+    told = candidate.simulated()
+    (whole_candidate,) = candidates_of(question, strategy, world, hardware, whole=True)
+    assert candidate.num_simulated < whole_candidate.num_simulated
+    whole = whole_candidate.simulated()
+    assert told.time_s == pytest.approx(whole.time_s, rel=1e-2)
+    assert told.idle_s == pytest.approx(whole.idle_s, abs=1e-2 * whole.time_s)
+    assert told.sent_bytes == pytest.approx(whole.sent_bytes, rel=1e-3)
+    assert told.memory_bytes == pytest.approx(whole.memory_bytes, rel=1e-3)
+    with monkeypatch.context() as patch:
+        tile = tile_of(question, strategy, world, hardware)
+        patch.setattr(SpreadLayer, "settled", lambda layer, _: layer)
+        assert tile == tile_of(question, strategy, world, hardware)
+
+
+def test_rings_whose_hops_differ_are_simulated_whole() -> None:
+    about = Question(_SMALL, 64 * 4096, "train")
+    for question, strategy, world in [
+        (replace(about, mask="window:4095"), "ring-kv", 64),
+        (replace(about, layout="balanced"), "ring-kv", 64),
+        (replace(about, layout="contiguous"), "ring-kv", 64),
+        (about, "direct", 64),
+        (about, "ring-kv", 60),  # no whole nodes
+        (about, "ring-kv", 56),  # too few of them
+        (replace(about, model=parse_model("qwen3.5-9b")), "ring-kv", 64),
+    ]:
+        (told,) = candidates_of(question, strategy, world, _H100)
+        (whole,) = candidates_of(question, strategy, world, _H100, whole=True)
+        assert told.num_simulated == whole.num_simulated == world
+
+
+def test_a_thousand_ranks_are_told_by_few() -> None:
+    question = Question(_SMALL, 1 << 22, "train")
+    for strategy in ("ring-kv", "two-level", "hybrid"):
+        (candidate,) = candidates_of(question, strategy, 1024, _H100)
+        assert candidate.simulates
+        assert candidate.num_simulated <= 64
+    (direct,) = candidates_of(question, "direct", 1024, _H100)
+    assert not direct.simulates
+    assert direct.bound.time_s > 0
+
+
+def test_directions_that_do_the_same_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[bool] = []
+    simulated = SpreadLayer.simulated
+
+    def counted(self: SpreadLayer, *args: Any, **options: Any) -> Any:
+        runs.append(options["forward"])
+        return simulated(self, *args, **options)
+
+    monkeypatch.setattr(SpreadLayer, "simulated", counted)
+    about = Question(_SMALL, 1 << 16, "train", activations="kept")
+    passes: Known = {}
+    strategies = ("ring-kv", "burst")
+    candidates = [candidates_of(about, strategy, 4, _H100)[0] for strategy in strategies]
+    times = [candidate.simulated(known=passes).time_s for candidate in candidates]
+    assert (runs.count(True), runs.count(False)) == (1, 2)
+    assert times == [forecast_model(about, strategy, 4, _H100).time_s for strategy in strategies]
+
+
 @sampled(
     strategy=COMPARED,
     world=(4, 8, 16),
@@ -151,7 +241,7 @@ def test_strategies_that_cannot_win_need_no_simulation(
 
 
 def test_worlds_that_are_too_large_to_simulate_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burst_rt.launch.plan.model._SIMULATED_UP_TO", 4)
+    monkeypatch.setattr("burst_rt.launch.plan.model.SIMULATED_UP_TO", 4)
     answer = _answer(24, monkeypatch, 0)
     assert answer.best is not None
     assert answer.best.strategy == "hybrid:8"  # one rank for eight: three
