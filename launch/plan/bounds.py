@@ -107,14 +107,14 @@ class LayerPass:
 def bound_of(run: LayerPass, hardware: Hardware) -> Taken:
     """At least what it takes, by the first and the last rank of a node in the middle."""
     layer = run.layer
-    world, per_node = layer.world_size * layer.copies, hardware.node.ranks
+    world, per_node = layer.num_spread * layer.copies, hardware.node.ranks
     first = world // 2 // per_node * per_node
     ranks = {first, min(first + per_node, world) - 1}
     kernel = None if layer.sizes.attention is None else layer.choice(forward=run.forward).kernel
     network, passing = Network(hardware, world), Counter[Resource]()
     busy_s, sent_bytes = 0.0, 0
     for rank in ranks:
-        base = rank - rank % layer.world_size
+        base = rank - rank % layer.num_spread
         graph = run.graph(rank - base)
         tasks = [task for task in graph.tasks if task.lane == COMPUTE.name]
         busy_s = max(busy_s, sum(hardware.device.seconds(task, kernel) for task in tasks))

@@ -98,7 +98,7 @@ def simulate(**options: Any) -> None:  # see `SimulateOptions`
     else:
         print_model(question.model)
         about = about_model(question, forecast.layout)
-        title = f"{about}, {where(asked.world, machine, question.context)}"
+        title = f"{about}, {where(asked.world, machine, question)}"
         print_forecasts([forecast], title, forecast.layout, asked.phase, machine)
 
 
@@ -137,7 +137,7 @@ def plan(**options: Any) -> None:  # see `PlanOptions`
         print_worlds(answers, f"{about}, {load_hardware(asked.hardware).name}", question.layout)
     else:
         (answer,) = answers
-        title = f"{about}, {where(answer.world_size, answer.hardware, question.context)}"
+        title = f"{about}, {where(answer.world_size, answer.hardware, question)}"
         print_forecasts(answer.found, title, question.layout, question.phase, answer.hardware)
         for strategy, reason in answer.refused.items():
             print(f"{strategy}: not possible here: {reason}")

@@ -85,7 +85,7 @@ class SpreadLayer(Spread):
                 steady=None,
                 world_size=world,
                 seq_len=self.seq_len * world // self.world_size,
-                ranks_per_node=min(self.ranks_per_node, world),
+                ranks_per_node=min(self.ranks_per_node, world * self.tensor),
                 sharers=self.num_ranks,
             )
             for world in self.steady or ()
@@ -142,10 +142,11 @@ class SpreadLayer(Spread):
         if self.tensor_parallel and even and self.world_size > 1:
             return [Rotated(schedule, rank) for rank in range(self.world_size)]
         if self.world_size == 1:  # Only weights travel: each rank has neighbours of its own.
-            return [schedule, *(Schedule.of(graph(rank)) for rank in range(1, self.copies))]
-        one = [schedule, *(Schedule.of(graph(rank)) for rank in range(1, self.world_size))]
+            ranks = range(1, self.num_spread * self.copies)
+            return [schedule, *(Schedule.of(graph(rank)) for rank in ranks)]
+        one = [schedule, *(Schedule.of(graph(rank)) for rank in range(1, self.num_spread))]
         return one + [
-            Rotated(of_rank, number * self.world_size)
+            Rotated(of_rank, number * self.num_spread)
             for number in range(1, self.copies)
             for of_rank in one
         ]
@@ -174,7 +175,7 @@ class SpreadLayer(Spread):
         """The ranks of a simulated run, or of the longer of two."""
         if self.shorter and self.strategy != "direct":
             return self.shorter[-1].num_simulated(hardware, forward=forward)
-        return self.world_size * self.copies // self._fold(hardware, forward)
+        return self.num_spread * self.copies // self._fold(hardware, forward)
 
     def _fold(self, hardware: Hardware, forward: bool) -> int:
         """The number of consecutive ranks that do the same at the same time; one is simulated.
@@ -184,7 +185,7 @@ class SpreadLayer(Spread):
         per_node, layout = hardware.node.ranks, self.layout
         lengths = [layout.shard_len(rank) for rank in range(layout.world_size)]
         uneven = max(lengths) - min(lengths) > max(lengths) * SAME_SHARDS
-        if self.tensor_parallel or self.ranks_per_node != per_node or uneven:
+        if self.tensor_parallel or self.tensor > 1 or self.ranks_per_node != per_node or uneven:
             return 1
         if self.sizes.recurrence is not None or self.sizes.attention is None:
             return 1
@@ -264,7 +265,7 @@ class SpreadLayer(Spread):
         recurrence = self.sizes.recurrence
         if recurrence is None:
             return 0
-        runs = 1 if self.tensor_parallel else len(self.layout.runs[rank])
+        runs = 1 if self.tensor_parallel else len(self.layout.runs[self.place(rank)])
         return runs * recurrence.state_bytes(self.batch) // self.share
 
     def _chunk_states(self, rank: int) -> int:
@@ -277,5 +278,5 @@ class SpreadLayer(Spread):
         if self.sizes.attention is None:
             return 0
         choice = self.typical.choice(forward=forward)
-        rank %= choice.program.problem.world_size
-        return working_bytes(choice, rank, choice.program.graph(rank))
+        place = self.place(rank) % choice.program.problem.world_size
+        return working_bytes(choice, place, choice.program.graph(place))

@@ -90,6 +90,7 @@ def question_to_json(question: Question, hardware: Hardware, world: int) -> dict
     """What was asked, for JSON."""
     model = question.model
     about = {"about": model.about} if model.about else {}
+    training = question.phase == "train"
     return {
         "model": model.name,
         **about,
@@ -100,23 +101,30 @@ def question_to_json(question: Question, hardware: Hardware, world: int) -> dict
         "batch": question.batch,
         "hardware": hardware.name,
         "ranks_per_node": min(world, hardware.node.ranks),
-        "shard": question.shard if question.phase == "train" else None,
-        "context": question.ranks_of_context(world),
+        "shard": question.shard if training else None,
+        "optimizer": question.optimizer if training else None,
+        "micro_batches": question.micro_batches,
+        **question.mesh(world)._asdict(),
     }
 
 
 def about_model(question: Question, layout: str) -> str:
     """The start of a title. If each strategy has its own layout, the layouts are in a column."""
     of = "" if layout == "auto" else f", {layout} layout"
-    sharded = f" with {question.shard}" * (question.phase == "train" and question.shard != "none")
-    asked = f"{question.phase}{sharded}, {question.seq_len:,} tokens, {question.mask}"
+    training = question.phase == "train"
+    sharded = f" with {question.shard}" * (training and question.shard != "none")
+    other = f" by {question.optimizer}" * (training and question.optimizer != "adamw")
+    parts = f", {question.micro_batches} micro-batches" * (question.micro_batches > 1)
+    asked = f"{question.phase}{sharded}{other}, {question.seq_len:,} tokens{parts}, {question.mask}"
     return f"{question.model.name}, {asked}{of}"
 
 
-def where(world: int, hardware: Hardware, context: int | None = None) -> str:
-    """The end of a title: the ranks and their nodes. context: ranks that share a sequence."""
+def where(world: int, hardware: Hardware, question: Question | None = None) -> str:
+    """The end of a title: the ranks, their mesh where it has several axes, and their nodes."""
     nodes = -(-world // hardware.node.ranks)
-    of = "" if context in (None, world) else f" in contexts of {context}"
+    mesh = question.mesh(world)._asdict() if question is not None else {}
+    axes = [f"{name} {size}" for name, size in mesh.items() if size > 1]
+    of = f" as {' x '.join(axes)}" * (len(axes) > 1 or mesh.get("context") == 1 < world)
     return f"{world} ranks{of} on {nodes} node{'s' * (nodes > 1)} of {hardware.name}"
 
 

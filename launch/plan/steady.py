@@ -54,15 +54,18 @@ def steady_of(layer: Spread, hardware: Hardware) -> Steady | None:
     """
     if layer.tensor_parallel or not _has_like_hops(layer):
         return None
-    world, node = layer.world_size, layer.ranks_per_node
+    if layer.ranks_per_node == 1 < hardware.node.ranks:  # nodes are not equally large
+        return None
+    world, node = layer.world_size, layer.groups_per_node
     name, size = check_name(layer.strategy)
     unit = lcm(1 if world == node else node, size or 1)
-    simulated = unit
+    simulated = unit * layer.tensor
     if name == "hybrid":
         assert layer.sizes.attention is not None
-        group = size or gcd(node, layer.sizes.attention.num_kv_heads)
+        group = size or gcd(node, layer.sizes.attention.num_kv_heads // layer.tensor)
         unit = lcm(unit, group)
-        simulated = 1 if group == node < world and hardware.folded() is not None else unit
+        folds = layer.tensor == 1 and group == node < world and hardware.folded() is not None
+        simulated = 1 if folds else unit * layer.tensor
     elif name == "direct":
         if world <= SIMULATED_UP_TO:
             return None
@@ -88,5 +91,5 @@ def _has_like_hops(layer: Spread) -> bool:
         and sizes.attention is not None
         and sizes.recurrence is None
         and max(lengths) - min(lengths) <= max(lengths) * SAME_SHARDS
-        and (layer.ranks_per_node == world or world % layer.ranks_per_node == 0)
+        and layer.num_spread % layer.ranks_per_node == 0
     )
