@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from burst_rt.launch.plan.layers import SpreadLayer
+from burst_rt.launch.plan.steady import MOST_IDLE, SIMULATED_UP_TO
 from burst_rt.scheduler import COMPUTE, Graph
 from burst_rt.scheduler.simulator import Hardware
 from burst_rt.scheduler.simulator.network import Network, Resource
@@ -53,7 +54,12 @@ class LayerPass:
     def simulated(self, hardware: Hardware, known: Known) -> Taken:
         """What it takes, simulated: all ranks, or those of shorter rings that tell as much."""
         if self.layer.steady is not None:
-            return self._extended(lambda shorter: shorter.simulated(hardware, known))
+            told = self._extended(lambda shorter: shorter.simulated(hardware, known))
+            too_many = self.layer.num_spread > SIMULATED_UP_TO
+            if told.idle_s <= MOST_IDLE * told.time_s or too_many:
+                return told
+            whole = replace(self, layer=replace(self.layer, steady=None))
+            return whole.simulated(hardware, known)
         taken = known.get(self._alike)
         if taken is None:
             run = self.layer.simulated(

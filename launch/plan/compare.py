@@ -237,19 +237,22 @@ def compare(
         forecasts[name] = min(known, forecast, key=lambda f: f.rank._replace(bounded=False))
         if forecasts[name] is forecast:
             of_forecast[name] = candidate
-    second = _second(forecasts.values())
+    second, limit_s = _second(forecasts.values())
     if second is not None and of_forecast[second].simulates:
-        forecasts[second] = of_forecast[second].simulated(known=passes)
+        forecasts[second] = of_forecast[second].simulated(limit_s, passes)
     in_order = sorted(forecasts.values(), key=lambda f: f.rank)
     best = in_order[0] if in_order and not in_order[0].out_of_memory else None
     return Answer(question, hardware, world_size, in_order, refused, best)
 
 
-def _second(forecasts: Iterable[ModelForecast]) -> str | None:
-    """The strategy that may be the next after the fastest, where it was not simulated."""
+def _second(forecasts: Iterable[ModelForecast]) -> tuple[str | None, float]:
+    """The strategy that may be the next after the fastest, where it was not simulated, and the
+    seconds of the next one that was.
+    """
     others = sorted((f for f in forecasts if not f.out_of_memory), key=lambda f: f.rank)[1:]
+    limit_s = min((f.time_s for f in others if f.simulated), default=inf)
     second = min(others, key=lambda f: f.time_s, default=None)
-    return None if second is None or second.simulated else second.strategy
+    return (None if second is None or second.simulated else second.strategy), limit_s
 
 
 def best_worlds(answers: Sequence[Answer]) -> Iterator[str]:
