@@ -272,12 +272,11 @@ class SpreadModel:
             taken = [(count, known[run]) for count, runs in passes for run in runs[which]]
             return Total(*(sum(count * each[i] for count, each in taken) for i in range(3)))
 
-        forward, *backward = map(total, range(3))
+        forward, backward, summing = total(0), total(1), total(2)
         if self._taken is None:
             return forward
-        step = of_step(
-            forward, *backward, self.question.micro_batches, self._mesh.pipeline, self._handover
-        )
+        parts, stages = self.question.micro_batches, self._mesh.pipeline
+        step = of_step(forward, backward, summing, parts, stages, self._handover)
         return step._replace(time_s=step.time_s + self._optimizer_s)
 
     @cached_property
