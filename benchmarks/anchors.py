@@ -55,7 +55,7 @@ class Anchor(NamedTuple):
     unit: str
     published: float
     forecast: Callable[[], float]
-    error_percent: float  # of the forecast, as it is
+    error_percent: float  # as the forecast's is
 
 
 def _with_kernel(hardware: Hardware, kernel: str) -> Hardware:

@@ -26,7 +26,7 @@ from burst_rt.launch.plan.model import (
     published_mask,
 )
 from burst_rt.launch.plan.printed import (
-    Progress,
+    Ticker,
     about_model,
     answer_to_json,
     print_forecasts,
@@ -90,7 +90,7 @@ def simulate(**options: Any) -> None:  # see `SimulateOptions`
         _check_layout(strategy, asked.layout)
     mask = published_mask(strategy) if asked.mask == "published" else asked.mask
     question = asked.question(mask)
-    with _not_collecting(), Progress() as progress:
+    with _not_collecting(), Ticker() as progress:
         progress.doing(f"{asked.world} ranks, {strategy}")
         forecast = forecast_model(question, strategy, asked.world, machine)
     if asked.as_json:
@@ -113,7 +113,7 @@ def plan(**options: Any) -> None:  # see `PlanOptions`
     asked = PlanOptions(**options)
     question = asked.question(asked.mask)
     machines = {world: asked.machine(world) for world in asked.worlds}
-    with _not_collecting(), Progress() as progress:
+    with _not_collecting(), Ticker() as progress:
         answers = []
         for world, machine in machines.items():
             progress.doing(f"{world} ranks, memory and bounds")

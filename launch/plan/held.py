@@ -11,9 +11,9 @@ from burst_rt.launch.plan.models import sizes_of
 from burst_rt.launch.plan.question import ACTIVATIONS, Activations, Question
 from burst_rt.launch.plan.shards import held_bytes
 
-__all__ = ["INPUT_BYTES", "Layers", "held_at_least", "need", "outside_of", "sharing"]
+__all__ = ["INPUT_BYTES", "Layers", "held_at_least", "memory_of", "outside_of", "weight_ranks"]
 
-INPUT_BYTES = 2  # of an activation, a weight, or a gradient
+INPUT_BYTES = 2  # an activation, a weight, or a gradient
 # How many layers of each kind a stage has, and the kind spread over the stage's ranks.
 Layers: TypeAlias = list[tuple[int, SpreadLayer]]
 
@@ -31,7 +31,7 @@ def held_at_least(question: Question, strategy: str) -> int:
     return held_bytes(question.shard, inside, outside, largest, 1 << 40, question.optimizer)
 
 
-def need(
+def memory_of(
     question: Question, layers: Layers, limit: int, *, working: bool = True
 ) -> tuple[int, Activations | None]:
     """Bytes of the worst rank, and what becomes of activations: what was asked, or what fits.
@@ -71,7 +71,7 @@ def _memory_bytes(
         passing = max(one.activations for one in held)
         return num_weights * INPUT_BYTES + cached + passing + working
     largest = max(one.weights // INPUT_BYTES for one in held)
-    inside, ranks = num_weights - outside, sharing(layers)
+    inside, ranks = num_weights - outside, weight_ranks(layers)
     states = held_bytes(question.shard, inside, outside, largest, ranks, question.optimizer)
     kept = [one.activations for one in held]
     if activations != "kept":
@@ -90,7 +90,7 @@ def outside_of(question: Question, layers: Layers) -> int:
     return outside // share
 
 
-def sharing(layers: Layers) -> int:
+def weight_ranks(layers: Layers) -> int:
     """The ranks over which the same weights are sharded."""
     first = layers[0][1]
     return first.num_ranks // (first.share if first.tensor_parallel else 1)

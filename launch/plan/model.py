@@ -30,9 +30,9 @@ from burst_rt.launch.plan.held import (
     INPUT_BYTES,
     Layers,
     held_at_least,
-    need,
+    memory_of,
     outside_of,
-    sharing,
+    weight_ranks,
 )
 from burst_rt.launch.plan.layers import TENSOR_PARALLEL, SpreadLayer
 from burst_rt.launch.plan.models import sizes_of
@@ -182,7 +182,7 @@ class SpreadModel:
         self._mesh = question.mesh(world_size)
         self._layers = _layers(question, strategy, world_size, hardware, whole=whole)
         self.limit = hardware.device.memory_bytes
-        self.memory_bytes, self._taken = need(question, self._layers, self.limit)
+        self.memory_bytes, self._taken = memory_of(question, self._layers, self.limit)
         if strategy in ("hybrid", "two-level"):
             # Where kinds of layers differ in the ranks of a group, the name says none.
             names = {
@@ -295,7 +295,7 @@ class SpreadModel:
             for count, layer in self._layers
         )
         outside = outside_of(self.question, self._layers)
-        ranks = sharing(self._layers)
+        ranks = weight_ranks(self._layers)
         updated = updated_weights(self.question.shard, weights + outside, ranks)
         moved = updated * OPTIMIZERS[self.question.optimizer].moved
         return self._hardware.device.rates["default"].seconds(Cost(0, ceil(moved)))
@@ -338,8 +338,8 @@ def fewest_ranks(
             layers = _layers(question, name, world_size, hardware)
             # Attention's slots are known from its graphs only, which take long to make.
             if (
-                need(question, layers, limit, working=False)[0] <= limit
-                and need(question, layers, limit)[0] <= limit
+                memory_of(question, layers, limit, working=False)[0] <= limit
+                and memory_of(question, layers, limit)[0] <= limit
             ):
                 return world_size
         except InputError:

@@ -17,7 +17,7 @@ from burst_rt.launch.plan.models import Model
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
-    "Progress",
+    "Ticker",
     "about_model",
     "answer_to_json",
     "print_forecasts",
@@ -189,7 +189,7 @@ def _seconds(value: float) -> str:
     return f"{value:,.3f}" if value >= 1 or not value else f"{value:.3g}"
 
 
-class Progress:
+class Ticker:
     """What an answer is at, on stderr, if it takes longer than two seconds: a bar on a terminal,
     elsewhere a line now and then.
     """

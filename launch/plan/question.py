@@ -9,7 +9,7 @@ from burst_rt.errors import InputError
 from burst_rt.launch.plan.models import Model
 from burst_rt.launch.plan.shards import Shard
 
-__all__ = ["ACTIVATIONS", "Activations", "Mesh", "Phase", "Question"]
+__all__ = ["ACTIVATIONS", "Activations", "Axes", "Phase", "Question"]
 
 Phase: TypeAlias = Literal["first-token", "train"]
 # Names of the treatments of activations in training: the fastest first, the smallest last.
@@ -19,7 +19,7 @@ Activations: TypeAlias = Literal["kept", "attention kept", "computed again"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 
 
-class Mesh(NamedTuple):
+class Axes(NamedTuple):
     """How many ranks there are on each axis; the last axis has neighbouring ranks."""
 
     pipeline: int  # stages, each with its part of the layers
@@ -51,10 +51,10 @@ class Question:
     context: int | None = None
     tensor: int = 1
     pipeline: int = 1
-    micro_batches: int = 1  # of one step of training
+    micro_batches: int = 1  # a step of training
     optimizer: str = "adamw"  # one of OPTIMIZERS
 
-    def mesh(self, world_size: int) -> Mesh:
+    def mesh(self, world_size: int) -> Axes:
         """The axes of so many ranks. Raises InputError where they do not divide."""
         for name, size in (("--pipeline", self.pipeline), ("--tensor", self.tensor)):
             if world_size % size:
@@ -77,4 +77,4 @@ class Question:
                 f"--pipeline: expected at most a stage a layer, {self.model.num_layers}, got "
                 f"{self.pipeline}"
             )
-        return Mesh(self.pipeline, places // context, context, self.tensor)
+        return Axes(self.pipeline, places // context, context, self.tensor)

@@ -30,8 +30,8 @@ def remedies(
 ) -> list[Remedy]:
     """What each change makes of a strategy that does not fit; the changes that are possible.
 
-    Of several sizes of an axis, the smallest that fits is told, or else the largest. The last one
-    is the most tokens that fit.
+    The smallest size of an axis that fits is told, or else the largest. The last change is the most
+    tokens that fit.
     """
     asked = replace(question, layout=lacking.layout)
     strategy = lacking.strategy.partition(":")[0]  # whose groups follow from the ranks
@@ -42,24 +42,24 @@ def remedies(
         except InputError:
             return None  # these ranks, or this model, cannot
 
-    found: list[Remedy] = []
+    changes: list[Remedy] = []
     for ways in _ways(asked, strategy, world_size):
         told: Remedy | None = None
         for words, changed in ways:
-            there = held(changed)
-            if there is not None and not (told and told.fits):
-                told = Remedy(words, there.memory_bytes, there.fits)
-        found += [told] if told else []
+            model = held(changed)
+            if model is not None and not (told and told.fits):
+                told = Remedy(words, model.memory_bytes, model.fits)
+        changes += [told] if told else []
     few, many = 0, asked.seq_len // _TOKENS  # in units of `_TOKENS`: fits, does not fit
     best: Remedy | None = None
     while many - few > max(1, few // 64):
         middle = (few + many) // 2
-        there = held(replace(asked, seq_len=middle * _TOKENS))
-        if there is None or not there.fits:
+        model = held(replace(asked, seq_len=middle * _TOKENS))
+        if model is None or not model.fits:
             many = middle
         else:
-            few, best = middle, Remedy(f"--seq {middle}K", there.memory_bytes, True)
-    return [*found, *([best] if best else [])]
+            few, best = middle, Remedy(f"--seq {middle}K", model.memory_bytes, True)
+    return [*changes, *([best] if best else [])]
 
 
 def _ways(asked: Question, strategy: str, world_size: int) -> Iterator[list[tuple[str, Question]]]:
