@@ -47,8 +47,10 @@ def remedies(
         told: Remedy | None = None
         for words, changed in ways:
             model = held(changed)
-            if model is not None and not (told and told.fits):
+            if model is not None:
                 told = Remedy(words, model.memory_bytes, model.fits)
+            if told is not None and told.fits:
+                break
         changes += [told] if told else []
     few, many = 0, asked.seq_len // _TOKENS  # in units of `_TOKENS`: fits, does not fit
     best: Remedy | None = None

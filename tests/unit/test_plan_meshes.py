@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from burst_rt.launch.main import cli
 from burst_rt.launch.plan.layers import LayerShape, SpreadLayer
 from burst_rt.launch.plan.model import candidates_of, forecast_model
 from burst_rt.launch.plan.models import parse_model
+from burst_rt.launch.plan.printed import Ticker
 from burst_rt.launch.plan.question import Question
 from burst_rt.launch.plan.shards import OPTIMIZERS, held_bytes
 from burst_rt.launch.plan.steps import Total, handover_seconds, of_step, pipeline_seconds
@@ -242,6 +244,20 @@ def test_an_answer_says_how_its_mesh_is_run(
     assert calls <= set(made)
     if "Schedule1F1B" in made and "--micro-batches" in words:
         assert ast.literal_eval(made["Schedule1F1B"].keywords[0].value) == 6
+
+
+def test_an_answer_that_takes_long_says_what_it_is_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("burst_rt.launch.plan.printed._QUIET_S", 0.0)
+    monkeypatch.setattr("burst_rt.launch.plan.printed._BETWEEN_S", 0.01)
+    said, deadline_s = "", time.monotonic() + 60
+    with Ticker() as ticker:
+        ticker.doing("64 ranks, burst")
+        while "burst-rt: 64 ranks, burst\n" not in said:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+            said += capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
