@@ -185,7 +185,8 @@ class SpreadLayer(Spread):
         per_node, layout = hardware.node.ranks, self.layout
         lengths = [layout.shard_len(rank) for rank in range(layout.world_size)]
         uneven = max(lengths) - min(lengths) > max(lengths) * SAME_SHARDS
-        if self.tensor_parallel or self.tensor > 1 or self.ranks_per_node != per_node or uneven:
+        spreads_heads = self.strategy.partition(":")[0] == "hybrid"
+        if not spreads_heads or self.tensor > 1 or self.ranks_per_node != per_node or uneven:
             return 1
         if self.sizes.recurrence is not None or self.sizes.attention is None:
             return 1

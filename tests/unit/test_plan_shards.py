@@ -171,7 +171,15 @@ def test_rings_whose_hops_differ_are_simulated_whole() -> None:
         assert told.num_simulated == whole.num_simulated == world
 
 
-def test_a_thousand_ranks_are_told_by_few() -> None:
+def test_a_thousand_ranks_are_told_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds: list[int] = []
+    choose = SpreadLayer._choose
+
+    def counted(self: SpreadLayer, *args: Any, **options: Any) -> Any:
+        worlds.append(self.world_size)
+        return choose(self, *args, **options)
+
+    monkeypatch.setattr(SpreadLayer, "_choose", counted)
     question = Question(_SMALL, 1 << 22, "train")
     for strategy in ("ring-kv", "two-level", "hybrid"):
         (candidate,) = candidates_of(question, strategy, 1024, _H100)
@@ -180,6 +188,7 @@ def test_a_thousand_ranks_are_told_by_few() -> None:
     (direct,) = candidates_of(question, "direct", 1024, _H100)
     assert not direct.simulates
     assert direct.bound.time_s > 0
+    assert max(worlds) <= 320  # no program of a thousand ranks is made
 
 
 def test_directions_that_do_the_same_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
