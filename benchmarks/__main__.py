@@ -16,6 +16,7 @@ __all__ = ["cli"]
 # Each command and its line of help. A command's module is imported when it is called: torch takes
 # seconds to load.
 _COMMANDS = {
+    "anchors": "Published figures of other systems next to forecasts. Measures nothing.",
     "aot": "Registers, spills and instructions of the Triton kernels, on chips that are not here.",
     "attention": "Overhead and memory of calls; ring-attention-pytorch beside them.",
     "auto": 'What strategy="auto" costs beside the best strategy, and how far forecasts are off.',
@@ -44,7 +45,7 @@ _COMMANDS = {
 # What `all` runs: no GPU, no machine file but the one that `burst-rt calibrate` wrote.
 _ALL = (
     "engine", "attention", "layer", "strategies", "predict", "scaling", "serve", "prefill", "paper",
-    "aot",
+    "anchors", "aot",
 )  # fmt: skip
 # Commands whose module has another name than they.
 _PLACES = {"gpu-check": "gpu_check:command", "predict": "strategies:predict"}

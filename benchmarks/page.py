@@ -36,8 +36,10 @@ def _results(source: str) -> dict[str, Any]:
     return results
 
 
-def _only(rows: _Rows, wanted: Mapping[str, _Cell]) -> _Rows:
-    return [row for row in rows if all(row[name] == cell for name, cell in wanted.items())]
+def _only(rows: _Rows, wanted: Mapping[str, _Cell | list[_Cell]]) -> _Rows:
+    """The rows whose cells are the ones that are wanted, or among them."""
+    cells = {name: cell if isinstance(cell, list) else [cell] for name, cell in wanted.items()}
+    return [row for row in rows if all(row[name] in cells[name] for name in cells)]
 
 
 def _side_by_side(rows: _Rows) -> _Rows:

@@ -407,17 +407,26 @@ class GraphBuilder:
             )
         )
 
-    def insert(self, tasks: Iterable[Task], parts: Sequence[Part], *, first_tag: int = 0) -> None:
+    def insert(
+        self,
+        tasks: Iterable[Task],
+        parts: Sequence[Part],
+        *,
+        first_tag: int = 0,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         """Adds tasks of another graph, which its own builder has checked.
 
         parts: of this builder, in place of the parts of the other graph, in their order, at least
-        as large. first_tag: is added to the tags of messages.
+        as large. first_tag: is added to the tags of messages. ranks: the numbers that the other
+        graph's ranks have in this one; None: the same.
         """
+        peers = ranks or range(self.world_size)
         number = [part.id for part in parts]
 
         def moved(messages: tuple[Message, ...]) -> tuple[Message, ...]:
             return tuple(
-                Message(number[m.part], m.peer, m.tag + first_tag, m.size_bytes, m.offset)
+                Message(number[m.part], peers[m.peer], m.tag + first_tag, m.size_bytes, m.offset)
                 for m in messages
             )
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import click
 
 from burst_rt.errors import InputError
-from burst_rt.launch.plan.model import ACTIVATIONS, Activations, Phase, Question
 from burst_rt.launch.plan.models import MODELS, Model, parse_model
-from burst_rt.launch.plan.shards import SHARDS, Shard
+from burst_rt.launch.plan.question import ACTIVATIONS, Activations, Phase, Question
+from burst_rt.launch.plan.shards import OPTIMIZERS, SHARDS, Shard
 from burst_rt.launch.plan.words import MASK_HELP, fitting_mask, parse_tokens
 from burst_rt.launch.train.config import require_transformers
 from burst_rt.planning.choose import LAYOUTS
@@ -27,6 +27,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # Maximum number of ranks. Every rank has a graph of its own: for more ranks, planning would take
 # hours.
 MOST_RANKS = 1024
+_MOST_MICRO_BATCHES = 1024
 
 
 def _worlds(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
@@ -95,7 +96,7 @@ def questions(*, one: bool) -> Callable[[_F], _F]:
             type=click.IntRange(1),
             default=1,
             show_default=True,
-            help="Sequences in a batch.",
+            help="Sequences in a batch, or in each of several micro-batches.",
         ),
         click.option(
             "--phase",
@@ -133,7 +134,7 @@ def questions(*, one: bool) -> Callable[[_F], _F]:
         click.option(
             "--shard",
             type=click.Choice(SHARDS),
-            help="What training shards over all ranks. none; zero1: AdamW's states; zero2: "
+            help="What training shards over all ranks. none; zero1: the optimizer's states; zero2: "
             "gradients, too; fsdp: weights, too, as FSDP2 does. [default: fsdp]",
         ),
         click.option(
@@ -141,6 +142,33 @@ def questions(*, one: bool) -> Callable[[_F], _F]:
             type=click.IntRange(1),
             help="Ranks that share a sequence. The others have batches of their own, as a mesh of "
             "data x context has. [default: all]",
+        ),
+        click.option(
+            "--tensor",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            help="Neighbouring ranks that split each layer's weights and heads, beside a context: "
+            "a mesh of context x tensor.",
+        ),
+        click.option(
+            "--pipeline",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            help="Stages that split the layers, beside a context: a mesh of pipeline x context. "
+            "Training only.",
+        ),
+        click.option(
+            "--micro-batches",
+            type=click.IntRange(1, _MOST_MICRO_BATCHES),
+            help="Micro-batches of a step of training. [default: 1; with --pipeline, its stages]",
+        ),
+        click.option(
+            "--optimizer",
+            type=click.Choice(tuple(OPTIMIZERS)),
+            help="adamw: a copy of the weights and two moments in float32; adamw-bf16: two moments "
+            "in bfloat16; adamw-8bit: two of 8 bits; sgd: nothing. [default: adamw]",
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
@@ -169,6 +197,10 @@ class _Asked:
     link: str | None
     shard: Shard | None
     context: int | None
+    tensor: int
+    pipeline: int
+    micro_batches: int | None
+    optimizer: str | None
     as_json: bool
 
     def question(self, mask: str) -> Question:
@@ -176,15 +208,26 @@ class _Asked:
         model, seq_len = _model(self.model_text), parse_tokens(self.seq_text)
         fitting_mask(mask, seq_len, self.batch)
         activations = _activations(self.kept, self.phase)
-        if self.shard is not None and self.phase != "train":
-            raise InputError(
-                f"--shard {self.shard}: only training shards weights; leave it out, or use --phase "
-                "train"
-            )
+        if self.phase != "train":
+            self._check_only_of_training()
         return Question(
             model, seq_len, self.phase, mask, self.batch, self.layout, activations,
-            self.shard or "fsdp", self.context,
+            self.shard or "fsdp", self.context, self.tensor, self.pipeline,
+            self.micro_batches or self.pipeline, self.optimizer or "adamw",
         )  # fmt: skip
+
+    def _check_only_of_training(self) -> None:
+        pipeline = self.pipeline if self.pipeline > 1 else None
+        for option, given, does in (
+            ("--shard", self.shard, "shards weights"),
+            ("--pipeline", pipeline, "is forecast with stages"),
+            ("--micro-batches", self.micro_batches, "has them"),
+            ("--optimizer", self.optimizer, "has one"),
+        ):
+            if given is not None:
+                raise InputError(
+                    f"{option} {given}: only training {does}; leave it out, or use --phase train"
+                )
 
     def machine(self, world: int) -> Hardware:
         """The machine, with as many ranks a node as --nodes says."""

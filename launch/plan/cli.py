@@ -26,13 +26,13 @@ from burst_rt.launch.plan.model import (
     published_mask,
 )
 from burst_rt.launch.plan.printed import (
+    Ticker,
     about_model,
     answer_to_json,
     print_forecasts,
     print_machine,
     print_model,
     print_worlds,
-    progress,
     question_to_json,
     where,
 )
@@ -90,14 +90,15 @@ def simulate(**options: Any) -> None:  # see `SimulateOptions`
         _check_layout(strategy, asked.layout)
     mask = published_mask(strategy) if asked.mask == "published" else asked.mask
     question = asked.question(mask)
-    with _not_collecting():
+    with _not_collecting(), Ticker() as progress:
+        progress.doing(f"{asked.world} ranks, {strategy}")
         forecast = forecast_model(question, strategy, asked.world, machine)
     if asked.as_json:
         print(json.dumps(question_to_json(question, machine, asked.world) | forecast.to_json()))
     else:
         print_model(question.model)
         about = about_model(question, forecast.layout)
-        title = f"{about}, {where(asked.world, machine, question.context)}"
+        title = f"{about}, {where(asked.world, machine, question)}"
         print_forecasts([forecast], title, forecast.layout, asked.phase, machine)
 
 
@@ -112,11 +113,15 @@ def plan(**options: Any) -> None:  # see `PlanOptions`
     asked = PlanOptions(**options)
     question = asked.question(asked.mask)
     machines = {world: asked.machine(world) for world in asked.worlds}
-    with _not_collecting(), progress() as going_through:
-        answers = [
-            compare(question, machine, world, partial(going_through, f"{world} ranks"))
-            for world, machine in machines.items()
-        ]
+    with _not_collecting(), Ticker() as progress:
+        answers = []
+        for world, machine in machines.items():
+            progress.doing(f"{world} ranks, memory and bounds")
+            going_through = partial(progress.through, f"{world} ranks")
+            answers.append(compare(question, machine, world, going_through))
+            if asked.as_json or len(machines) == 1:
+                progress.doing("the fewest ranks that are enough")
+                _ = answers[-1].why  # takes a while, and is kept
     if asked.as_json:
         said = [
             question_to_json(question, answer.hardware, answer.world_size)
@@ -132,7 +137,7 @@ def plan(**options: Any) -> None:  # see `PlanOptions`
         print_worlds(answers, f"{about}, {load_hardware(asked.hardware).name}", question.layout)
     else:
         (answer,) = answers
-        title = f"{about}, {where(answer.world_size, answer.hardware, question.context)}"
+        title = f"{about}, {where(answer.world_size, answer.hardware, question)}"
         print_forecasts(answer.found, title, question.layout, question.phase, answer.hardware)
         for strategy, reason in answer.refused.items():
             print(f"{strategy}: not possible here: {reason}")

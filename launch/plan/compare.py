@@ -11,6 +11,7 @@ from functools import cached_property
 from math import inf
 
 from burst_rt.errors import InputError
+from burst_rt.launch.plan.bounds import Known
 from burst_rt.launch.plan.layers import TENSOR_PARALLEL
 from burst_rt.launch.plan.model import (
     EVERY_UP_TO,
@@ -21,8 +22,9 @@ from burst_rt.launch.plan.model import (
     fewest_ranks,
     tile_of,
 )
+from burst_rt.launch.plan.program import how_to_run
+from burst_rt.launch.plan.remedies import remedies
 from burst_rt.planning.choose import CANDIDATES
-from burst_rt.planning.layouts import FOLLOWING
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["COMPARED", "Answer", "best_worlds", "compare"]
@@ -32,8 +34,6 @@ COMPARED = (*CANDIDATES, *TENSOR_PARALLEL)
 _UP_TO = 512
 # The most ranks of which all strategies are simulated: in a second or two.
 _ALL_UP_TO = 16
-# Larger nodes are several hosts that one NVLink joins.
-_MOST_OF_A_HOST = 16
 # Rounded quotient of two times that count as equal.
 _EQUAL = "1.00"
 _NOT_OURS = "burst_attention has no {}: it is Megatron-LM's."
@@ -96,34 +96,9 @@ class Answer:
     @cached_property
     def how_to_run(self) -> tuple[str, ...]:
         """Lines of a program that does what is forecast for the best, and how it is started."""
-        best, world = self.best, self.world_size
-        if best is None or best.strategy in TENSOR_PARALLEL or world == 1:
+        if self.best is None or self.best.strategy in TENSOR_PARALLEL or self.world_size == 1:
             return ()
-        question, per_node = self.question, min(self.hardware.node.ranks, world)
-        context = question.ranks_of_context(world)
-        shape = f"({world // context}, {context})"
-        lines = [
-            'mesh = torch.distributed.init_device_mesh("cuda", '
-            f'{shape}, mesh_dim_names=("dp", "cp"))'
-        ]
-        if best.activations is not None and question.shard == "fsdp":
-            lines += [
-                'everyone = mesh["dp", "cp"]._flatten("dp_cp")',
-                "for part in (*layers, model): fully_shard(part, mesh=everyone)",
-            ]
-        mask = ", mask=mask" if best.layout in FOLLOWING else ""
-        shown = "causal=True" if question.mask == "causal" else "mask=mask"
-        lines += [
-            'ctx = burst_rt.init(group=mesh["cp"])',
-            f'layout = ctx.layout({question.seq_len}, "{best.layout}"{mask})',
-            f'burst_rt.burst_attention(q, k, v, layout=layout, strategy="{best.strategy}", '
-            f"{shown})",
-        ]
-        nodes = -(-world // per_node)
-        start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} train.py"
-        if per_node > _MOST_OF_A_HOST:
-            start = "torchrun train.py on every host"
-        return (f"To run it: {start}, where train.py has", *(f"    {line}" for line in lines))
+        return how_to_run(self.question, self.best, self.world_size, self.hardware)
 
     def _sentences(self) -> Iterator[str]:
         best = self.best
@@ -166,17 +141,15 @@ class Answer:
         else:
             yield f"None fits on any number of ranks up to {_UP_TO}."
         least = self.found[0]
-        if self.question.phase == "train" and self.question.shard != "fsdp":
-            sharded = replace(self.question, shard="fsdp", layout=least.layout)
-            there = SpreadModel(sharded, least.strategy, self.world_size, self.hardware)
-            fits = "fits" if there.fits else "does not fit, either"
-            yield (
-                f"With --shard fsdp, {least.strategy} takes {there.memory_bytes / 1e9:,.1f} GB in "
-                f"place of {least.memory_bytes / 1e9:,.1f}, which {fits}."
-            )
-        else:
-            lacking = (least.memory_bytes - self.hardware.device.memory_bytes) / 1e9
-            yield f"{least.strategy} lacks {lacking:,.1f} GB on {_ranks(self.world_size)}."
+        lacking = (least.memory_bytes - self.hardware.device.memory_bytes) / 1e9
+        yield f"{least.strategy} lacks {lacking:,.1f} GB on {_ranks(self.world_size)}."
+        changed = remedies(self.question, least, self.world_size, self.hardware)
+        fitting = [f"{words} ({size / 1e9:,.1f} GB)" for words, size, fits in changed if fits]
+        if fitting:
+            yield f"Each of these makes it fit: {'; '.join(fitting)}."
+        elif changed:
+            words, size, _ = min(changed, key=lambda remedy: remedy.size_bytes)
+            yield f"No other setting alone makes it fit; {words} takes {size / 1e9:,.1f} GB."
 
     def _of_others(self, best_s: float) -> Iterator[str]:
         """The sentences on strategies that do the same, and on the next one."""
@@ -234,7 +207,8 @@ def compare(
     the reason.
 
     On many ranks, a strategy that takes at least as long as the fastest, by its bound, is not
-    simulated. On very many, only one is whose ranks do the same. going_through: shows progress.
+    simulated, unless it may be the next one. On very many, only one is whose ranks do the same, or
+    whose hops are alike. going_through: shows progress.
     """
     candidates: list[SpreadModel] = []
     refused: dict[str, str] = {}
@@ -246,12 +220,14 @@ def compare(
             refused[strategy] = error.message.removeprefix(f"{strategy}: ")
     candidates.sort(key=lambda candidate: candidate.bound.rank)
     forecasts: dict[str, ModelForecast] = {}  # the best of each strategy
+    of_forecast: dict[str, SpreadModel] = {}
     best_s = {False: inf, True: inf}  # by whether memory lacks
+    passes: Known = {}
     for candidate in going_through(candidates):
         forecast = candidate.bound
         limit_s = best_s[forecast.out_of_memory] if world_size > _ALL_UP_TO else inf
         if candidate.simulates and forecast.time_s < limit_s:
-            forecast = candidate.simulated(limit_s)
+            forecast = candidate.simulated(limit_s, passes)
         if forecast.simulated:
             for lacks in {forecast.out_of_memory, True}:
                 best_s[lacks] = min(best_s[lacks], forecast.time_s)
@@ -259,9 +235,24 @@ def compare(
         # A layout that was not simulated may be faster than the one that was.
         known = forecasts.get(name, forecast)
         forecasts[name] = min(known, forecast, key=lambda f: f.rank._replace(bounded=False))
+        if forecasts[name] is forecast:
+            of_forecast[name] = candidate
+    second, limit_s = _second(forecasts.values())
+    if second is not None and of_forecast[second].simulates:
+        forecasts[second] = of_forecast[second].simulated(limit_s, passes)
     in_order = sorted(forecasts.values(), key=lambda f: f.rank)
     best = in_order[0] if in_order and not in_order[0].out_of_memory else None
     return Answer(question, hardware, world_size, in_order, refused, best)
+
+
+def _second(forecasts: Iterable[ModelForecast]) -> tuple[str | None, float]:
+    """The strategy that may be the next after the fastest, where it was not simulated, and the
+    seconds of the next one that was.
+    """
+    others = sorted((f for f in forecasts if not f.out_of_memory), key=lambda f: f.rank)[1:]
+    limit_s = min((f.time_s for f in others if f.simulated), default=inf)
+    second = min(others, key=lambda f: f.time_s, default=None)
+    return (None if second is None or second.simulated else second.strategy), limit_s
 
 
 def best_worlds(answers: Sequence[Answer]) -> Iterator[str]:

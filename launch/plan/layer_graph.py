@@ -41,7 +41,9 @@ class LayerGraph:
     def __init__(self, layer: Spread, rank: int, lanes: tuple[Lane, ...]) -> None:
         self.layer, self.dim, self.rank, self.lanes = layer, layer.sizes.dim, rank, lanes
         self.rows, self.own_rows = layer.rows(rank), layer.own_rows(rank)
-        self.g = GraphBuilder(rank, layer.world_size * layer.copies, (*lanes, _SUMS))
+        self.g = GraphBuilder(rank, layer.num_spread * layer.copies, (*lanes, _SUMS))
+        # Which group of `tensor` ranks this one is in, and its number there.
+        self.group, self.member = divmod(rank, layer.tensor)
         self.tag = 0
         self.agreed = self.g.buffer("agreed")
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
@@ -68,7 +70,7 @@ class LayerGraph:
                 rotated = self._rotated(core)
                 if with_attention:
                     program = self.layer.program(forward=True)
-                    attention = _Inserted(self.g, program, self.rank, self.lanes)
+                    attention = _Inserted(self, program)
                     narrow = attention.bound
                     self._element("rotate", "rotate", rotated, reads=[wide], writes=narrow)
                     attention.insert(self.agreed)
@@ -83,12 +85,12 @@ class LayerGraph:
                     self._recurrence(core).forward(wide, narrow[0])
             out = self._terms(f"{name} out")
             self._product(sublayer.out, reads=narrow, writes=[out])
-            self._reduce(out)
+            others = self._reduce(out)
             self._element(
                 f"{name} residual",
                 "residual",
                 3 * self.own_rows * self.dim,
-                reads=[self._own(out)],
+                reads=[self._own(out), *others],
                 accumulates=[x],
             )
         return self.g.build()
@@ -115,7 +117,7 @@ class LayerGraph:
         whole = self._gather(dout)
         dwide = self.g.buffer(f"{name} dwide")
         if isinstance(core, Attention):
-            attention = _Inserted(self.g, self.layer.program(forward=False), self.rank, self.lanes)
+            attention = _Inserted(self, self.layer.program(forward=False))
             self._product(out, reads=whole, writes=attention.bound)
             self._product(out, reads=whole, accumulates=[grads])
             attention.insert(self.agreed)
@@ -138,9 +140,9 @@ class LayerGraph:
         whole = self._gather(normed, after=dwide)
         dnormed = self._terms(f"{name} dnormed")
         self._product(sublayer.into, reads=[dwide], writes=[dnormed])
-        self._reduce(dnormed)
+        others = self._reduce(dnormed)
         self._product(sublayer.into, reads=[dwide, *whole], accumulates=[grads])
-        reads, count = [self._own(dnormed), self._own(dout)], 4 * self.own_rows * self.dim
+        reads, count = [self._own(dnormed), self._own(dout), *others], 4 * self.own_rows * self.dim
         self._element(
             f"{name} norm back",
             "norm",
@@ -166,7 +168,7 @@ class LayerGraph:
         """
         if self.layer.gathers_weights:
             for name in names:
-                count = self.layer.sizes.num_weights
+                count = sum(map(self.layer.held_weights, self.layer.sizes.sublayers))
                 self._travel(name, count, [self.agreed], gathers=name == "gather weights")
 
     def _travel(
@@ -175,32 +177,33 @@ class LayerGraph:
         """Adds a gather, or a reduce-scatter, of `count` numbers over all ranks; see `ring_bytes`.
         Returns what arrives.
         """
-        layer, per_node, world = self.layer, self.layer.ranks_per_node, self.g.world_size
+        layer, per_node = self.layer, self.layer.groups_per_node
+        groups = self.g.world_size // layer.tensor
         parts = [n * layer.input_bytes for n in even_parts(count, layer.num_ranks)]
 
-        def sent_by(rank: int) -> Travel:
-            part = parts[(rank + gathers) % len(parts)]
+        def sent_by(group: int) -> Travel:
+            part = parts[(group + gathers) % len(parts)]
             return ring_bytes(count * layer.input_bytes, part, layer.num_ranks, per_node)
 
         # The same for all contexts of a node, of which each has the graphs of the first.
-        ring = self._neighbours(world if per_node == 1 else self.layer.ranks_alike)
-        across = (self.rank + per_node) % world, (self.rank - per_node) % world
+        ring = _neighbours(self.group, groups if per_node == 1 else self.layer.ranks_alike)
+        across = (self.group + per_node) % groups, (self.group - per_node) % groups
         sends, recvs = [], []
         for way, (to, by) in (("near", ring), ("far", across)):
-            leaving, coming = (getattr(sent_by(rank), way) for rank in (self.rank, by))
-            if leaving and coming and to != self.rank:
+            leaving, coming = (getattr(sent_by(group), way) for group in (self.group, by))
+            if leaving and coming and to != self.group:
                 out = self.g.buffer(f"{name} {way} out", size_bytes=leaving, initialised=True)
-                sends.append((out[0], to))
-                recvs.append((self.g.buffer(f"{name} {way} in", size_bytes=coming)[0], by))
+                sends.append((out[0], self._rank_of(to)))
+                into = self.g.buffer(f"{name} {way} in", size_bytes=coming)
+                recvs.append((into[0], self._rank_of(by)))
         if sends:
             self.tag += 1
             self.g.exchange(name, sends=sends, recvs=recvs, tag=self.tag, reads=reads)
         return [part for part, _ in recvs]
 
-    def _neighbours(self, size: int) -> tuple[int, int]:
-        """The rank after and the rank before, round a ring of `size` consecutive ranks."""
-        first, place = self.rank - self.rank % size, self.rank % size
-        return first + (place + 1) % size, first + (place - 1) % size
+    def _rank_of(self, group: int) -> int:
+        """The member of a group with the same number as this rank."""
+        return group * self.layer.tensor + self.member
 
     # Buffers.
 
@@ -255,10 +258,28 @@ class LayerGraph:
         )
         return [part for part in tokens.parts if part.size_bytes]
 
-    def _reduce(self, terms: Buffer) -> None:
+    def _reduce(self, terms: Buffer) -> list[Part]:
+        """Sums terms over the ranks that split a weight. Returns what the sum waits for besides."""
         if self.layer.tensor_parallel:
             collective = reduce_scatter if self.layer.gathers else all_reduce
             self.tag = collective(self.g, terms, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
+        size = self.layer.tensor
+        if size == 1:
+            return []
+        # A reduce-scatter and a gather, as one exchange along the ring, like those of weights.
+        travels = 2 * (size - 1) * self.rows * self.dim * self.layer.input_bytes // size
+        out = self.g.buffer(f"{terms.name} out", size_bytes=travels, initialised=True)
+        came = self.g.buffer(f"{terms.name} in", size_bytes=travels)
+        to, by = _neighbours(self.rank, size)
+        self.tag += 1
+        self.g.exchange(
+            f"{terms.name} sum",
+            sends=[(out[0], to)],
+            recvs=[(came[0], by)],
+            tag=self.tag,
+            reads=[self.agreed, terms],
+        )
+        return list(came.parts)
 
     def _product(
         self, product: Product, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()
@@ -314,10 +335,10 @@ class _Inserted:
     bound: the program's inputs and outputs, which tasks before write and tasks after read.
     """
 
-    def __init__(
-        self, g: GraphBuilder, program: Program, rank: int, lanes: tuple[Lane, ...]
-    ) -> None:
-        self.g, self.graph = g, program.graph(rank % program.problem.world_size, lanes)
+    def __init__(self, of: LayerGraph, program: Program) -> None:
+        world, tensor, g = program.problem.world_size, of.layer.tensor, of.g
+        self.g, self.graph = g, program.graph(of.group % world, of.lanes)
+        self.ranks = range(of.member, world * tensor, tensor)
         sizes: dict[str, list[int]] = defaultdict(list)
         for part in self.graph.parts:
             sizes[part.buffer].append(part.size_bytes)
@@ -337,4 +358,10 @@ class _Inserted:
             self.parts[part] = agreed[0]
         # The collectives of a direction take fewer tags than this: each half has at most five
         # collectives, and one of the five has twice the hops.
-        self.g.insert(tasks, self.parts, first_tag=16 * self.g.world_size)
+        self.g.insert(tasks, self.parts, first_tag=16 * self.g.world_size, ranks=self.ranks)
+
+
+def _neighbours(place: int, size: int) -> tuple[int, int]:
+    """The place after and the place before, round a ring of `size` consecutive places."""
+    first, number = place - place % size, place % size
+    return first + (number + 1) % size, first + (number - 1) % size

@@ -126,8 +126,16 @@ class Spread:
     placed_by: Mask | None = None
     shard: Shard = "zero1"
     replicas: int = 1  # groups of `world_size` ranks, each with batches of its own
+    # The ranks over which weights are sharded, and gradients summed; None: all that hold the same.
+    sharers: int | None = None
+    # Neighbouring ranks that split heads and the feed-forward's width, in each of which all tokens
+    # of a shard are: a mesh of context x tensor. `world_size` counts such groups.
+    tensor: int = 1
+    sums: bool = True  # whether a backward sums the gradients, where weights are not gathered
 
     def __post_init__(self) -> None:
+        if self.tensor > 1:
+            self._check_tensor()
         if not self.tensor_parallel:
             check_name(self.strategy)
             if self.kind == "striped" and self.sizes.recurrence is not None:
@@ -141,6 +149,23 @@ class Spread:
                 raise InputError(
                     f"{self.strategy}: the number of ranks must divide {name}, got "
                     f"{self.world_size} ranks and {name} {count}; use fewer ranks"
+                )
+
+    def _check_tensor(self) -> None:
+        if self.tensor_parallel:
+            raise InputError(
+                f"{self.strategy}: splits heads over all ranks of a context, which --tensor "
+                f"{self.tensor} does, too; leave --tensor out"
+            )
+        if self.sizes.recurrence is not None:
+            raise InputError(
+                f"--tensor {self.tensor}: a recurrence whose heads are split is not forecast; "
+                "leave --tensor out"
+            )
+        for name, count in self._split():
+            if count % self.tensor:
+                raise InputError(
+                    f"--tensor: expected a divisor of {name}, {count}, got {self.tensor}"
                 )
 
     def _split(self) -> Iterator[tuple[str, int]]:
@@ -172,7 +197,7 @@ class Spread:
     @property
     def share(self) -> int:
         """Number of ranks that share the heads and the feed-forward's width."""
-        return self.world_size if self.tensor_parallel else 1
+        return self.world_size if self.tensor_parallel else self.tensor
 
     @property
     def gathers_weights(self) -> bool:
@@ -181,28 +206,36 @@ class Spread:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of all replicas."""
-        return self.world_size * self.replicas
+        """The ranks of all replicas that hold the same weights, over which these are sharded."""
+        return self.sharers or self.world_size * self.replicas
+
+    @property
+    def num_spread(self) -> int:
+        """The ranks of one replica."""
+        return self.world_size * self.tensor
+
+    @property
+    def groups_per_node(self) -> int:
+        """The groups of `tensor` ranks in a node; 1 where nodes are not equally large."""
+        whole = self.ranks_per_node % self.tensor == 0
+        return max(1, self.ranks_per_node // self.tensor) if whole else 1
 
     @property
     def copies(self) -> int:
         """The replicas that are simulated: as few as fill two nodes, between which weights go."""
         if self.tensor_parallel:
             return 1
-        wanted = -(-2 * self.ranks_per_node // self.world_size)
+        wanted = -(-2 * self.ranks_per_node // self.num_spread)
         even = (
-            n for n in range(wanted, self.replicas) if not n * self.world_size % self.ranks_per_node
+            n for n in range(wanted, self.replicas) if not n * self.num_spread % self.ranks_per_node
         )
         return next(even, self.replicas)
 
     @property
     def ranks_alike(self) -> int:
-        """The most ranks of a node among which a ring has a place in every context, too."""
-        return (
-            gcd(self.ranks_per_node, self.world_size)
-            if self.world_size > 1
-            else self.ranks_per_node
-        )
+        """The most groups of a node among which a ring has a place in every context, too."""
+        groups = self.groups_per_node
+        return gcd(groups, self.world_size) if self.world_size > 1 else groups
 
     @cached_property
     def layout(self) -> Layout:
@@ -215,7 +248,11 @@ class Spread:
 
     def own_rows(self, rank: int) -> int:
         """Number of tokens of x that a rank holds, over all batch rows."""
-        return self.batch * self.layout.shard_len(rank % self.layout.world_size)
+        return self.batch * self.layout.shard_len(self.place(rank))
+
+    def place(self, rank: int) -> int:
+        """The place of a rank's tokens in the layout."""
+        return rank // self.tensor % self.layout.world_size
 
     def rows(self, rank: int) -> int:
         """Number of tokens that a rank puts through its weights, over all batch rows."""
@@ -233,7 +270,11 @@ class Spread:
         """The number of elements of those weights, in any layer."""
         if self.tensor_parallel:
             return sublayer.vectors if self.gathers else 0
-        return 0 if self.gathers_weights else sublayer.weights
+        return self.held_weights(sublayer) if self.sums and not self.gathers_weights else 0
+
+    def held_weights(self, sublayer: Sublayer) -> int:
+        """The weights of a sublayer that a rank has while it computes."""
+        return sublayer.vectors + (sublayer.weights - sublayer.vectors) // self.share
 
     def program(self, *, forward: bool) -> Program:
         """Attention's program; see `choice`."""
@@ -277,5 +318,5 @@ class Spread:
             needs_grad=(True, True, True),
         )
         strategy = "ring-kv" if self.tensor_parallel else self.strategy
-        per_node = gcd(self.ranks_per_node, self.world_size)
+        per_node = gcd(self.groups_per_node, self.world_size)
         return choose(problem, strategy, forward=forward, ranks_per_node=per_node)

@@ -30,22 +30,19 @@ the same layer on tensors; there autograd waits for each collective in turn.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from burst_rt.launch.plan.layer_graph import LayerGraph
 from burst_rt.launch.plan.layer_sizes import HALVES, TENSOR_PARALLEL, LayerShape, Spread
+from burst_rt.launch.plan.steady import SAME_SHARDS, Steady, steady_of
 from burst_rt.planning.forecast import working_bytes
 from burst_rt.planning.strategies.hybrid import Hybrid
 from burst_rt.scheduler import HOST_LANES, Graph, Lane, Schedule
 from burst_rt.scheduler.simulator import Hardware, Rotated, Simulated, simulate
 
 __all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
-
-
-# Shards whose lengths differ by this share of the longest take the same time.
-_SAME = 1e-3
 
 
 class LayerMemory(NamedTuple):
@@ -71,6 +68,35 @@ class LayerMemory(NamedTuple):
 @dataclass(frozen=True)
 class SpreadLayer(Spread):
     """A spread layer's graphs, and what they take: bytes sent and held, seconds on a machine."""
+
+    # Two smaller worlds that tell about this one; None: it is simulated itself.
+    steady: Steady | None = None
+
+    def settled(self, hardware: Hardware) -> SpreadLayer:
+        """The same layer; where its hops are alike, one that shorter rings tell about."""
+        return replace(self, steady=steady_of(self, hardware))
+
+    @cached_property
+    def shorter(self) -> tuple[SpreadLayer, ...]:
+        """This layer on the worlds of `steady`, with shards as long; none where that is None."""
+        return tuple(
+            replace(
+                self,
+                steady=None,
+                world_size=world,
+                seq_len=self.seq_len * world // self.world_size,
+                ranks_per_node=min(self.ranks_per_node, world * self.tensor),
+                sharers=self.num_ranks,
+            )
+            for world in self.steady or ()
+        )
+
+    @property
+    def typical(self) -> SpreadLayer:
+        """A layer whose ranks hold the same for attention, and have the same tiles: not one of a
+        thousand ranks, where one of fifty is enough.
+        """
+        return self.shorter[-1] if self.shorter else self
 
     def graph(
         self,
@@ -116,10 +142,11 @@ class SpreadLayer(Spread):
         if self.tensor_parallel and even and self.world_size > 1:
             return [Rotated(schedule, rank) for rank in range(self.world_size)]
         if self.world_size == 1:  # Only weights travel: each rank has neighbours of its own.
-            return [schedule, *(Schedule.of(graph(rank)) for rank in range(1, self.copies))]
-        one = [schedule, *(Schedule.of(graph(rank)) for rank in range(1, self.world_size))]
+            ranks = range(1, self.num_spread * self.copies)
+            return [schedule, *(Schedule.of(graph(rank)) for rank in ranks)]
+        one = [schedule, *(Schedule.of(graph(rank)) for rank in range(1, self.num_spread))]
         return one + [
-            Rotated(of_rank, number * self.world_size)
+            Rotated(of_rank, number * self.num_spread)
             for number in range(1, self.copies)
             for of_rank in one
         ]
@@ -145,8 +172,10 @@ class SpreadLayer(Spread):
         )
 
     def num_simulated(self, hardware: Hardware, *, forward: bool) -> int:
-        """The ranks of a simulated run."""
-        return self.world_size * self.copies // self._fold(hardware, forward)
+        """The ranks of a simulated run, or of the longer of two."""
+        if self.shorter and self.strategy != "direct":
+            return self.shorter[-1].num_simulated(hardware, forward=forward)
+        return self.num_spread * self.copies // self._fold(hardware, forward)
 
     def _fold(self, hardware: Hardware, forward: bool) -> int:
         """The number of consecutive ranks that do the same at the same time; one is simulated.
@@ -155,8 +184,9 @@ class SpreadLayer(Spread):
         """
         per_node, layout = hardware.node.ranks, self.layout
         lengths = [layout.shard_len(rank) for rank in range(layout.world_size)]
-        uneven = max(lengths) - min(lengths) > max(lengths) * _SAME
-        if self.tensor_parallel or self.ranks_per_node != per_node or uneven:
+        uneven = max(lengths) - min(lengths) > max(lengths) * SAME_SHARDS
+        spreads_heads = self.strategy.partition(":")[0] == "hybrid"
+        if not spreads_heads or self.tensor > 1 or self.ranks_per_node != per_node or uneven:
             return 1
         if self.sizes.recurrence is not None or self.sizes.attention is None:
             return 1
@@ -236,7 +266,7 @@ class SpreadLayer(Spread):
         recurrence = self.sizes.recurrence
         if recurrence is None:
             return 0
-        runs = 1 if self.tensor_parallel else len(self.layout.runs[rank])
+        runs = 1 if self.tensor_parallel else len(self.layout.runs[self.place(rank)])
         return runs * recurrence.state_bytes(self.batch) // self.share
 
     def _chunk_states(self, rank: int) -> int:
@@ -248,6 +278,6 @@ class SpreadLayer(Spread):
     def _attention_bytes(self, rank: int, forward: bool) -> int:
         if self.sizes.attention is None:
             return 0
-        choice = self.choice(forward=forward)
-        rank %= choice.program.problem.world_size
-        return working_bytes(choice, rank, choice.program.graph(rank))
+        choice = self.typical.choice(forward=forward)
+        place = self.place(rank) % choice.program.problem.world_size
+        return working_bytes(choice, place, choice.program.graph(place))

@@ -3,35 +3,49 @@
 It is pure Python. A model by its sizes has layers of one kind; `configuration.py` reads others.
 
 The layer comes from `burst_rt.launch.plan.layers`. Times leave out the embedding and the head (one
-row of logits a sequence; their weights are counted), the sampler, and the optimizer's step.
+row of logits a sequence; their weights are counted), and the sampler. `steps.py` makes a step of
+training of the layers' passes.
 
-Memory counts the weights of all layers and 16-bit activations. Training also holds gradients, and
-AdamW's 12 bytes a weight, each whole or sharded (`shards.py`). Activations that do not fit are
-computed again in the backward, layer by layer: all but attention, if its outputs fit
-(`burst_rt.checkpoint`), else all. Every rank holds all experts of a mixture (a part of each under
-tensor parallelism). The gradients of weights that layers share are summed once for each of these
-layers.
+Memory (`held.py`) counts the weights of all layers and 16-bit activations. Training also holds
+gradients, and an optimizer's states, each whole or sharded (`shards.py`). In a pipeline it is the
+first stage's, which keeps the activations of as many micro-batches as there are stages. Activations
+that do not fit are computed again in the backward, layer by layer: all but attention, if its
+outputs fit (`burst_rt.checkpoint`), else all. Every rank holds all experts of a mixture (a part of
+each under tensor parallelism). The gradients of weights that layers share are summed once for each
+of these layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
-from math import inf, prod
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from math import ceil, inf, prod
+from typing import NamedTuple
 
 from burst_rt.errors import InputError
-from burst_rt.launch.plan.bounds import LayerPass, Taken, bound_of
-from burst_rt.launch.plan.layers import TENSOR_PARALLEL, LayerMemory, SpreadLayer
-from burst_rt.launch.plan.models import Model, sizes_of
-from burst_rt.launch.plan.shards import Shard, held_bytes
+from burst_rt.launch.plan.bounds import Known, LayerPass, Taken
+from burst_rt.launch.plan.held import (
+    INPUT_BYTES,
+    Layers,
+    held_at_least,
+    memory_of,
+    outside_of,
+    weight_ranks,
+)
+from burst_rt.launch.plan.layers import TENSOR_PARALLEL, SpreadLayer
+from burst_rt.launch.plan.models import sizes_of
+from burst_rt.launch.plan.question import ACTIVATIONS, Activations, Phase, Question
+from burst_rt.launch.plan.shards import OPTIMIZERS, updated_weights
+from burst_rt.launch.plan.steady import SIMULATED_UP_TO
+from burst_rt.launch.plan.steps import Total, handover_seconds, of_step
 from burst_rt.launch.plan.sublayers import Attention
 from burst_rt.launch.plan.words import parse_mask
 from burst_rt.planning.choose import CANDIDATES, LAYOUTS
 from burst_rt.planning.masks import Causal, Mask, SlidingWindow
 from burst_rt.planning.strategies import check_name
+from burst_rt.scheduler import Cost
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
@@ -51,47 +65,11 @@ __all__ = [
     "tile_of",
 ]  # fmt: skip
 
-Phase: TypeAlias = Literal["first-token", "train"]
-# Names of the treatments of activations in training: the fastest first, the smallest last.
-# "attention kept": a layer's input, and attention's output and lse, are kept. "computed again":
-# only a layer's input is kept.
-Activations: TypeAlias = Literal["kept", "attention kept", "computed again"]
-ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 # Names of the attention strategies of `simulate`: the planners' candidates, and others for
 # comparing.
 ATTENTION = (*CANDIDATES, "ring-q", "ring-naive", "burst-untiled")
 # Maximum world size up to which `fewest_ranks` tries every number of ranks.
 EVERY_UP_TO = 64
-_INPUT_BYTES = 2
-# The most ranks that are simulated: twice as many take four times as long.
-_SIMULATED_UP_TO = 256
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is to be computed, on any number of ranks."""
-
-    model: Model
-    seq_len: int
-    phase: Phase
-    mask: str = "causal"  # see `parse_mask`
-    batch: int = 1
-    # One of LAYOUTS, or "auto": for each strategy the one with the best forecast.
-    layout: str = "zigzag"
-    # What becomes of activations in training; None: the first of ACTIVATIONS that fits.
-    activations: Activations | None = None
-    shard: Shard = "zero1"  # what training shards
-    # Ranks that share a sequence; the others have batches of their own. None: all.
-    context: int | None = None
-
-    def ranks_of_context(self, world_size: int) -> int:
-        """The ranks that share a sequence. Raises InputError where the others cannot, too."""
-        context = self.context or world_size
-        if world_size % context:
-            raise InputError(
-                f"--context: expected a divisor of --world {world_size}, got {context}"
-            )
-        return context
 
 
 class Rank(NamedTuple):
@@ -161,18 +139,20 @@ def forecast_model(
 ) -> ModelForecast:
     """Simulates one layer of each kind, and multiplies by the number of layers of that kind.
 
-    Raises InputError for a strategy and sizes that do not go together.
+    All ranks are simulated, however many. Raises InputError for a strategy and sizes that do not go
+    together.
     """
-    candidates = candidates_of(question, strategy, world_size, hardware)
+    candidates = candidates_of(question, strategy, world_size, hardware, whole=True)
     return min((each.simulated() for each in candidates), key=lambda f: f.rank)
 
 
 def candidates_of(
-    question: Question, strategy: str, world_size: int, hardware: Hardware
+    question: Question, strategy: str, world_size: int, hardware: Hardware, *, whole: bool = False
 ) -> list[SpreadModel]:
     """A strategy in the layout that was asked for, or in each.
 
-    Tensor parallelism has no layout: a rank has the whole sequence, or a contiguous part of it.
+    whole: whether all ranks are simulated, also where shorter rings tell as much. Tensor
+    parallelism has no layout: a rank has the whole sequence, or a contiguous part of it.
     Raises InputError for a strategy and sizes that do not go together.
     """
     kinds: tuple[str, ...] = (question.layout,)
@@ -181,7 +161,7 @@ def candidates_of(
         if any(sizes_of(layer).recurrence for _, layer in question.model.layers):
             kinds = tuple(kind for kind in kinds if kind != "striped")
     return [
-        SpreadModel(replace(question, layout=kind), strategy, world_size, hardware)
+        SpreadModel(replace(question, layout=kind), strategy, world_size, hardware, whole=whole)
         for kind in kinds
     ]
 
@@ -190,15 +170,24 @@ class SpreadModel:
     """A model under one strategy, in one layout, before it is simulated: its memory, its bound."""
 
     def __init__(
-        self, question: Question, strategy: str, world_size: int, hardware: Hardware
+        self,
+        question: Question,
+        strategy: str,
+        world_size: int,
+        hardware: Hardware,
+        *,
+        whole: bool = False,
     ) -> None:
         self.question, self.strategy, self._hardware = question, strategy, hardware
-        self._layers = _layers(question, strategy, world_size, hardware)
+        self._mesh = question.mesh(world_size)
+        self._layers = _layers(question, strategy, world_size, hardware, whole=whole)
         self.limit = hardware.device.memory_bytes
-        self.memory_bytes, self._taken = _need(question, self._layers, self.limit)
+        self.memory_bytes, self._taken = memory_of(question, self._layers, self.limit)
         if strategy in ("hybrid", "two-level"):
             # Where kinds of layers differ in the ranks of a group, the name says none.
-            names = {layer.choice(forward=True).strategy for layer in _attending(self._layers)}
+            names = {
+                layer.typical.choice(forward=True).strategy for layer in _attending(self._layers)
+            }
             self.strategy = names.pop() if len(names) == 1 else strategy
 
     @property
@@ -206,65 +195,125 @@ class SpreadModel:
         return self.memory_bytes <= self.limit
 
     @property
-    def simulates(self) -> bool:
-        """Whether a simulation takes at most a minute or so."""
-        return all(
-            layer.num_simulated(self._hardware, forward=forward) <= _SIMULATED_UP_TO
+    def num_simulated(self) -> int:
+        """The ranks of the largest run that is simulated."""
+        return max(
+            layer.num_simulated(self._hardware, forward=forward)
             for _, layer in self._layers
             for forward in (True, False)
         )
+
+    @property
+    def simulates(self) -> bool:
+        """Whether a simulation takes at most a minute or so."""
+        return self.num_simulated <= SIMULATED_UP_TO
 
     @cached_property
     def bound(self) -> ModelForecast:
         """What it takes at least."""
         return self._forecast(self._bounds)
 
-    def simulated(self, limit_s: float = inf) -> ModelForecast:
-        """The forecast; a bound where that shows that more than `limit_s` is taken."""
-        known = dict(self._bounds)
+    def simulated(self, limit_s: float = inf, known: Known | None = None) -> ModelForecast:
+        """The forecast; a bound where that shows that more than `limit_s` is taken.
+
+        known: what passes take that were simulated on this machine; this adds to it.
+        """
+        known = {} if known is None else known
+        taken = dict(self._bounds)
         # A forward has fewer tasks than a backward, and is done before it.
-        for run in sorted(known, key=lambda run: not run.forward):
-            if self._seconds(known) > limit_s:
-                return self._forecast(known)
-            known[run] = run.simulated(self._hardware)
-        return self._forecast(known)
+        order = sorted(taken, key=lambda run: not run.forward)
+        # Whole forecasts know no limit, so that nothing is to be ruled out for them.
+        for run in order if limit_s < inf else ():
+            if self._seconds(taken) > limit_s:
+                return self._forecast(taken)
+            taken[run] = run.raised(taken[run], self._hardware, known)
+        for run in order:
+            if self._seconds(taken) > limit_s:
+                return self._forecast(taken)
+            taken[run] = run.simulated(self._hardware, known)
+        return self._forecast(taken)
 
     @cached_property
     def _bounds(self) -> dict[LayerPass, Taken]:
-        runs = {run: None for _, layer in self._layers for run in _runs(layer, self._taken)}
-        bounds = {run: bound_of(run, self._hardware) for run in runs}
+        passes = (self._passes(layer) for _, layer in self._layers)
+        runs = dict.fromkeys(run for each in passes for some in each for run in some)
+        bounds = {run: run.bounded(self._hardware) for run in runs}
         if not self.simulates:
             # What graphs are made of takes a gigabyte where ranks are a thousand.
             for layer in _attending(self._layers):
                 for forward in (True, False):
-                    layer.program(forward=forward).forget()
+                    layer.typical.program(forward=forward).forget()
         return bounds
 
-    def _passes(self, known: Mapping[LayerPass, Taken]) -> list[tuple[int, Taken]]:
-        """How often each pass is made, and what it takes."""
-        return [
-            (count, known[run])
-            for count, layer in self._layers
-            for run in _runs(layer, self._taken)
-        ]
+    def _passes(self, layer: SpreadLayer) -> tuple[list[LayerPass], ...]:
+        """A layer's passes: forward, backward, and the backward that sums the gradients, too."""
+        forward = LayerPass(layer, forward=True)
+        if self._taken is None:
+            return [forward], [], []
+        again = []
+        if self._taken == "attention kept":
+            again = [LayerPass(layer, forward=True, attention=False, again=True)]
+        elif self._taken == "computed again":
+            again = [LayerPass(layer, forward=True, again=layer.gathers_weights)]
+        summing = LayerPass(layer, forward=False)
+        if self.question.micro_batches == 1 or layer.gathers_weights:
+            return [forward], [summing, *again], [summing, *again]
+        usual = LayerPass(replace(layer, sums=False), forward=False)
+        return [forward], [usual, *again], [summing, *again]
 
     def _seconds(self, known: Mapping[LayerPass, Taken]) -> float:
-        return sum(count * taken.time_s for count, taken in self._passes(known))
+        return self._step(known).time_s
+
+    def _step(self, known: Mapping[LayerPass, Taken]) -> Total:
+        """All layers, or a step of training."""
+        passes = [(count, self._passes(layer)) for count, layer in self._layers]
+
+        def total(which: int) -> Total:
+            taken = [(count, known[run]) for count, runs in passes for run in runs[which]]
+            return Total(*(sum(count * each[i] for count, each in taken) for i in range(3)))
+
+        forward, backward, summing = total(0), total(1), total(2)
+        if self._taken is None:
+            return forward
+        parts, stages = self.question.micro_batches, self._mesh.pipeline
+        step = of_step(forward, backward, summing, parts, stages, self._handover)
+        return step._replace(time_s=step.time_s + self._optimizer_s)
+
+    @cached_property
+    def _handover(self) -> tuple[float, int]:
+        """Seconds and bytes of what goes from a stage to the next."""
+        first, stages = self._layers[0][1], self._mesh.pipeline
+        size = max(map(first.own_rows, range(first.num_spread))) * first.sizes.dim * INPUT_BYTES
+        world_size = stages * self._mesh.stage
+        return handover_seconds(self._hardware, world_size, stages, size), size
+
+    @cached_property
+    def _optimizer_s(self) -> float:
+        """Seconds of the optimizer's step: it reads and writes memory."""
+        weights = sum(
+            count * sum(map(layer.held_weights, layer.sizes.sublayers))
+            for count, layer in self._layers
+        )
+        outside = outside_of(self.question, self._layers)
+        ranks = weight_ranks(self._layers)
+        updated = updated_weights(self.question.shard, weights + outside, ranks)
+        moved = updated * OPTIMIZERS[self.question.optimizer].moved
+        return self._hardware.device.rates["default"].seconds(Cost(0, ceil(moved)))
 
     def _forecast(self, known: Mapping[LayerPass, Taken]) -> ModelForecast:
-        passes = self._passes(known)
+        step = self._step(known)
         return ModelForecast(
             self.strategy,
             self._layers[0][1].layout.kind,
             self.question.mask,
             self.question.phase,
-            self._seconds(known),
-            sum(count * taken.idle_s for count, taken in passes),
-            sum(count * taken.sent_bytes for count, taken in passes),
+            step.time_s,
+            step.idle_s,
+            round(step.sent_bytes),
             self.memory_bytes,
             not self.fits,
             self._taken,
-            all(taken.simulated for _, taken in passes),
+            all(taken.simulated for taken in known.values()),
         )
 
 
@@ -278,7 +327,7 @@ def fewest_ranks(
     """
     limit = hardware.device.memory_bytes
     per_node = hardware.node.ranks
-    if _held_at_least(question, strategy) > limit:
+    if held_at_least(question, strategy) > limit:
         return None
     # "hybrid:8" is what "hybrid" is on one number of ranks.
     name = strategy.partition(":")[0]
@@ -289,8 +338,8 @@ def fewest_ranks(
             layers = _layers(question, name, world_size, hardware)
             # Attention's slots are known from its graphs only, which take long to make.
             if (
-                _need(question, layers, limit, working=False)[0] <= limit
-                and _need(question, layers, limit)[0] <= limit
+                memory_of(question, layers, limit, working=False)[0] <= limit
+                and memory_of(question, layers, limit)[0] <= limit
             ):
                 return world_size
         except InputError:
@@ -298,57 +347,46 @@ def fewest_ranks(
     return None
 
 
-def _held_at_least(question: Question, strategy: str) -> int:
-    """Bytes that a rank holds on however many ranks, in weights, gradients and states."""
-    model = question.model
-    if strategy in TENSOR_PARALLEL:
-        return 0
-    inside = model.num_weights - model.outside
-    if question.phase != "train":
-        return _INPUT_BYTES * (inside + model.outside)
-    largest = max(sizes_of(layer).num_weights for _, layer in model.layers)
-    return held_bytes(question.shard, inside, max(0, model.outside), largest, ranks=1 << 40)
-
-
 def tile_of(
     question: Question, strategy: str, world_size: int, hardware: Hardware
 ) -> tuple[int, int] | None:
     """Queries and keys of the largest tile of the forward; None where no layer has attention."""
     layers = _attending(_layers(question, strategy, world_size, hardware))
-    tiles = [layer.program(forward=True).footprint(0).tile for layer in layers]
+    tiles = [layer.typical.program(forward=True).footprint(0).tile for layer in layers]
     sizes = ((tile.q_len, tile.kv_len) for tile in tiles)
     return max(sizes, key=prod, default=None)
 
 
-_Layers: TypeAlias = list[tuple[int, SpreadLayer]]
-
-
-def _layers(question: Question, strategy: str, world_size: int, hardware: Hardware) -> _Layers:
-    """How many layers of each kind, and the kind spread over the ranks."""
-    context = question.ranks_of_context(world_size)
-    per_node = min(hardware.node.ranks, world_size)
-    even = per_node if world_size % per_node == 0 else 1
+def _layers(
+    question: Question, strategy: str, world_size: int, hardware: Hardware, *, whole: bool = False
+) -> Layers:
+    """How many layers of each kind a stage has, and the kind spread over the stage's ranks."""
+    mesh = question.mesh(world_size)
+    per_node = min(hardware.node.ranks, mesh.stage)
+    even = per_node if mesh.stage % per_node == 0 else 1
     asked = parse_mask(question.mask)
-    return [
+    spread = [
         (
-            count,
+            -(-count // mesh.pipeline),
             SpreadLayer(
                 layer,
                 question.seq_len,
-                context,
+                mesh.context,
                 strategy,
                 question.batch,
-                _INPUT_BYTES,
+                INPUT_BYTES,
                 _allowed(asked, sizes_of(layer).attention, question.seq_len),
                 question.layout,
                 even,
                 asked,
                 question.shard if question.phase == "train" else "none",
-                world_size // context,
+                mesh.data,
+                tensor=mesh.tensor,
             ),
         )
         for count, layer in question.model.layers
     ]
+    return spread if whole else [(count, layer.settled(hardware)) for count, layer in spread]
 
 
 def _allowed(asked: Mask, attention: Attention | None, seq_len: int) -> Mask:
@@ -364,74 +402,5 @@ def _allowed(asked: Mask, attention: Attention | None, seq_len: int) -> Mask:
     return asked & window
 
 
-def _attending(layers: _Layers) -> list[SpreadLayer]:
+def _attending(layers: Layers) -> list[SpreadLayer]:
     return [layer for _, layer in layers if layer.sizes.attention is not None]
-
-
-def _need(
-    question: Question, layers: _Layers, limit: int, *, working: bool = True
-) -> tuple[int, Activations | None]:
-    """Bytes of the worst rank, and what becomes of activations: what was asked, or what fits.
-
-    working: False leaves out what attention and the products hold for a while.
-    """
-    training = question.phase == "train"
-    first = layers[0][1]
-    rank = max(range(first.world_size), key=first.rows)
-    held = [layer.memory(rank, backward=training, working=working) for _, layer in layers]
-    need = partial(_memory_bytes, question, layers, rank, held)
-    if not training:
-        return need(None), None
-    *larger, smallest = ACTIVATIONS
-    fitting = (name for name in larger if need(name) <= limit)
-    taken = question.activations or next(fitting, smallest)
-    return need(taken), taken
-
-
-def _runs(layer: SpreadLayer, taken: Activations | None) -> list[LayerPass]:
-    """A layer's directions: the forward, and in training the others."""
-    runs = [LayerPass(layer, forward=True)]
-    if taken is not None:
-        runs.append(LayerPass(layer, forward=False))
-    if taken == "attention kept":
-        runs.append(LayerPass(layer, forward=True, attention=False, again=True))
-    elif taken == "computed again":
-        runs.append(LayerPass(layer, forward=True, again=layer.gathers_weights))
-    return runs
-
-
-def _memory_bytes(
-    question: Question,
-    layers: _Layers,
-    rank: int,
-    held: list[LayerMemory],
-    activations: Activations | None,
-) -> int:
-    """Bytes of a rank. held: the bytes of a layer of each kind. activations: None for the first
-    token.
-    """
-    model, share = question.model, layers[0][1].share
-    counts = [count for count, _ in layers]
-    num_weights = _total(counts, (one.weights // _INPUT_BYTES for one in held))
-    num_weights += model.outside // share
-    working = max(one.working for one in held)
-    if activations is None:
-        # The caches, and what goes from layer to layer.
-        cached = _total(counts, (layer.cached_bytes(rank) for _, layer in layers))
-        passing = max(one.activations for one in held)
-        return num_weights * _INPUT_BYTES + cached + passing + working
-    largest = max(one.weights // _INPUT_BYTES for one in held)
-    outside = model.outside // share
-    ranks = layers[0][1].num_ranks // share
-    states = held_bytes(question.shard, num_weights - outside, outside, largest, ranks)
-    kept = [one.activations for one in held]
-    if activations != "kept":
-        with_attention = activations == "attention kept"
-        kept = [layer.checkpointed_bytes(rank, attention=with_attention) for _, layer in layers]
-    # One layer's activations are all there while its backward runs.
-    whole = max(one.activations - each for one, each in zip(held, kept, strict=True))
-    return states + _total(counts, kept) + whole + working
-
-
-def _total(counts: Iterable[int], sizes: Iterable[int]) -> int:
-    return sum(count * size for count, size in zip(counts, sizes, strict=True))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,19 +17,21 @@ from burst_rt.launch.plan.models import Model
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
+    "Ticker",
     "about_model",
     "answer_to_json",
     "print_forecasts",
     "print_machine",
     "print_model",
     "print_worlds",
-    "progress",
     "question_to_json",
-        "where",
-]  # fmt: skip
+    "where",
+]
 
 # Number of columns of a table that is not printed on a terminal.
 _WIDTH = 120
+# Seconds after which an answer says what it is at, and between two lines of it.
+_QUIET_S, _BETWEEN_S = 2.0, 5.0
 
 
 def answer_to_json(answer: Answer) -> dict[str, object]:
@@ -87,6 +90,7 @@ def question_to_json(question: Question, hardware: Hardware, world: int) -> dict
     """What was asked, for JSON."""
     model = question.model
     about = {"about": model.about} if model.about else {}
+    training = question.phase == "train"
     return {
         "model": model.name,
         **about,
@@ -97,23 +101,30 @@ def question_to_json(question: Question, hardware: Hardware, world: int) -> dict
         "batch": question.batch,
         "hardware": hardware.name,
         "ranks_per_node": min(world, hardware.node.ranks),
-        "shard": question.shard if question.phase == "train" else None,
-        "context": question.ranks_of_context(world),
+        "shard": question.shard if training else None,
+        "optimizer": question.optimizer if training else None,
+        "micro_batches": question.micro_batches,
+        **question.mesh(world)._asdict(),
     }
 
 
 def about_model(question: Question, layout: str) -> str:
     """The start of a title. If each strategy has its own layout, the layouts are in a column."""
     of = "" if layout == "auto" else f", {layout} layout"
-    sharded = f" with {question.shard}" * (question.phase == "train" and question.shard != "none")
-    asked = f"{question.phase}{sharded}, {question.seq_len:,} tokens, {question.mask}"
+    training = question.phase == "train"
+    sharded = f" with {question.shard}" * (training and question.shard != "none")
+    other = f" by {question.optimizer}" * (training and question.optimizer != "adamw")
+    parts = f", {question.micro_batches} micro-batches" * (question.micro_batches > 1)
+    asked = f"{question.phase}{sharded}{other}, {question.seq_len:,} tokens{parts}, {question.mask}"
     return f"{question.model.name}, {asked}{of}"
 
 
-def where(world: int, hardware: Hardware, context: int | None = None) -> str:
-    """The end of a title: the ranks and their nodes. context: ranks that share a sequence."""
+def where(world: int, hardware: Hardware, question: Question | None = None) -> str:
+    """The end of a title: the ranks, their mesh where it has several axes, and their nodes."""
     nodes = -(-world // hardware.node.ranks)
-    of = "" if context in (None, world) else f" in contexts of {context}"
+    mesh = question.mesh(world)._asdict() if question is not None else {}
+    axes = [f"{name} {size}" for name, size in mesh.items() if size > 1]
+    of = f" as {' x '.join(axes)}" * (len(axes) > 1 or mesh.get("context") == 1 < world)
     return f"{world} ranks{of} on {nodes} node{'s' * (nodes > 1)} of {hardware.name}"
 
 
@@ -178,20 +189,49 @@ def _seconds(value: float) -> str:
     return f"{value:,.3f}" if value >= 1 or not value else f"{value:.3g}"
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[str, Sequence[SpreadModel]], Iterator[SpreadModel]]]:
-    """Yields what goes through candidates; shows on a terminal how far along they are."""
-    from rich.progress import Progress  # here: 8 ms that `--help` does not wait for
+class Ticker:
+    """What an answer is at, on stderr, if it takes longer than two seconds: a bar on a terminal,
+    elsewhere a line now and then.
+    """
 
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
+    def __init__(self) -> None:
+        from rich.progress import Progress as Bars  # here: 8 ms that `--help` does not wait for
 
-        def going_through(what: str, candidates: Sequence[SpreadModel]) -> Iterator[SpreadModel]:
-            task = bar.add_task(what, total=len(candidates))
-            for candidate in candidates:
-                bar.update(task, description=f"{what}, {candidate.strategy}")
-                yield candidate
-                bar.advance(task)
+        self._bars = Bars(console=Console(stderr=True), transient=True, auto_refresh=True)
+        self._task = self._bars.add_task("", total=None)
+        self._doing = ""
+        self._ended = threading.Event()
+        self._clock = threading.Thread(target=self._tell, name="burst-rt progress", daemon=True)
 
-        yield going_through
+    def __enter__(self) -> Self:
+        self._clock.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._clock.join()
+
+    def doing(self, what: str) -> None:
+        """Says what comes next."""
+        self._doing = what
+        self._bars.update(self._task, description=what)
+
+    def through(self, what: str, candidates: Sequence[SpreadModel]) -> Iterator[SpreadModel]:
+        """What goes through candidates, one after another."""
+        self._bars.update(self._task, total=len(candidates), completed=0)
+        for number, candidate in enumerate(candidates, 1):
+            self.doing(f"{what}, {candidate.strategy}, {number} of {len(candidates)}")
+            yield candidate
+            self._bars.update(self._task, completed=number)
+
+    def _tell(self) -> None:
+        if self._ended.wait(_QUIET_S):
+            return
+        if sys.stderr.isatty():
+            with self._bars:
+                self._ended.wait()
+            return
+        while True:
+            print(f"burst-rt: {self._doing}", file=sys.stderr, flush=True)
+            if self._ended.wait(_BETWEEN_S):
+                return

@@ -111,7 +111,7 @@ def test_the_plans_of_the_page(number: int) -> None:
     assert done.exit_code == 0, done.output
     shown = _blocks(page, "text")[1 + number]
     # Which strategy wins may change with the forecasts: then so does the page's text.
-    assert sorted(_kind(done.output)) == sorted(_kind(shown))
+    assert sorted(_kind(done.stdout)) == sorted(_kind(shown))
 
 
 def _words(text: str) -> list[str]:

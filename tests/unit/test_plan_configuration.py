@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from burst_rt.launch.plan.configuration import FAMILIES, read_config
 from burst_rt.launch.plan.model import Question, forecast_model
 from burst_rt.launch.plan.models import MODELS, Model, parse_model
 from burst_rt.launch.plan.printed import print_model
+from burst_rt.launch.plan.shards import OPTIMIZERS
 from burst_rt.launch.plan.structure import layers_of
 from burst_rt.launch.plan.sublayers import Attention, FeedForward, LayerSizes
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Chunked, SlidingWindow
 from burst_rt.planning.recurrences import RecurrenceSizes
+from burst_rt.scheduler import Cost
 
 # Fields without which the defaults of a family make no model, or not the one that is meant.
 _NEEDED: dict[str, dict[str, Any]] = {
@@ -354,7 +357,11 @@ def test_six_numbers_and_a_configuration_say_the_same(tmp_path: Path) -> None:
             forecast_model(Question(model, 8192, "train"), strategy, 2, machine)
             for model in (parse_model(sizes), read)
         )
-        assert (ours.time_s, ours.sent_bytes) == (theirs.time_s, theirs.sent_bytes)
+        assert ours.sent_bytes == theirs.sent_bytes
+        # The optimizer updates the last norm, too.
+        norm = Cost(0, int(512 * OPTIMIZERS["adamw"].moved))
+        rate = replace(machine.device.rates["default"], launch_s=0.0)
+        assert ours.time_s < theirs.time_s < ours.time_s + 1.01 * rate.seconds(norm)
         assert theirs.memory_bytes - ours.memory_bytes < 10_000
 
 
