@@ -26,12 +26,12 @@ from burst_rt.attention.sharding import ContextLayout
 from burst_rt.context import Context, require_context
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import BlockSparse, Mask, SameKeys
+from burst_rt.planning.strategies import check_name
 from burst_rt.runtime.refusing import refuse, refuse_kinds
 
 __all__ = ["over_ranks"]
 
 _SDPA = "scaled_dot_product_attention"
-_WHERE = f"over_ranks: {_SDPA}"
 _Tensor = torch.Tensor
 
 
@@ -79,6 +79,10 @@ def over_ranks(
             f"over_ranks: layout: expected one of this context ({ctx!r}), got one of another; make "
             "it with ctx.layout(...)"
         )
+        refuse("over_ranks", error, ctx.runtime)
+    try:
+        check_name(strategy)
+    except InputError as error:
         refuse("over_ranks", error, ctx.runtime)
     return _OverRanks(layout, mask, strategy)
 
@@ -180,7 +184,7 @@ class _OverRanks(TorchFunctionMode):
     ) -> None:
         """Refuses what torch's function takes and this one does not."""
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, _Tensor) or x.is_nested or x.ndim < 2:
+            if x.is_nested or x.ndim < 2:
                 self.refuse(
                     f"{name}: expected a tensor [..., heads, tokens, head_dim], got "
                     f"{describe_value(x)}"
@@ -224,10 +228,8 @@ class _OverRanks(TorchFunctionMode):
                 "attn_mask: expected None in a compiled program, got a tensor, whose values are "
                 "not known there; give over_ranks(..., mask=...) what it says"
             )
-        if not isinstance(attn_mask, _Tensor) or not holds_values(attn_mask):
-            self.refuse(f"attn_mask: expected a boolean tensor, got {describe_value(attn_mask)}")
         shape, lead = attn_mask.shape, attn_mask.shape[:-2]
-        if attn_mask.dtype != torch.bool or attn_mask.ndim < 2:
+        if not holds_values(attn_mask) or attn_mask.dtype != torch.bool or attn_mask.ndim < 2:
             self.refuse(
                 f"attn_mask: expected booleans [..., {tokens} or 1, {tokens}], got "
                 f"{describe_value(attn_mask)}; a bias that is added to scores is not done, and one "
@@ -238,9 +240,7 @@ class _OverRanks(TorchFunctionMode):
                 f"attn_mask: expected the mask of the whole sequence, [..., {tokens} or 1, "
                 f"{tokens}], equal on every rank, got {tuple(shape)}"
             )
-        if lead[-1:] not in ((), (1,)) or (
-            prod(lead) != 1 and lead[:-1] != query.shape[:-3]
-        ):
+        if lead[-1:] not in ((), (1,)) or (prod(lead) != 1 and lead[:-1] != query.shape[:-3]):
             self.refuse(
                 f"attn_mask: expected one for all heads and for query's batch "
                 f"{tuple(query.shape[:-3])} or all of it, got shape {tuple(shape)}"

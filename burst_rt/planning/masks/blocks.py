@@ -124,14 +124,9 @@ class BlockSparse(Mask):
 
     def relation(self, q: range, kv: range) -> Relation:
         """Reads the blocks that hold the first to the last position."""
-        rows, columns = (
-            slice(first // self._block, last // self._block + 1)
-            for first, last in (
-                (q[0] - self._shift, q[-1] - self._shift),
-                (kv[0], kv[-1]),
-            )
-        )
-        named = self._table[:, rows, columns]
+        first_row, last_row = self.labels(np.array([q[0], q[-1]]))
+        columns = slice(kv[0] // self._block, kv[-1] // self._block + 1)
+        named = self._table[:, first_row : last_row + 1, columns]
         first = named[:, :1]  # it mostly decides, and the whole table would take long
         if any(some.any() and not some.all() for some in (first, named)):
             return Relation.PARTIAL
@@ -178,7 +173,3 @@ class SameKeys(BlockSparse):
     def labels(self, q: Positions) -> Positions:
         """See `Mask.labels`: the only row of the table."""
         return np.zeros_like(q)
-
-    def relation(self, q: range, kv: range) -> Relation:
-        """Reads the spans: the table has no rows of queries."""
-        return Mask.relation(self, q, kv)
