@@ -342,8 +342,7 @@ _ATTENTION = {
 # them, shows a mode nothing. "tag_activation_checkpoint" is torch's checkpoint.
 _OTHERS = {
     "_native_multi_head_attention", "_transformer_encoder_layer_fwd", "flex_attention",
-    "tag_activation_checkpoint", "cond", "while_loop", "scan",
-    "associative_scan", "map_impl",
+    "tag_activation_checkpoint", "cond", "while_loop", "scan", "associative_scan", "map_impl",
 }  # fmt: skip
 # Functions of torch's that call attention inside; those of autograd do where layers are
 # checkpointed.

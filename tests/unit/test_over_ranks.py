@@ -371,13 +371,13 @@ def test_a_checkpoint_inside_a_compiled_program() -> None:
     expected = plain(model, x, _checkpointed)
     with burst_rt.init(device="cpu") as ctx:
         block = partial(burst_rt.over_ranks, ctx, ctx.layout(9))
-        whole = torch.compile(_checkpointed, fullgraph=True, backend="eager")
+        whole = torch.compile(_checkpointed, fullgraph=True, backend="aot_eager")
         with (
             pytest.raises(Exception, match=r"over_ranks: .* got tag_activation_checkpoint"),
             block(),
         ):
             whole(model, x)
-        broken = torch.compile(_checkpointed, backend="eager")
+        broken = torch.compile(_checkpointed, backend="aot_eager")
         before = ctx.stats().calls
         with block():
             out = broken(model, x)
