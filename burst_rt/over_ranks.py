@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import prod
 from types import FunctionType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.nn import functional
@@ -87,6 +87,19 @@ def over_ranks(
     return _OverRanks(layout, mask, strategy)
 
 
+class _Given(NamedTuple):
+    """The arguments of torch's function."""
+
+    query: _Tensor
+    key: _Tensor
+    value: _Tensor
+    attn_mask: _Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
 class _OverRanks(TorchFunctionMode):
     """The block, which sees every torch function that is called in it."""
 
@@ -108,7 +121,7 @@ class _OverRanks(TorchFunctionMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if error is None and not self.seen:
             self.refuse(
                 f"expected torch's {_SDPA} in the block, got none: whatever attention "
@@ -124,7 +137,7 @@ class _OverRanks(TorchFunctionMode):
     ) -> Any:
         options = kwargs or {}
         if func in _ATTENTION:
-            return self.attend(*args, **options)
+            return self.attend(_Given(*args, **options))
         if getattr(func, "__name__", "") in _OTHERS:
             self.refuse(
                 f"expected {_SDPA}, got {func.__name__}, in which attention would be to this "
@@ -143,21 +156,11 @@ class _OverRanks(TorchFunctionMode):
         with self:
             return _BODIES[func](*args, **options)
 
-    def attend(
-        self,
-        query: _Tensor,
-        key: _Tensor,
-        value: _Tensor,
-        attn_mask: _Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> _Tensor:
+    def attend(self, given: _Given) -> _Tensor:
         """torch's function, over ranks."""
         self.seen = True
-        self.check(query, key, value, dropout_p, enable_gqa)
+        self.check(given)
+        query, key, value, attn_mask, _, is_causal, scale, _ = given
         mask = self.masks[is_causal]
         if attn_mask is not None:
             mask = mask & self.mask_of(attn_mask, query)
@@ -179,10 +182,9 @@ class _OverRanks(TorchFunctionMode):
             return out
         return out.reshape(*lead, *out.shape[1:]) if query.ndim > 2 else out[0, 0]
 
-    def check(
-        self, query: _Tensor, key: _Tensor, value: _Tensor, dropout_p: float, enable_gqa: bool
-    ) -> None:
+    def check(self, given: _Given) -> None:
         """Refuses what torch's function takes and this one does not."""
+        query, key, value = given[:3]
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.is_nested or x.ndim < 2:
                 self.refuse(
@@ -204,12 +206,12 @@ class _OverRanks(TorchFunctionMode):
                     f"{name}: expected query's batch {tuple(query.shape[:-3])} before heads, "
                     f"tokens and head_dim, got shape {tuple(x.shape)}"
                 )
-        if dropout_p != 0:
+        if given.dropout_p != 0:
             self.refuse(
-                f"dropout_p: expected 0, got {dropout_p}: attention is exact, and which weights "
+                f"dropout_p: expected 0, got {given.dropout_p}: attention is exact; which weights "
                 "are dropped would depend on the ranks; make the model's attention with dropout=0"
             )
-        if query.ndim > 2 and key.shape[-3] != query.shape[-3] and not enable_gqa:
+        if query.ndim > 2 and key.shape[-3] != query.shape[-3] and not given.enable_gqa:
             self.refuse(
                 f"key: expected query's {query.shape[-3]} heads, got {key.shape[-3]}; say "
                 "enable_gqa=True where several query heads share a key head"

@@ -80,7 +80,7 @@ def main() -> dict[str, Any]:
         torch.manual_seed(0)
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        loaders = (DataLoader(rows(n), batch_size=2) for n in (16, 7))  # type: ignore[arg-type]
+        loaders: list[Any] = [DataLoader(rows(n), batch_size=2) for n in (16, 7)]  # type: ignore[arg-type]
         model, optimizer, training, evaluation = accelerator.prepare(model, optimizer, *loaders)
         layout = ctx.layout(TOKENS)
 

@@ -20,7 +20,8 @@ from burst_rt.runtime.objects import all_gather
 from burst_rt.runtime.refusing import refuse
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DeviceMesh, Placement
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
 __all__ = ["any_dtensor", "over_mesh"]
 
@@ -35,7 +36,7 @@ class _OverMesh(NamedTuple):
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    shape: tuple[int, ...]  # of q over all ranks
+    shape: tuple[int, ...]  # q's, over all ranks
 
     def out(self, out: torch.Tensor) -> torch.Tensor:
         """`[batch, tokens, heads, v's head_dim]`, sharded as q."""
@@ -114,9 +115,10 @@ def _locals_of(qkv: QKV, options: Options) -> tuple[QKV, _OverMesh]:
             f"{_WHERE}: q, k and v must all be DTensors, or none of them, got plain {plain}; "
             "pass to_local() of those that are DTensors"
         )
-    q: Any = qkv.q
+    whole: dict[str, DTensor] = qkv._asdict()
+    q = whole["q"]
     over = _OverMesh(q.device_mesh, tuple(q.placements), tuple(q.shape))
-    for name, x in qkv._asdict().items():
+    for name, x in whole.items():
         if x.device_mesh != over.mesh or tuple(x.placements) != over.placements:
             raise InputError(
                 f"{_WHERE}: {name} must have q's mesh and placements {over.placements}, got "
@@ -124,14 +126,14 @@ def _locals_of(qkv: QKV, options: Options) -> tuple[QKV, _OverMesh]:
             )
     _check_axis(over, options.layout.attention)
     layout, kv_layout = options.layout, options.kv_layout or options.layout
-    parts = QKV(*(x.to_local() for x in qkv))
-    for name, x in parts._asdict().items():
+    parts = QKV(*(x.to_local() for x in whole.values()))
+    for name, part in parts._asdict().items():
         side = layout if name == "q" else kv_layout
-        if x.shape[_TOKENS] != side.shard_len:
+        if part.shape[_TOKENS] != side.shard_len:
             raise InputError(
                 f"{_WHERE}: {name}, a DTensor, must have this rank's {side.shard_len} of "
                 f"{side.seq_len} tokens ({side.kind}) in its local tensor, got "
-                f"{x.shape[_TOKENS]} of {given[name].shape[_TOKENS]}; where the ranks do not "
+                f"{part.shape[_TOKENS]} of {whole[name].shape[_TOKENS]}; where the ranks do not "
                 "divide the tokens, DTensor cuts as torch.chunk does: pad the sequence, or make it "
                 "with DTensor.from_local(shard, ..., shape=, stride=)"
             )
@@ -144,10 +146,11 @@ def _check_axis(over: _OverMesh, attention: AttentionState) -> None:
 
     axes = []
     for axis, placement in enumerate(over.placements):
-        shards = type(placement) is Shard
-        if shards and placement.dim == _TOKENS:
+        # Subclasses of Shard interleave.
+        dim = placement.dim if isinstance(placement, Shard) and type(placement) is Shard else None
+        if dim == _TOKENS:
             axes.append(axis)
-        elif not (shards and placement.dim in (0, 2)) and not isinstance(placement, Replicate):
+        elif dim not in (0, 2) and not isinstance(placement, Replicate):
             raise InputError(
                 f"{_WHERE}: DTensors [batch, tokens, heads, head_dim] must be Shard(1) over the "
                 "context's ranks, and Shard(0), Shard(2) or Replicate() over other axes, got "

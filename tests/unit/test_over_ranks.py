@@ -20,7 +20,8 @@ import burst_rt
 from burst_rt import Causal, Context, ContextLayout, Documents
 from burst_rt.errors import BurstError, InputError
 
-_sdpa = functional.scaled_dot_product_attention
+# Any: what comes as *args has no types of its own.
+_sdpa: Any = functional.scaled_dot_product_attention
 
 
 def _causal_encoder(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +194,8 @@ def test_aten_s_own_name_is_seen() -> None:
 
 class _Exported(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _sdpa(x, x, x)
+        out: torch.Tensor = _sdpa(x, x, x)
+        return out
 
 
 def _wrong(**options: Any) -> Callable[[ContextLayout], object]:
@@ -287,6 +289,7 @@ def test_what_is_refused_is_refused_on_all_ranks(name: str) -> None:
     def attempt(ctx: Context, odd: int | None) -> str:
         layout = ctx.layout(9)
         good = torch.zeros(2, 4, layout.shard_len, 8)
+        said = "nothing"
         try:
             with burst_rt.over_ranks(ctx, layout):
                 if odd in (None, ctx.rank):
@@ -330,7 +333,8 @@ class _Bidirectional(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = self.linear(x).unflatten(-1, (4, -1)).transpose(1, 2)
-        return _sdpa(q, q, q)
+        out: torch.Tensor = _sdpa(q, q, q)
+        return out
 
 
 def test_a_layout_of_another_context_is_refused() -> None:
@@ -346,7 +350,7 @@ def test_a_compiled_model(name: str) -> None:
     torch._dynamo.reset()
     make, call = _MODELS[name]
     model = make()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
     with burst_rt.init(device="cpu") as ctx:
         for tokens in (9, 12):
             x = inputs(tokens, torch.float32)
@@ -361,7 +365,7 @@ def test_a_compiled_model(name: str) -> None:
             found = expected._replace(out=out.detach(), grads=grads)
             assert max(errors_between(found, expected)) < ERROR[torch.float32]
         before = ctx.stats().calls
-        compiled(x)
+        compiled(inputs(12, torch.float32))
         assert ctx.stats().calls == before, "outside of the block nothing goes over ranks"
 
 

@@ -331,7 +331,18 @@ _FLOORS = (
     ("attention", "serving", "recurrence"),
     ("telemetry",),
     ("dashboard",),
-    ("context", "batches", "losses", "loss_kernels", "linear_loss", "trees", "hf", "local", ""),
+    (
+        "context",
+        "batches",
+        "losses",
+        "loss_kernels",
+        "linear_loss",
+        "trees",
+        "over_ranks",
+        "hf",
+        "local",
+        "",
+    ),
     ("launch", "conformance"),
 )
 _HEIGHT = {

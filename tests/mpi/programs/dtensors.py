@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from plain_models import Decoder
 from tolerances import ERROR
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
-    DeviceMesh,
     DTensor,
     Partial,
     Placement,
@@ -60,7 +59,9 @@ def values(ctx: Context, mesh: DeviceMesh, over_tp: Placement) -> None:
     _close(out, right.transpose(1, 2))
     _close(lse, right_lse)
     (right.sin().sum() + right_lse.cos().sum()).backward()
-    (out.sin().sum() + lse.cos().sum()).full_tensor().backward()
+    loss = out.sin().sum() + lse.cos().sum()
+    assert isinstance(loss, DTensor)
+    loss.full_tensor().backward()
     for part, x in zip(parts, whole, strict=True):
         assert part.grad is not None
         assert x.grad is not None
@@ -69,7 +70,7 @@ def values(ctx: Context, mesh: DeviceMesh, over_tp: Placement) -> None:
 
 def compiled(ctx: Context, mesh: DeviceMesh) -> None:
     """A compiled program breaks at the call."""
-    x = distribute_tensor(_whole(2, 0), mesh, [Shard(1), Replicate()])
+    x: torch.Tensor = distribute_tensor(_whole(2, 0), mesh, [Shard(1), Replicate()])
     layout = ctx.layout(_TOKENS, "contiguous")
 
     def attend(x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,9 @@ def compiled(ctx: Context, mesh: DeviceMesh) -> None:
 
     found = torch.compile(attend, backend="aot_eager")(x)
     assert isinstance(found, DTensor)
-    _close(found, attend(x).full_tensor())  # type: ignore[attr-defined]
+    eager = attend(x)
+    assert isinstance(eager, DTensor)
+    _close(found, eager.full_tensor())
 
 
 def of_a_model(ctx: Context, mesh: DeviceMesh) -> None:
