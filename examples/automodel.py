@@ -46,8 +46,8 @@ class Cut:
         return self.layout(tokens).positions().to(device)
 
     def shard_batch(
-        self, _: object, __: object, batch: dict[str, Any], *, loss_mask: torch.Tensor | None = None,
-        padding_token_id: int = 0,
+        self, _: object, __: object, batch: dict[str, Any], *,
+        loss_mask: torch.Tensor | None = None, padding_token_id: int = 0,
     ) -> tuple[Any, dict[str, Any], ShardLayout]:  # fmt: skip
         """See ContextParallelSharder.shard_batch. Pads, since its verbs want ranks alike."""
         batch = {**batch, "loss_mask": loss_mask}

@@ -1,12 +1,12 @@
-"""torchtitan's context parallelism by burst_rt: packed documents, in any layout. For torchtitan 0.3.
+"""torchtitan's context parallelism by burst_rt: packed documents, in any layout.
 
     import titan
-    titan.install()  # before torchtitan builds its trainer
+    titan.install()  # before torchtitan (0.3.0) builds its trainer
 
-`parallelism` needs a context_parallel_degree above 1, and spmd_backend="partial_dtensor": the other
-backends spread attention by themselves. Attention is causal in each document, as torchtitan's language models have it; the documents are
-read from the positions. All else is torchtitan's own; its trainer wants lengths that twice the ranks
-divide.
+`parallelism` needs a context_parallel_degree above 1 and spmd_backend="partial_dtensor", as the
+other backends spread attention by themselves. Attention is causal in each document, as torchtitan's
+language models have it, and documents are read from the positions. All else is torchtitan's own;
+its trainer wants lengths that twice the ranks divide.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Adapter:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.ctx: burst_rt.Context | None = None
-        # Of the batch that is under way.
-        self.layout: burst_rt.ContextLayout | None = None
+        self.layout: burst_rt.ContextLayout | None = None  # of the batch that is under way
         self.mask: burst_rt.Mask = burst_rt.Causal()
 
     def apply_cp_to_forward(self, modules: Sequence[nn.Module], cp_mesh: DeviceMesh) -> None:
@@ -70,8 +69,8 @@ class Adapter:
         positions, rest = extra_kwargs["positions"], dict(extra_kwargs)
         self.mask = burst_rt.Causal() & burst_rt.Documents(position_ids=positions)
         _check(rest.pop("attention_masks", None), positions)
-        follows = {"mask": self.mask} if self.kind in ("balanced", "whole", "auto") else {}
-        layout = self.layout = self.ctx.layout(inputs.shape[1], self.kind, **follows)
+        follows = self.mask if self.kind in ("balanced", "whole", "auto") else None
+        layout = self.layout = self.ctx.layout(inputs.shape[1], self.kind, mask=follows)
         rest["positions"] = layout.shard(positions)
         return layout.shard(inputs), layout.shard(labels), rest
 
@@ -88,7 +87,7 @@ def _check(mask: object, positions: torch.Tensor) -> None:
             right = (document == document[:, q : q + 1]) & (kv <= q).to(positions.device)
             shown = mask.mask_mod(b, b * 0, b * 0 + q, kv.to(positions.device))
             if not torch.equal(shown.expand_as(right), right):
-                raise InputError("titan: expected a mask that is causal in each document, no other")
+                raise InputError("titan: expected a mask that is causal in each document")
 
 
 def install(kind: str = "balanced") -> Adapter:

@@ -11,15 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchtitan.tools.utils
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
-
-torchtitan.tools.utils.device_type = "cpu"  # torchtitan takes "cuda" where there is no GPU
-
 from torchtitan import trainer
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models import llama3
 from torchtitan.models.common.attention import get_sliding_window_mask_mod
@@ -52,6 +48,7 @@ def _alone(tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) 
 
 
 def main() -> None:
+    parallel_dims.device_type = "cpu"  # torchtitan takes "cuda" where there is no GPU
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     text = torch.randint(2048, (2, _TOKENS + 1), generator=torch.Generator().manual_seed(1))
