@@ -21,7 +21,7 @@ from typing import TypeAlias
 import psutil
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.mpirun import MpiLauncher, find_launcher, num_usable_cores
+from burst_rt.launch.mpirun import MpiLauncher, find_launcher, mpirun_path, num_usable_cores
 from burst_rt.launch.run import kill_job
 from burst_rt.transport.probe import note_answer
 
@@ -254,6 +254,46 @@ def _torchrun_job(machine: Inspection) -> _Result:
     return _meeting(answer, advice)
 
 
+def _burst_rt_run(machine: Inspection) -> _Result:
+    """What `burst-rt run` and `burst-rt train -n` start ranks with."""
+    if not isinstance(machine.launcher, ConfigError):
+        return "ok" if machine.is_ok(JOBS["mpirun"]) else "warning", "by mpirun"
+    if mpirun_path() is None:
+        return "ok" if machine.is_ok(
+            JOBS["torchrun"]
+        ) else "warning", "by torchrun, as there is no mpirun"
+    return (
+        "warning",
+        "by an mpirun that does not work",
+        "repair it, or see to it that there is none: then torchrun starts the ranks",
+    )
+
+
+def _srun(machine: Inspection) -> _Result:
+    """Slurm's srun, and which of its plugins starts ranks of this MPI."""
+    path = shutil.which("srun")
+    if path is None:
+        return "absent", "no Slurm here"
+    answer = _ask([path, "--mpi=list"], deadline_s=_PROBE_DEADLINE_S)
+    if answer.error:
+        return (
+            "warning",
+            f"{path}: {answer.error}",
+            "the other launchers do not need it; else ask the site",
+        )
+    # Slurm 22 says it on standard error.
+    plugins = " ".join(answer.text.split()) or "plugins not told"
+    return "ok", f"{path}: {plugins}"
+
+
+def _accelerate(machine: Inspection) -> _Result | None:
+    """accelerate's launcher, which starts torchrun."""
+    version = _ask_python(_VERSION.format("accelerate"))
+    if version.error:
+        return "absent", "not installed", "pip install accelerate, for `accelerate launch` only"
+    return "ok", f"{version.text}: without GPUs say --multi_gpu, and Accelerator(cpu=True)"
+
+
 def _meeting(answer: _Answer, advice: str) -> _Result:
     """The result of a job of two ranks, of which each prints how many it has met."""
     worlds = answer.text.split()
@@ -392,6 +432,9 @@ CHECKS: dict[str, Check] = {
     "mpirun": _mpirun,
     JOBS["mpirun"]: _mpirun_job,
     JOBS["torchrun"]: _torchrun_job,
+    "burst-rt run": _burst_rt_run,
+    "srun": _srun,
+    "accelerate launch": _accelerate,
     "shared memory": _shared_memory,
     "single-copy messages": _single_copy,
     "Triton": _probe(

@@ -96,6 +96,14 @@ def test_no_advice_names_a_distribution_that_no_index_has(monkeypatch: pytest.Mo
 _WAYS = ("MPI library", "mpirun", "2 ranks by mpirun", "2 ranks by torchrun")
 
 
+def test_a_machine_without_mpi_is_told_of_burst_rt_run() -> None:
+    states = zip(_WAYS, ("missing", "missing", "missing", "ok"), strict=True)
+    findings = doctor._ways([Finding(name, state, name) for name, state in states])
+    findings.append(Finding("burst-rt run", "ok", "by torchrun, as there is no mpirun"))
+    said = doctor._summary(findings)
+    assert said.startswith("A CPU job can run here, without MPI: burst-rt train -n 2, or torchrun")
+
+
 @pytest.mark.parametrize(
     ("states", "expected", "says"),
     [
