@@ -8,6 +8,7 @@ import pytest
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch import checks, doctor
+from burst_rt.launch.asking import Answer
 from burst_rt.launch.checks import Finding
 
 
@@ -18,15 +19,11 @@ def _findings(
     torch sees.
     """
 
-    def ask(source: str, *, deadline_s: float = 0.0) -> checks._Answer:
+    def ask(source: str, *, deadline_s: float = 0.0) -> Answer:
         error = next((said for word, said in errors.items() if word in source), "")
-        return (
-            checks._Answer(error=error)
-            if error
-            else checks._Answer(cuda if "torch.cuda" in source else "1.2.3")
-        )
+        return Answer(error=error) if error else Answer(cuda if "torch.cuda" in source else "1.2.3")
 
-    monkeypatch.setattr(checks, "_ask_python", ask)
+    monkeypatch.setattr(checks, "ask_python", ask)
     return {finding.name: finding for finding in checks.check(_machine(), checks.GPU_CHECKS)}
 
 
@@ -84,8 +81,8 @@ def test_of_nccl_it_says_that_the_library_is_missing(monkeypatch: pytest.MonkeyP
 def test_no_advice_names_a_distribution_that_no_index_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         checks,
-        "_ask_python",
-        lambda source, **_: checks._Answer(error="ModuleNotFoundError: No module named 'x'"),
+        "ask_python",
+        lambda source, **_: Answer(error="ModuleNotFoundError: No module named 'x'"),
     )
     mpi = {name: checks.CHECKS[name] for name in ("MPI library", "mpirun")}
     advice = [finding.advice for finding in checks.check(_machine(), mpi | checks.GPU_CHECKS)]
