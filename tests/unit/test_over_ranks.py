@@ -145,6 +145,39 @@ def test_boolean_masks_of_the_whole_sequence(shape: tuple[int, ...], is_causal: 
         torch.testing.assert_close(out, expected)
 
 
+def test_masks_that_alternate_under_checkpointing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    masks = [torch.rand(9, 9, generator=generator) < share for share in (0.4, 0.8)]
+    x = torch.randn(1, 2, 9, 8, generator=generator).double()
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        for mask in masks:
+            x = x + _sdpa(x, x, x.sin(), attn_mask=mask, is_causal=True)
+        return x
+
+    def grad_of(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    whole = x.clone().requires_grad_()
+    y = whole
+    for mask in masks:
+        y = y + _sdpa(y, y, y.sin(), attn_mask=mask & causal)
+    y.square().sum().backward()
+
+    def step(ctx: Context) -> torch.Tensor:
+        layout = ctx.layout(9)
+        with burst_rt.over_ranks(ctx, layout):
+            grad = grad_of(layout.shard(x, 2))
+        return layout.unshard(grad, 2)
+
+    for grad in burst_rt.run_local(2, step, device="cpu"):
+        torch.testing.assert_close(grad, whole.grad)
+
+
 def test_a_mask_that_changes_in_place_is_read_again() -> None:
     q = torch.randn(1, 2, 5, 8)
     cells = torch.ones(5, 5, dtype=torch.bool)
