@@ -53,9 +53,7 @@ class Adapter:
         """`[batch, tokens, heads, head_dim]` of this rank, in the layout of its inputs."""
         given = {name for name, value in options.items() if value is not None}
         if self.layout is None or given - {"scale", "enable_gqa"}:
-            raise InputError(
-                f"titan: expected inputs cut by this adapter, and a scale; got {given}"
-            )
+            raise InputError(f"titan: expected inputs cut here, and a scale alone; got {given}")
         scale = options.get("scale")
         return burst_rt.burst_attention(q, k, v, layout=self.layout, mask=self.mask, scale=scale)
 
