@@ -19,7 +19,7 @@ from typing import TypeAlias
 import psutil
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.asking import PROBE_DEADLINE_S, Answer, ask, ask_job, ask_python
+from burst_rt.launch.asking import PROBE_DEADLINE_S, ProbeAnswer, ask_command, ask_job, ask_python
 from burst_rt.launch.mpirun import MpiLauncher, find_launcher, mpirun_path, num_usable_cores
 from burst_rt.transport.probe import note_answer
 
@@ -69,7 +69,7 @@ class Inspection:
             return error
 
     @cached_property
-    def cuda(self) -> Answer:
+    def cuda(self) -> ProbeAnswer:
         """The names of the GPUs that torch sees, joined by "; "."""
         return ask_python(_CUDA, deadline_s=_TORCH_DEADLINE_S)
 
@@ -188,7 +188,9 @@ def _torchrun_job(machine: Inspection) -> _Result:
     words += ["--nproc-per-node=2", "--no-python", sys.executable, "-P", "-c", _HELLO_TORCHRUN]
     # Telemetry, a transport and the like are asked of the user's jobs, not of this one.
     asked = {key: text for key, text in os.environ.items() if not key.startswith("BURST_RT_")}
-    answer = ask(words, deadline_s=_TORCH_DEADLINE_S, environment={"OMP_NUM_THREADS": "1"} | asked)
+    answer = ask_command(
+        words, deadline_s=_TORCH_DEADLINE_S, environment={"OMP_NUM_THREADS": "1"} | asked
+    )
     advice = "try it by hand: torchrun --standalone --nproc-per-node 2 --no-python hostname"
     return _meeting(answer, advice)
 
@@ -213,7 +215,7 @@ def _srun(machine: Inspection) -> _Result:
     path = shutil.which("srun")
     if path is None:
         return "absent", "no Slurm here"
-    answer = ask([path, "--mpi=list"], deadline_s=PROBE_DEADLINE_S)
+    answer = ask_command([path, "--mpi=list"], deadline_s=PROBE_DEADLINE_S)
     if answer.error:
         return (
             "warning",
@@ -233,7 +235,7 @@ def _accelerate(machine: Inspection) -> _Result | None:
     return "ok", f"{version.text}: without GPUs say --multi_gpu, and Accelerator(cpu=True)"
 
 
-def _meeting(answer: Answer, advice: str) -> _Result:
+def _meeting(answer: ProbeAnswer, advice: str) -> _Result:
     """The result of a job of two ranks, of which each prints how many it has met."""
     worlds = answer.text.split()
     if worlds == _MET:

@@ -8,7 +8,7 @@ import pytest
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch import checks, doctor
-from burst_rt.launch.asking import Answer
+from burst_rt.launch.asking import ProbeAnswer
 from burst_rt.launch.checks import Finding
 
 
@@ -19,9 +19,13 @@ def _findings(
     torch sees.
     """
 
-    def ask(source: str, *, deadline_s: float = 0.0) -> Answer:
+    def ask(source: str, *, deadline_s: float = 0.0) -> ProbeAnswer:
         error = next((said for word, said in errors.items() if word in source), "")
-        return Answer(error=error) if error else Answer(cuda if "torch.cuda" in source else "1.2.3")
+        return (
+            ProbeAnswer(error=error)
+            if error
+            else ProbeAnswer(cuda if "torch.cuda" in source else "1.2.3")
+        )
 
     monkeypatch.setattr(checks, "ask_python", ask)
     return {finding.name: finding for finding in checks.check(_machine(), checks.GPU_CHECKS)}
@@ -82,7 +86,7 @@ def test_no_advice_names_a_distribution_that_no_index_has(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         checks,
         "ask_python",
-        lambda source, **_: Answer(error="ModuleNotFoundError: No module named 'x'"),
+        lambda source, **_: ProbeAnswer(error="ModuleNotFoundError: No module named 'x'"),
     )
     mpi = {name: checks.CHECKS[name] for name in ("MPI library", "mpirun")}
     advice = [finding.advice for finding in checks.check(_machine(), mpi | checks.GPU_CHECKS)]
