@@ -198,16 +198,13 @@ def _torchrun_job(machine: Inspection) -> _Result:
 def _burst_rt_run(machine: Inspection) -> _Result:
     """What `burst-rt run` and `burst-rt train -n` start ranks with."""
     if not isinstance(machine.launcher, ConfigError):
-        return "ok" if machine.is_ok(JOBS["mpirun"]) else "warning", "by mpirun"
-    if mpirun_path() is None:
-        return "ok" if machine.is_ok(
-            JOBS["torchrun"]
-        ) else "warning", "by torchrun, as there is no mpirun"
-    return (
-        "warning",
-        "by an mpirun that does not work",
-        "repair it, or see to it that there is none: then torchrun starts the ranks",
-    )
+        starter, words = "mpirun", "by mpirun"
+    elif mpirun_path() is None:
+        starter, words = "torchrun", "by torchrun, as there is no mpirun"
+    else:
+        advice = "repair it, or see to it that there is none: then torchrun starts the ranks"
+        return "warning", "by an mpirun that does not work", advice
+    return "ok" if machine.is_ok(JOBS[starter]) else "warning", words
 
 
 def _srun(machine: Inspection) -> _Result:
