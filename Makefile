@@ -19,7 +19,7 @@ RUN := $(call stamp,$(RUN_EXTRAS))
 # Where EXTRAS has both, as in CI, one installation is enough.
 DOCS := $(if $(and $(findstring docs,$(EXTRAS)),$(findstring hf,$(EXTRAS))),$(ALL),$(call stamp,docs$(comma)hf))
 
-.PHONY: help run test test-all test-mpis test-masks test-newest check lint types tree docs unit other-cpus other-transformers builds faults seeds findings bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-mpis test-masks test-newest check lint types tree docs unit other-cpus other-transformers builds other-trainers faults seeds findings bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -117,6 +117,14 @@ other-transformers: $(ALL) ## models of transformers, with the oldest release th
 		'tests/mpi/test_models.py::test_models_are_those_of_one_process[2]' \
 		'tests/mpi/test_generate.py::test_generated_text_is_that_of_one_process[2]' \
 		tests/unit/test_hf.py tests/unit/test_hf_cache.py tests/unit/test_hf_lengths.py
+
+# What the modules of theirs that are tried import, and no more.
+OTHER_TRAINERS := nemo-automodel==0.7.0 torchtitan==0.3.0 torchdata==0.11.0 torch-checkpointing==0.1.1 spmd-types==0.2.3 tyro==1.0.17 \
+	docstring-parser==0.18.0 typeguard==4.6.1 tensorboard absl-py grpcio markdown protobuf werkzeug tokenizers
+
+other-trainers: $(ALL) ## the adapters of torchtitan and NeMo Automodel, against their releases, which lie in a folder of their own
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-trainers $(OTHER_TRAINERS)
+	BURST_RT_TRAINERS=$(CURDIR)/.venv-trainers $(BIN)/pytest tests/mpi/other_trainers.py
 
 NEWEST ?=
 

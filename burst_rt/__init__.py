@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from burst_rt.linear_loss import linear_cross_entropy
     from burst_rt.local import run_local
     from burst_rt.losses import cross_entropy
+    from burst_rt.over_ranks import over_ranks
     from burst_rt.planning.masks import (
         BlockSparse,
         Causal,
@@ -92,6 +93,7 @@ _HOME = {
     "linear_cross_entropy": "linear_loss",
     "make_call": "attention.call",
     "mean_over_ranks": "runtime.mean",
+    "over_ranks": "over_ranks",
     "run_local": "local",
     "shard_batch": "batches",
     "sum_over_ranks": "runtime.sums",
@@ -109,7 +111,8 @@ __all__ = [
     "ShardedBatch", "SlidingWindow", "Spans", "Stats", "Step", "TreeRow",
     "average_gradients", "burst_attention", "checkpoint", "cross_entropy", "differentiable",
     "errors", "explain", "init", "keep_attention", "linear_cross_entropy", "make_call",
-    "mean_over_ranks", "run_local", "shard_batch", "sum_over_ranks", "telemetry", "tree_row",
+    "mean_over_ranks", "over_ranks", "run_local", "shard_batch", "sum_over_ranks", "telemetry",
+    "tree_row",
 ]  # fmt: skip
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,15 +19,14 @@ from typing import TypeAlias
 import psutil
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.mpirun import MpiLauncher, find_launcher, num_usable_cores
-from burst_rt.launch.run import kill_job
+from burst_rt.launch.asking import PROBE_DEADLINE_S, ProbeAnswer, ask_command, ask_job, ask_python
+from burst_rt.launch.mpirun import MpiLauncher, find_launcher, mpirun_path, num_usable_cores
 from burst_rt.transport.probe import note_answer
 
 __all__ = ["CHECKS", "GPU_CHECKS", "JOBS", "Finding", "Inspection", "check", "probe_device_mpi"]
 
 # The findings on real jobs, by launcher.
 JOBS = {"mpirun": "2 ranks by mpirun", "torchrun": "2 ranks by torchrun"}
-_PROBE_DEADLINE_S = 20.0
 _TORCH_DEADLINE_S = 60.0
 _HELLO_DEADLINE_S = 30.0
 _MIN_SHM_BYTES = 256 << 20
@@ -50,69 +47,11 @@ class Finding:
 
 def check(machine: Inspection, checks: Mapping[str, Check]) -> list[Finding]:
     """The findings of these checks, in order; a check may look at earlier findings."""
-    for name, ask in checks.items():
-        result = ask(machine)
+    for name, look in checks.items():
+        result = look(machine)
         if result is not None:
             machine.findings[name] = Finding(name, *result)
     return list(machine.findings.values())
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """The output of a probe; if the probe failed, `error` says why and is not empty."""
-
-    text: str = ""
-    error: str = ""
-
-
-def _ask(
-    command: Sequence[str], *, deadline_s: float, environment: dict[str, str] | None = None
-) -> _Answer:
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-    except OSError as error:
-        return _Answer(error=str(error))
-    try:
-        out, err = process.communicate(timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        kill_job(process)
-        # A process that the probe has started may hold the probe's output open for ever.
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
-        process.wait()
-        return _Answer(error=f"no answer within {deadline_s:.0f} s")
-    if process.returncode != 0:
-        lines = [line for line in err.splitlines() if line.strip(" -")]
-        # The launcher's words about a failed rank come last, but the rank's own error says more.
-        telling = (
-            [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-            or lines
-            or [f"exit code {process.returncode}"]
-        )
-        return _Answer(error=telling[-1].strip())
-    return _Answer(text=out.strip())
-
-
-def _ask_python(source: str, *, deadline_s: float = _PROBE_DEADLINE_S) -> _Answer:
-    return _ask([sys.executable, "-P", "-c", source], deadline_s=deadline_s)
-
-
-def _ask_job(launcher: MpiLauncher, program: Sequence[str], *, deadline_s: float) -> _Answer:
-    """The output of two ranks of `program`. Blocks until they have ended, at most `deadline_s`."""
-    with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as job_dir:
-        return _ask(
-            launcher.command(program, 2),
-            deadline_s=deadline_s,
-            environment=launcher.environment(2, None, job_dir),
-        )
 
 
 class Inspection:
@@ -130,9 +69,9 @@ class Inspection:
             return error
 
     @cached_property
-    def cuda(self) -> _Answer:
+    def cuda(self) -> ProbeAnswer:
         """The names of the GPUs that torch sees, joined by "; "."""
-        return _ask_python(_CUDA, deadline_s=_TORCH_DEADLINE_S)
+        return ask_python(_CUDA, deadline_s=_TORCH_DEADLINE_S)
 
     def is_ok(self, name: str) -> bool:
         """Whether an earlier check found nothing to complain about."""
@@ -144,13 +83,13 @@ _Result: TypeAlias = tuple[str, str] | tuple[str, str, str]
 Check: TypeAlias = Callable[[Inspection], _Result | None]  # None: the check does not apply
 
 
-def _probe(program: str, state: str, advice: str, deadline_s: float = _PROBE_DEADLINE_S) -> Check:
+def _probe(program: str, state: str, advice: str, deadline_s: float = PROBE_DEADLINE_S) -> Check:
     """A check that runs a Python program, which prints what is to be told. state, advice: where it
     fails.
     """
 
     def check(machine: Inspection) -> _Result:
-        answer = _ask_python(program, deadline_s=deadline_s)
+        answer = ask_python(program, deadline_s=deadline_s)
         return (state, answer.error, advice) if answer.error else ("ok", answer.text)
 
     return check
@@ -181,7 +120,7 @@ print(", ".join(parts))
 
 
 def _torch(machine: Inspection) -> _Result:
-    answer = _ask_python(_TORCH, deadline_s=_TORCH_DEADLINE_S)
+    answer = ask_python(_TORCH, deadline_s=_TORCH_DEADLINE_S)
     if answer.error:
         return "missing", answer.error, "pip install torch"
     if _has_native_bf16():
@@ -235,7 +174,7 @@ def _mpirun_job(machine: Inspection) -> _Result:
     launcher = machine.launcher
     if isinstance(launcher, ConfigError):
         return "missing", "not tried", "install mpirun first"
-    answer = _ask_job(launcher, [sys.executable, "-P", "-c", _HELLO], deadline_s=_HELLO_DEADLINE_S)
+    answer = ask_job(launcher, [sys.executable, "-P", "-c", _HELLO], deadline_s=_HELLO_DEADLINE_S)
     advice = "mpirun and the MPI library belong to different installations: see the two lines above"
     if answer.error:
         advice = f"try it by hand: {launcher.path} -n 2 hostname"
@@ -249,12 +188,51 @@ def _torchrun_job(machine: Inspection) -> _Result:
     words += ["--nproc-per-node=2", "--no-python", sys.executable, "-P", "-c", _HELLO_TORCHRUN]
     # Telemetry, a transport and the like are asked of the user's jobs, not of this one.
     asked = {key: text for key, text in os.environ.items() if not key.startswith("BURST_RT_")}
-    answer = _ask(words, deadline_s=_TORCH_DEADLINE_S, environment={"OMP_NUM_THREADS": "1"} | asked)
+    answer = ask_command(
+        words, deadline_s=_TORCH_DEADLINE_S, environment={"OMP_NUM_THREADS": "1"} | asked
+    )
     advice = "try it by hand: torchrun --standalone --nproc-per-node 2 --no-python hostname"
     return _meeting(answer, advice)
 
 
-def _meeting(answer: _Answer, advice: str) -> _Result:
+def _burst_rt_run(machine: Inspection) -> _Result:
+    """What `burst-rt run` and `burst-rt train -n` start ranks with."""
+    if not isinstance(machine.launcher, ConfigError):
+        starter, words = "mpirun", "by mpirun"
+    elif mpirun_path() is None:
+        starter, words = "torchrun", "by torchrun, as there is no mpirun"
+    else:
+        advice = "repair it, or see to it that there is none: then torchrun starts the ranks"
+        return "warning", "by an mpirun that does not work", advice
+    return "ok" if machine.is_ok(JOBS[starter]) else "warning", words
+
+
+def _srun(machine: Inspection) -> _Result:
+    """Slurm's srun, and which of its plugins starts ranks of this MPI."""
+    path = shutil.which("srun")
+    if path is None:
+        return "absent", "no Slurm here"
+    answer = ask_command([path, "--mpi=list"], deadline_s=PROBE_DEADLINE_S)
+    if answer.error:
+        return (
+            "warning",
+            f"{path}: {answer.error}",
+            "the other launchers do not need it; else ask the site",
+        )
+    # Slurm 22 says it on standard error.
+    plugins = " ".join(answer.text.split()) or "plugins not told"
+    return "ok", f"{path}: {plugins}"
+
+
+def _accelerate(machine: Inspection) -> _Result | None:
+    """accelerate's launcher, which starts torchrun."""
+    version = ask_python(_VERSION.format("accelerate"))
+    if version.error:
+        return "absent", "not installed", "pip install accelerate, for `accelerate launch` only"
+    return "ok", f"{version.text}: without GPUs say --multi_gpu, and Accelerator(cpu=True)"
+
+
+def _meeting(answer: ProbeAnswer, advice: str) -> _Result:
     """The result of a job of two ranks, of which each prints how many it has met."""
     worlds = answer.text.split()
     if worlds == _MET:
@@ -332,7 +310,7 @@ def _cuda(machine: Inspection) -> _Result:
 
 def _gpu_part(program: str, machine: Inspection) -> _Result:
     """A part that GPUs need, asked by a Python program: what is missing, and what brings it."""
-    answer = _ask_python(program)
+    answer = ask_python(program)
     error, has_gpu = answer.error, bool(machine.cuda.text)
     if not error:
         return "ok", answer.text
@@ -358,8 +336,8 @@ def probe_device_mpi(launcher: MpiLauncher, device: str, device_name: str) -> st
     That takes some seconds. The answer is remembered for jobs to come.
     """
     words = [sys.executable, "-P", "-m", "burst_rt.transport.probe", device]
-    answer = _ask_job(launcher, words, deadline_s=_TORCH_DEADLINE_S)
-    library = _ask_python(_MPI_LIBRARY)
+    answer = ask_job(launcher, words, deadline_s=_TORCH_DEADLINE_S)
+    library = ask_python(_MPI_LIBRARY)
     if not library.error:
         note_answer(library.text, device_name, not answer.error)
     if not answer.error:
@@ -374,7 +352,7 @@ def _transport(machine: Inspection) -> _Result:
         "from burst_rt.runtime.choosing import describe_choice as describe; "
         f"print(describe({meeting!r}))"
     )
-    answer = _ask_python(program, deadline_s=_TORCH_DEADLINE_S)
+    answer = ask_python(program, deadline_s=_TORCH_DEADLINE_S)
     return ("warning", answer.error) if answer.error else ("ok", answer.text)
 
 
@@ -392,6 +370,9 @@ CHECKS: dict[str, Check] = {
     "mpirun": _mpirun,
     JOBS["mpirun"]: _mpirun_job,
     JOBS["torchrun"]: _torchrun_job,
+    "burst-rt run": _burst_rt_run,
+    "srun": _srun,
+    "accelerate launch": _accelerate,
     "shared memory": _shared_memory,
     "single-copy messages": _single_copy,
     "Triton": _probe(

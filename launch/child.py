@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
 
     Returns where the program ended well; otherwise ends the process.
     """
-    rank = launched.rank() or 0
+    rank = launched.process_rank() or 0
     for stream in (sys.stdout, sys.stderr):
         # Write whole lines. Into mpirun's pipe Python would write blocks, which come late and are
         # lost where the job is killed, or under PYTHONUNBUFFERED pieces of lines, which mix with
@@ -131,6 +131,8 @@ def _set_rendezvous(rank: int) -> None:
 
     The launcher has set MASTER_ADDR and MASTER_PORT.
     """
+    if launched.rank() is None and launched.by_launcher():
+        return  # torchrun has set them itself
     num_ranks = launched.mpi_ranks()
     local_rank, num_local = launched.local_rank(), launched.num_local_ranks()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}

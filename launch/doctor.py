@@ -1,9 +1,9 @@
 """`burst-rt doctor`: what this machine has for a job, and what to do about what is missing.
 
 The doctor looks through a table of checks (`checks.py`). It starts a job of two ranks by each
-launcher: mpirun and torchrun, which needs no MPI. A CPU job can run where one of them works. With a
-GPU another job asks whether MPI takes device memory, and the answer is remembered for later jobs.
-The doctor changes nothing else.
+launcher that needs no batch system: mpirun, and torchrun, which needs no MPI. A CPU job can run
+where one of them works. With a GPU another job asks whether MPI takes device memory, and the answer
+is remembered for later jobs. The doctor changes nothing else.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ def _ways(findings: Sequence[Finding]) -> list[Finding]:
 def command(as_json: bool) -> None:
     """Check what this machine has and lacks for a job, and say what to do.
 
-    Looks at Python, torch, the MPI library and its mpirun, cores, shared memory, Triton and the
-    CUDA libraries, and runs a real job of two ranks with mpirun and with torchrun. Takes some 20
-    seconds. The exit code is 0 if a job can run on the CPU with one of them, else 1.
+    Looks at Python, torch, the MPI library, cores, shared memory, Triton and the CUDA libraries,
+    and at each launcher: mpirun, torchrun, burst-rt run, srun and accelerate launch. With mpirun
+    and with torchrun it runs a real job of two ranks. Takes some 20 seconds. The exit code is 0 if
+    a job can run on the CPU with one of them, else 1.
     """
     console = Console(stderr=True)
     with console.status("examining this machine ..."):
@@ -91,6 +92,11 @@ def _summary(findings: Sequence[Finding]) -> str:
         return f"A CPU job cannot run yet: see {', '.join(missing)}."
     ran = {finding.name for finding in findings if finding.state == "ok"}
     by_mpirun, by_torchrun = (JOBS[launcher] in ran for launcher in ("mpirun", "torchrun"))
+    if not by_mpirun and "burst-rt run" in ran:
+        return (
+            "A CPU job can run here, without MPI: burst-rt train -n 2, or torchrun "
+            f"--nproc-per-node 2 -m {_TRAIN}"
+        )
     if not by_mpirun:
         return (
             "A CPU job can run here, by torchrun only: torchrun --nproc-per-node 2 -m "

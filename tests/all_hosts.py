@@ -31,6 +31,15 @@ _SCRIPT = """#!/bin/bash
 srun --kill-on-bad-exit=1 --mpi=pmix {train} --elastic --out run
 """
 
+_HELLO = """
+import socket
+import torch
+import burst_rt
+with burst_rt.init(device="cpu") as ctx:
+    total = ctx.all_reduce(torch.ones(1))
+    print(f"rank {ctx.rank} of {int(total)} on {socket.gethostname()}\\n", end="", flush=True)
+"""
+
 # Waits until the page shows four live ranks, and prints what it shows.
 _LOOK = """
 import sys
@@ -121,6 +130,18 @@ def test_the_page_s_job_script_puts_a_failed_job_back(tmp_path: Path) -> None:
         assert int(resumed[1]) >= 5
         batch.ask("scancel", "1")
         here.wait_until_empty(_WAIT_S, but=("slurm", "munged"))
+
+
+def test_the_job_script_without_mpi(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "examples" / "slurm.sh"
+    (tmp_path / "hello.py").write_text(_HELLO, encoding="utf-8")
+    with hosts(2, tmp_path, "400mbit") as here:
+        batch = slurm(here)
+        batch.ask("sbatch", "--wait", "--nodes=2", str(script), "hello.py", within_s=_WAIT_S)
+    said = (tmp_path / "slurm-1.out").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"rank \d of 4 on \w+", said)) == [
+        f"rank {rank} of 4 on node{rank // 2 + 1}" for rank in range(4)
+    ], said
 
 
 def _commands(folder: Path) -> list[str]:

@@ -164,6 +164,8 @@ def _attention(ctx: Context) -> Iterator[GoodCall]:
         burst_rt.BurstAttention(layout).forward,
         qkv | dict.fromkeys(("layout", "kv_layout", "alibi_slopes", "sinks")),
     )
+    around = {"ctx": ctx, "layout": layout, "mask": None, "strategy": "auto"}
+    yield GoodCall("over_ranks", burst_rt.over_ranks, around)
     yield GoodCall("checkpoint", burst_rt.checkpoint, {"function": list, "use_reentrant": False})
 
 

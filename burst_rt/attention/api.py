@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from burst_rt.attention.autograd import BurstAttentionFunction, arguments_of, forward_op
 from burst_rt.attention.call import call_of, needs_of
+from burst_rt.attention.dtensors import any_dtensor, over_mesh
 from burst_rt.attention.options import OptionArguments, Options, check_types
 from burst_rt.attention.planner import Plan
 from burst_rt.attention.sharding import ContextLayout
@@ -80,6 +81,8 @@ def burst_attention(
     k, v: this rank's keys and values `[batch, tokens, kv_heads, head_dim]` in `kv_layout`'s order;
         same dtype as q. heads must be a multiple of kv_heads: query head h uses kv head
         h // (heads / kv_heads). v may have a head_dim of its own, as in MLA.
+        q, k and v may be DTensors, whose tokens are sharded (`Shard(1)`) over one mesh axis, that
+        of the context, and batch and heads over others. out and lse are then DTensors alike.
     layout, kv_layout: which tokens each rank holds. kv_layout is needed only where k and v differ
         from q in length or kind.
     mask: which query sees which key; the default is that every query sees every key. With Sq != Skv
@@ -121,6 +124,8 @@ def burst_attention(
         layout, kv_layout, mask, causal, scale, softcap, dropout_p, strategy, return_lse,
         alibi_slopes, sinks,
     )  # fmt: skip
+    if not (type(q) is torch.Tensor is type(k) is type(v)) and any_dtensor(q, k, v):
+        return over_mesh(burst_attention, QKV(q, k, v), options)  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
         if forward_ad._current_level >= 0:  # the op would drop tangents, which nobody sees here
             raise InputError(f"burst_attention: {_NO_TANGENTS}")

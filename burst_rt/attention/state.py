@@ -41,6 +41,8 @@ class AttentionState:
         # Layouts and masks of calls that went through the dispatcher. A compiled program knows only
         # their numbers, and asks for the objects again in its backward.
         self.held: Recent[int, object] = Recent(_HELD)
+        # The ranks' numbers in torch.distributed, once a call was given DTensors.
+        self.processes: list[int] | None = None
         # Classes of masks that have been checked: their masks can be hashed and compared.
         self.comparable: set[type] = set()
         # Whether fresh memory is filled with NaN, so that a read before the first write shows.

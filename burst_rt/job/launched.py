@@ -12,7 +12,8 @@ from collections.abc import Sequence
 __all__ = [
     "DASHBOARD_VARIABLE", "DEVICE_VARIABLE", "METRICS_VARIABLE", "RECORD_VARIABLE",
     "RESTARTS_VARIABLE", "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "TRANSPORT_VARIABLE",
-    "by_launcher", "local_rank", "mpi_ranks", "num_local_ranks", "rank", "ranks_here", "restarts",
+    "by_launcher", "local_rank", "mpi_ranks", "num_local_ranks", "process_rank", "rank",
+    "ranks_here", "restarts",
     "torchrun_ranks", "torchrun_wrong",
 ]  # fmt: skip
 
@@ -65,6 +66,11 @@ def _under_torchrun() -> bool:
 def rank() -> int | None:
     """This process's number in its MPI job; None where no launcher started it."""
     return None if _under_torchrun() else _number(_RANK)
+
+
+def process_rank() -> int | None:
+    """This process's number in its job, whatever launcher started it; None without one."""
+    return _number(("RANK",)) if _under_torchrun() else rank()
 
 
 def by_launcher() -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch import checks, doctor
+from burst_rt.launch.asking import ProbeAnswer
 from burst_rt.launch.checks import Finding
 
 
@@ -18,15 +19,15 @@ def _findings(
     torch sees.
     """
 
-    def ask(source: str, *, deadline_s: float = 0.0) -> checks._Answer:
+    def ask(source: str, *, deadline_s: float = 0.0) -> ProbeAnswer:
         error = next((said for word, said in errors.items() if word in source), "")
         return (
-            checks._Answer(error=error)
+            ProbeAnswer(error=error)
             if error
-            else checks._Answer(cuda if "torch.cuda" in source else "1.2.3")
+            else ProbeAnswer(cuda if "torch.cuda" in source else "1.2.3")
         )
 
-    monkeypatch.setattr(checks, "_ask_python", ask)
+    monkeypatch.setattr(checks, "ask_python", ask)
     return {finding.name: finding for finding in checks.check(_machine(), checks.GPU_CHECKS)}
 
 
@@ -84,8 +85,8 @@ def test_of_nccl_it_says_that_the_library_is_missing(monkeypatch: pytest.MonkeyP
 def test_no_advice_names_a_distribution_that_no_index_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         checks,
-        "_ask_python",
-        lambda source, **_: checks._Answer(error="ModuleNotFoundError: No module named 'x'"),
+        "ask_python",
+        lambda source, **_: ProbeAnswer(error="ModuleNotFoundError: No module named 'x'"),
     )
     mpi = {name: checks.CHECKS[name] for name in ("MPI library", "mpirun")}
     advice = [finding.advice for finding in checks.check(_machine(), mpi | checks.GPU_CHECKS)]
@@ -94,6 +95,14 @@ def test_no_advice_names_a_distribution_that_no_index_has(monkeypatch: pytest.Mo
 
 
 _WAYS = ("MPI library", "mpirun", "2 ranks by mpirun", "2 ranks by torchrun")
+
+
+def test_a_machine_without_mpi_is_told_of_burst_rt_run() -> None:
+    states = zip(_WAYS, ("missing", "missing", "missing", "ok"), strict=True)
+    findings = doctor._ways([Finding(name, state, name) for name, state in states])
+    findings.append(Finding("burst-rt run", "ok", "by torchrun, as there is no mpirun"))
+    said = doctor._summary(findings)
+    assert said.startswith("A CPU job can run here, without MPI: burst-rt train -n 2, or torchrun")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ _PAGES = [*sorted((_ROOT / "docs").glob("*.md")), _ROOT / "README.md"]
 # Pages whose programs are whole: they run as they stand, one block after the other.
 _PROGRAMS = (
     "index", "choosing", "masks", "recurrences", "serving", "pipelines", "watching", "errors",
-    "how",
+    "how", "plain",
 )  # fmt: skip
 
 

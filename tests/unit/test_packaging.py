@@ -24,6 +24,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = {
@@ -205,6 +206,32 @@ def test_an_sdist_has_the_benchmarks_and_their_results(distributions: Path) -> N
     assert {f"benchmarks/{name}" for name in wanted} <= files
 
 
+def test_an_index_takes_the_metadata(distributions: Path) -> None:
+    """Core metadata is valid in every field, and its links are those that the project has."""
+    (wheel,) = distributions.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Metadata.from_email(archive.read(name), validate=True)
+    assert metadata.project_urls
+    read = "".join(path.read_text(encoding="utf-8") for path in (_ROOT / "docs").rglob("*.md"))
+    assert all(url in read for url in metadata.project_urls.values())
+    assert metadata.description_content_type == "text/markdown"
+
+
+def test_the_images_take_extras_and_files_that_there_are() -> None:
+    text = (_ROOT / "examples" / "Containerfile").read_text(encoding="utf-8")
+    extras = {
+        extra for found in re.findall(r"/src\[([\w,]+)\]", text) for extra in found.split(",")
+    }
+    has = importlib.metadata.metadata("burst-rt").get_all("Provides-Extra") or []
+    assert extras == {"openmpi", "hf", "cuda13"}
+    assert extras <= set(has)
+    assert "-c /src/constraints.txt" in text
+    assert (_ROOT / "constraints.txt").exists()
+    targets = set(re.findall(r"^FROM base AS (\w+)$", text, re.MULTILINE))
+    assert targets == set(re.findall(r"--target (\w+)", text))
+
+
 def test_an_index_shows_the_readme_without_links_that_lead_nowhere(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -331,7 +358,18 @@ _FLOORS = (
     ("attention", "serving", "recurrence"),
     ("telemetry",),
     ("dashboard",),
-    ("context", "batches", "losses", "loss_kernels", "linear_loss", "trees", "hf", "local", ""),
+    (
+        "context",
+        "batches",
+        "losses",
+        "loss_kernels",
+        "linear_loss",
+        "trees",
+        "over_ranks",
+        "hf",
+        "local",
+        "",
+    ),
     ("launch", "conformance"),
 )
 _HEIGHT = {

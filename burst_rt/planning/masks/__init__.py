@@ -15,7 +15,7 @@ from burst_rt.planning.masks.base import (
     spans_of,
     structured,
 )
-from burst_rt.planning.masks.blocks import BlockSparse
+from burst_rt.planning.masks.blocks import BlockSparse, SameKeys
 from burst_rt.planning.masks.columns import columns_seen, in_place_of
 from burst_rt.planning.masks.documents import Documents
 from burst_rt.planning.masks.function import Function
@@ -46,6 +46,7 @@ __all__ = [
     "PrefixTree",
     "Relation",
     "Rule",
+    "SameKeys",
     "Shape",
     "SlidingWindow",
     "Spans",

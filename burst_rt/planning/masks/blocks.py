@@ -15,7 +15,7 @@ from burst_rt.planning.masks.base import Mask, Relation, structured
 from burst_rt.planning.masks.positions import Full, integer
 from burst_rt.planning.masks.spans import END, Positions, Spans
 
-__all__ = ["BlockSparse"]
+__all__ = ["BlockSparse", "SameKeys"]
 
 # Maximum block length, longer than any sequence.
 _LARGEST_BLOCK = 1 << 48
@@ -124,14 +124,9 @@ class BlockSparse(Mask):
 
     def relation(self, q: range, kv: range) -> Relation:
         """Reads the blocks that hold the first to the last position."""
-        rows, columns = (
-            slice(first // self._block, last // self._block + 1)
-            for first, last in (
-                (q[0] - self._shift, q[-1] - self._shift),
-                (kv[0], kv[-1]),
-            )
-        )
-        named = self._table[:, rows, columns]
+        first_row, last_row = self.labels(np.array([q[0], q[-1]]))
+        columns = slice(kv[0] // self._block, kv[-1] // self._block + 1)
+        named = self._table[:, first_row : last_row + 1, columns]
         first = named[:, :1]  # it mostly decides, and the whole table would take long
         if any(some.any() and not some.all() for some in (first, named)):
             return Relation.PARTIAL
@@ -154,3 +149,27 @@ class BlockSparse(Mask):
         for side, bound in enumerate(bounds):
             bound[there] = edges[side::2] % (columns + 1) * self._block
         return Spans(*(bound.reshape(batch, rows, -1) for bound in bounds))
+
+
+class SameKeys(BlockSparse):
+    """Every query sees the keys that are True; no padding, say.
+
+    seen: booleans `[1, keys]` or `[batch, 1, keys]`, as `BlockSparse` takes them.
+    """
+
+    def __init__(self, seen: Any) -> None:
+        super().__init__(seen, 1)
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("BlockSparse", "SameKeys")
+
+    def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
+        """See `Mask.refuses`: there must be a boolean for every key."""
+        keys = self._table.shape[2]
+        if keys != kv_len:
+            return f"{self!r} is for {keys} keys, and there are {kv_len}"
+        return Mask.refuses(self, q_len, kv_len, batch)
+
+    def labels(self, q: Positions) -> Positions:
+        """See `Mask.labels`: the only row of the table."""
+        return np.zeros_like(q)
