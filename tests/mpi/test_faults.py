@@ -36,5 +36,5 @@ def test_a_drawn_case(case: Case) -> None:
 def test_every_case_can_be_repeated_from_its_name() -> None:
     cases = _cases(2000)
     assert [parse(str(case)) for case in cases] == cases
-    launchers = {"run", "telemetry", "mpirun", "torchrun", "checkpoint"}
+    launchers = {"run", "telemetry", "mpirun", "torchrun", "agents", "checkpoint"}
     assert {case.launcher for case in cases} == launchers

@@ -91,17 +91,22 @@ def _start(
 
 @pytest.mark.parametrize("by", ["mpirun", "torchrun"])
 def test_a_job_measures_the_network_between_its_hosts(tmp_path: Path, by: By) -> None:
-    settings = {"BURST_RT_HARDWARE": "", "XDG_CACHE_HOME": str(tmp_path)}
+    # Two ranks share 25 MB/s, and do not always send together where others use the machine.
+    rates = []
     with hosts(2, tmp_path, "200mbit") as here:
-        jobs = _start(here, by, [_SURVEY], settings)
-        assert [job.wait(_START_S) for job in jobs] == [0] * len(jobs), jobs[0].text
-    said = "".join(job.out for job in jobs)
-    machine = parse_hardware(said[said.index("name =") :], "said")
-    assert machine.node.ranks == 2
-    assert machine.nics is not None
-    # Two ranks share 25 MB/s.
-    assert 6e6 < machine.nics.link.bytes_per_s < 19e6
-    assert machine.node.link.bytes_per_s > 2 * machine.nics.link.bytes_per_s
+        for attempt in range(3):
+            cache = str(tmp_path / str(attempt))
+            settings = {"BURST_RT_HARDWARE": "", "XDG_CACHE_HOME": cache}
+            jobs = _start(here, by, [_SURVEY], settings)
+            assert [job.wait(_START_S) for job in jobs] == [0] * len(jobs), jobs[0].text
+            said = "".join(job.out for job in jobs)
+            machine = parse_hardware(said[said.index("name =") :], "said")
+            assert machine.node.ranks == 2
+            assert machine.nics is not None
+            rates.append((machine.nics.link.bytes_per_s, machine.node.link.bytes_per_s))
+            if 6e6 < rates[-1][0] < 19e6 and rates[-1][1] > 2 * rates[-1][0]:
+                return
+    raise AssertionError(f"bytes per second between and within hosts: {rates}")
 
 
 class _End(NamedTuple):

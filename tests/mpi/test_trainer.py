@@ -194,7 +194,10 @@ def test_trainers_report_what_they_log_and_their_steps(
         assert 0 < rank.step_call_s < rank.step_s
         # Two micro-batches a step, of which one failed; then one. Evaluations are in no step.
         forward = [(p.depth, p.step) for p in own if p.name == "forward"]
-        assert [step for depth, step in forward if depth] == [1, 1, 2, 2, 3, 3, 4, 1, 2, 3, 4]
-        assert {step for depth, step in forward if not depth} == {-1}
+        in_steps = [step for _, step in forward if step >= 0]
+        assert in_steps == [1, 1, 2, 2, 3, 3, 4, 1, 2, 3, 4]
+        assert {depth for depth, step in forward if step < 0} == {1}  # in an evaluation's span
+        assert [p.step for p in own if p.name == "evaluation"] == [-1, -1, -1]
+        assert [p.depth for p in own if p.name == "data"] == [0] * 8  # batches of a step at once
         optimizer = [(p.depth, p.step) for p in own if p.name == "optimizer"]
         assert optimizer == [(1, step) for step in (1, 2, 3, 1, 2, 3, 4)]
