@@ -22,9 +22,10 @@ from pathlib import Path
 _BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 _JOB_DEADLINE_S = 240.0
 _COMMAND = [sys.executable, "-P", "-m", "burst_rt.launch.main"]
-# Enough steps for curves, and a learning rate at which the loss spikes now and then.
+# Enough steps for curves, long enough for a verdict on a quiet machine (made once a second), and a
+# learning rate at which the loss spikes now and then.
 _TRAINING = (
-    "train -n 2 --steps 80 --seq-len 512 --dim 64 --layers 2 --heads 4 --kv-heads 2 --lr 0.02 "
+    "train -n 2 --steps 160 --seq-len 1024 --dim 64 --layers 2 --heads 4 --kv-heads 2 --lr 0.02 "
     "--eval-every 10 --eval-sequences 2 --checkpoint-every 25 --progress none"
 )
 _WINDOW = {"width": 1280, "height": 760}
