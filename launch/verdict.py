@@ -62,8 +62,19 @@ class JobEnd:
 
     @cached_property
     def failure(self) -> RankReport | None:
-        """The failure that counts; a secondary one only where all are."""
-        return primary_failure(self.reports)
+        """The failure that counts; a secondary one only where all are.
+
+        Of ranks that gave up on each other in a row, it is the one that waited for the head of it.
+        """
+        failure, told = primary_failure(self.reports), {x.rank: x for x in self.reports}
+        passed: set[int] = set()
+        while failure is not None and failure.secondary and failure.rank not in passed:
+            behind = None if failure.peer is None else told.get(failure.peer)
+            if behind is None or not (behind.failed and behind.secondary):
+                break
+            passed.add(failure.rank)
+            failure = behind
+        return failure
 
     @cached_property
     def silent(self) -> list[int]:

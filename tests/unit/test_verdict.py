@@ -65,6 +65,14 @@ class _Job:
 _BAD = _report(1, 2.0, 64, kind="InputError", traceback="InputError: wrong\n")
 _PEER_LOST = _report(0, 3.0, _LOST, kind="PeerLost", peer=2, traceback="PeerLost: gone\n")
 _GLOO = _report(0, 3.0, 1, kind="RuntimeError", traceback="RuntimeError: reset by peer\n")
+
+
+def _stalled(rank: int, after_s: float) -> RankReport:
+    """Of a rank that waited for the next one."""
+    text = "Stalled: nothing moved\n"
+    return _report(rank, after_s, 75, kind="Stalled", peer=(rank + 1) % 3, traceback=text)
+
+
 _WELL = tuple(_report(rank, 5.0) for rank in range(3))
 _WAITING = (RankWait(0, "burst_rt.init", [0, 1, 2]), 1)
 # By cause: the traces, what the last line says, and the exit code.
@@ -167,6 +175,19 @@ _CASES: tuple[tuple[str, _Job, str, int], ...] = (
         _Job(reports=(_PEER_LOST,), in_call=(2,)),
         "rank 2 gave no report: it was killed, or it was stuck, in call 7 (forward)",
         _LOST,
+    ),
+    # Rank 0 waited for rank 1, which waited for rank 2, and gave up first.
+    (
+        "ranks lost one that nothing else is known of",
+        _Job(reports=tuple(_stalled(rank, 3.0 + rank / 100) for rank in (0, 1)), in_call=(2,)),
+        "rank 2 gave no report: it was killed, or it was stuck, in call 7 (forward)",
+        75,
+    ),
+    (
+        "ranks lost one that nothing else is known of",
+        _Job(reports=tuple(_stalled(rank, 3.0 + rank / 100) for rank in (0, 1, 2))),  # a circle
+        "failed after 3.0 s with Stalled: nothing moved (exit code 75)",
+        75,
     ),
     ("none: all is well", _Job(reports=_WELL, mpirun_code=0), "", 0),
     ("none: all is well", _Job(reports=_WELL[:2], mpirun_code=0, owed=(0, 1)), "", 0),
