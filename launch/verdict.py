@@ -64,7 +64,7 @@ class JobEnd:
     def failure(self) -> RankReport | None:
         """The failure that counts; a secondary one only where all are.
 
-        Where ranks gave up on each other in a row, it is the last of them, which waited for its head.
+        Where ranks gave up on each other in a row, it is the last one, which waited for the head.
         """
         failure, told = primary_failure(self.reports), {x.rank: x for x in self.reports}
         passed: set[int] = set()
