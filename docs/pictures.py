@@ -91,9 +91,7 @@ def _show(record: Path, browser: str, folder: Path) -> None:
             page.screenshot(path=folder / "dashboard.png")
             page.locator(".verdict").screenshot(path=folder / "verdict.png")
             page.keyboard.press("2")
-            page.wait_for_function(
-                "async () => (await import('/main.js')).made.get('timeline')?.spans.total > 0"
-            )
+            page.wait_for_timeout(2000)
             page.evaluate(_ZOOM, 2.0)
             page.wait_for_timeout(800)
             page.locator(".stage").screenshot(path=folder / "steps.png")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from dashboards import installed
 from hosts import Hosts, hosts
-from slurm import slurm
+from slurm import Slurm, slurm
 
 from burst_rt.launch.run import kill_job
 from burst_rt.launch.train.checkpoint import find_checkpoint
@@ -69,6 +69,21 @@ def _wait_for_steps(run: Path, num_steps: int) -> None:
         time.sleep(0.1)
 
 
+def _resumed_after(batch: Slurm, out: Path) -> int:
+    """The step after which a job resumes that was put back into the queue."""
+    deadline_s = time.monotonic() + _WAIT_S
+    while True:
+        said = out.read_text(encoding="utf-8")
+        if resumed := re.search(r"resuming after step (\d+)", said):
+            return int(resumed[1])
+        assert time.monotonic() < deadline_s, (said, batch.ask("squeue"))
+        # Slurm would let it wait for two minutes, in which what is left of the step before ends.
+        waits = batch.ask("squeue", "--noheader", "--format=%t") == "PD"
+        if waits and not any("slurmstepd:" in line for line in batch.here.processes()):
+            batch.ask("scontrol", "update", "JobId=1", "StartTime=now")
+        time.sleep(0.5)
+
+
 def test_slurm_starts_requeues_and_kills(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "slurm-1.out"
     often = ["--steps", "1000000", "--checkpoint-every", "5", "--progress", "lines"]
@@ -80,24 +95,17 @@ def test_slurm_starts_requeues_and_kills(tmp_path: Path) -> None:
         _wait_for_steps(run, 6)
         # Put back into the queue, it stops with a checkpoint, and goes on from there.
         batch.ask("scontrol", "requeue", "1")
-        deadline_s = time.monotonic() + _WAIT_S
-        while batch.ask("squeue", "--noheader", "--format=%t") != "PD":
-            assert time.monotonic() < deadline_s, out.read_text(encoding="utf-8")
-            time.sleep(0.1)
-        # Slurm would let it wait for two minutes.
-        batch.ask("scontrol", "update", "JobId=1", "StartTime=now")
-        while "resuming after step" not in out.read_text(encoding="utf-8"):
-            assert time.monotonic() < deadline_s, out.read_text(encoding="utf-8")
-            time.sleep(0.1)
+        resumed = _resumed_after(batch, out)
         stopped = re.search(r"stopped by SIGTERM after step (\d+)", out.read_text(encoding="utf-8"))
         assert stopped, out.read_text(encoding="utf-8")
-        assert f"resuming after step {stopped[1]}:" in out.read_text(encoding="utf-8")
+        assert resumed == int(stopped[1])
         _wait_for_steps(run, int(stopped[1]) + 6)
         # A step that is killed is gone, and so is its job; the run can be resumed.
+        deadline_s = time.monotonic() + _WAIT_S
         batch.ask("scancel", "--signal=KILL", "1.0")
         here.wait_until_empty(_WAIT_S, but=("slurm", "munged"))
         while batch.ask("squeue", "--noheader"):
-            assert time.monotonic() < deadline_s + _WAIT_S
+            assert time.monotonic() < deadline_s
             time.sleep(0.1)
     manifest = find_checkpoint(run)[1].manifest
     assert manifest.step >= int(stopped[1])
@@ -114,20 +122,8 @@ def test_the_page_s_job_script_puts_a_failed_job_back(tmp_path: Path) -> None:
         _wait_for_steps(run, 6)
         kill = ["pkill", "-KILL", "--newest", "--full", "bin/burst-rt train"]
         assert here.start("node2", kill).wait(_WAIT_S) == 0
-        deadline_s = time.monotonic() + _WAIT_S
-        # The script puts the job back. Slurm would let it wait for two minutes; before its hosts
-        # are idle they still have the step that failed.
-        for wanted, question in (("PD", "squeue --format=%t"), ("idle 2", "sinfo --format=%t %D")):
-            while batch.ask(*question.split(" ", 1), "--noheader") != wanted:
-                assert time.monotonic() < deadline_s, out.read_text(encoding="utf-8")
-                time.sleep(0.1)
-        batch.ask("scontrol", "update", "JobId=1", "StartTime=now")
-        while "resuming after step" not in out.read_text(encoding="utf-8"):
-            assert time.monotonic() < deadline_s, out.read_text(encoding="utf-8")
-            time.sleep(0.1)
-        resumed = re.search(r"resuming after step (\d+)", out.read_text(encoding="utf-8"))
-        assert resumed
-        assert int(resumed[1]) >= 5
+        # The script puts the job back.
+        assert _resumed_after(batch, out) >= 5
         batch.ask("scancel", "1")
         here.wait_until_empty(_WAIT_S, but=("slurm", "munged"))
 

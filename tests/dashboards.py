@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -25,7 +26,18 @@ from burst_rt.launch.run import kill_job
 from burst_rt.telemetry.model.job_model import JobModel
 from burst_rt.telemetry.read.viewer import ModelViewer
 
-__all__ = ["RunningCommand", "Serving", "command", "installed", "kill_rank", "serving"]
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+__all__ = [
+    "RunningCommand",
+    "Serving",
+    "command",
+    "installed",
+    "kill_rank",
+    "serving",
+    "wait_until",
+]
 
 # Set where every test must run: tests whose program is missing then fail instead of being skipped.
 _ALL_VARIABLE = "BURST_RT_ALL_TESTS"
@@ -43,6 +55,17 @@ def installed(*names: str, package: str) -> str:
         say = pytest.fail if _ALL_VARIABLE in os.environ else pytest.skip
         say(f"needs one of {', '.join(names)} (Debian: apt-get install {package})")
     return path
+
+
+def wait_until(page: Page, script: str, holds: Callable[[Any], bool]) -> None:
+    """Waits until what an async function of the page returns is so.
+
+    `page.wait_for_function` does not do: the promise of such a function is true at once.
+    """
+    deadline_s = time.monotonic() + _END_S
+    while not holds(value := page.evaluate(script)):
+        assert time.monotonic() < deadline_s, value
+        page.wait_for_timeout(50)
 
 
 @dataclass

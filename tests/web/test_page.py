@@ -172,7 +172,7 @@ def _watch_the_timeline(page: Page, pictures: Path) -> None:
     for lane, down, words in (
         ("steps", 0.25, r"^step \d+\n"),
         ("steps", 0.7, r"^(forward|backward)\n"),
-        ("compute", 0.25, "hop"),
+        ("compute", 0.25, r"hop[\s\S]*took"),
     ):
         row = page.evaluate(_ROW, lane)
         _point_at(page, row["y"] + down * row["height"], words)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboards import command
+from dashboards import command, wait_until
 from playwright.sync_api import Browser, Page, expect
 from telemetry_feed import Load, record_load
 
@@ -87,7 +87,7 @@ def test_a_record_is_dragged_to_any_moment_in_all_tabs(
     _drag(page, 30.0)
     expect(page.locator(".fact", has_text="Step").locator("dd")).to_have_text("60")
     # Curves end there, too.
-    page.wait_for_function(f"async () => (await ({_LOSSES})()).length > 50")
+    wait_until(page, _LOSSES, lambda losses: len(losses) > 50)
     assert page.evaluate(_LOSSES)[-1] == pytest.approx(30.0)
     page.keyboard.press("2")
     expect(page.locator(".status").first).to_contain_text(re.compile(r"\d of 90 s shown"))
@@ -98,14 +98,14 @@ def test_a_record_is_dragged_to_any_moment_in_all_tabs(
     page.screenshot(path=pictures / "replay-moment.png")
     # Back: what is held is of that moment, and nothing of later ones stays.
     _drag(page, 12.5)
-    page.wait_for_function(f"async () => (await ({_WINDOW})()).newest <= 12.5")
+    wait_until(page, _WINDOW, lambda window: window["newest"] <= 12.5)
     expect(page.locator(".status").first).to_contain_text("of 90 s shown")
     page.keyboard.press("3")
     page.get_by_role("button", name="10 min").click()
     page.wait_for_timeout(500)
     assert page.evaluate(_STEP) == pytest.approx(25, abs=1)
     _drag(page, 40.0)
-    page.wait_for_function(f"async () => Math.abs((await ({_STEP})()) - 80) < 1.5")
+    wait_until(page, _STEP, lambda step: abs(step - 80) < 1.5)
     page.close()
 
 
@@ -116,7 +116,7 @@ def test_a_record_plays_as_fast_as_asked_and_pauses(browser: Browser, link: str)
     page.locator("main").focus()
     page.keyboard.press(" ")
     expect(page.get_by_role("button", name="Pause")).to_be_visible()
-    page.wait_for_function(f"async () => (await ({_MOMENT})()) > 26")
+    wait_until(page, _MOMENT, lambda at_s: at_s > 26)
     page.keyboard.press(" ")
     expect(page.get_by_role("button", name="Play")).to_be_visible()
     page.wait_for_timeout(500)
@@ -130,7 +130,7 @@ def test_a_record_plays_as_fast_as_asked_and_pauses(browser: Browser, link: str)
     assert page.evaluate(_MOMENT) == pytest.approx(_LENGTH_S)
     page.get_by_label("Speed").select_option("1")
     page.get_by_role("button", name="Play").click()
-    page.wait_for_function(f"async () => (await ({_MOMENT})()) < 20")
+    wait_until(page, _MOMENT, lambda at_s: at_s is not None and at_s < 20)
     page.close()
 
 
@@ -206,7 +206,11 @@ def test_two_records_are_compared_and_the_same_call_is_shown_of_both(
     row = page.locator("tr", has=page.get_by_text("forward call", exact=True))
     expect(row).to_contain_text("+50.0 %", timeout=20_000)
     expect(page.locator(".side h2").first).to_contain_text("before.record: forward call ")
-    page.wait_for_function(f"async () => (await ({_SIDES})()).every(({{ total }}) => total > 30)")
+    wait_until(
+        page,
+        _SIDES,
+        lambda sides: all(side["start"] is not None and side["total"] > 30 for side in sides),
+    )
     sides = page.evaluate(_SIDES)
     assert sides[0]["span"] == sides[1]["span"]
     starts = [side["start"] for side in sides]

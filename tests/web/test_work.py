@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from dashboards import serving
+from dashboards import serving, wait_until
 from playwright.sync_api import Browser, expect
 from telemetry_feed import Load
 
@@ -97,9 +97,8 @@ def test_a_picture_has_as_many_rectangles_as_pixels_allow(
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         page.goto(f"{running.served.link}#timeline")
         expect(page.locator(".status").first).to_contain_text("shown", timeout=20_000)
-        page.wait_for_function(
-            "async () => (await import('/main.js')).made.get('timeline').spans.total > 15000"
-        )
+        total = "async () => (await import('/main.js')).made.get('timeline').spans.total"
+        wait_until(page, total, lambda total: total > 15_000)
         near, far = (page.evaluate(_RECTS, span) for span in (0.2, 30.0))
         page.close()
     assert near["looked"] < far["looked"] / 3, "spans that are not in sight cost nothing"

@@ -110,6 +110,7 @@ class Excerpt extends Timeline {
     super({ present: null, state: "live" });
     this.record = record;
     this.start = null;
+    this.opened = null; // what was asked for last
     this.said = el("span", { class: "muted" });
     this.setFollow(false);
   }
@@ -119,7 +120,9 @@ class Excerpt extends Timeline {
   async open(start, took, long) {
     const at = start + took + LATE_S;
     const where = { record: this.record, at };
+    this.opened = where;
     const [present, view] = [await ask("present", where), await ask("timeline", { ...where, since: -(took + LATE_S + long), limit: MOST })];
+    if (this.opened !== where) return; // another was chosen meanwhile
     this.job.present = present;
     this.stage.style.height = `${Math.min(TALLEST, 44 + A_RANK * present.ranks.length)}px`;
     this.spans.clear();
