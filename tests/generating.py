@@ -29,8 +29,8 @@ _LETTERS = slice(ord(" "), ord("~") + 1)
 def make_options(**changes: Any) -> GenerateOptions:
     """Those of `burst-rt generate` with their defaults."""
     options = GenerateOptions(
-        checkpoint=None, model=None, prompt=None, prompt_file=None, max_new_tokens=200,
-        temperature=0.8, top_p=0.95, seed=0, dtype="float32",
+        checkpoint=None, model=None, prompt=None, prompt_file=None, requests=None, chat=False,
+        rows=8, max_new_tokens=200, temperature=0.8, top_p=0.95, seed=0, dtype="float32",
     )  # fmt: skip
     return replace(options, **changes)
 

@@ -16,6 +16,7 @@ from burst_rt.launch.command import (
     SHOWN,
     before_ranks,
     checkpoint_option,
+    chosen_options,
     num_ranks_option,
     relaunch,
 )
@@ -34,6 +35,10 @@ Examples:
                                                a transformers model in a local folder
   burst-rt generate --checkpoint runs/book --prompt "import " --temperature 0
                                                the most likely text, on one rank
+  burst-rt generate --model llama --prompt "Who was Noether?" --chat -n 2
+                                               the answer of a model that was trained for chats
+  burst-rt generate --model llama --requests requests.jsonl -n 2 > answers.jsonl
+                                               many requests, with OpenAI's lines for batches
   mpirun -n 4 --output :raw burst-rt generate --checkpoint runs/book --prompt "def "
                                                with your own MPI launcher, or with srun (:raw is for
                                                Open MPI 5, which else holds back part lines)
@@ -64,6 +69,18 @@ class _Finite(click.FloatRange):
 )
 @click.option("--prompt", metavar="TEXT", help="Beginning of the text.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="The same, from a file.")
+@click.option(
+    "--chat",
+    is_flag=True,
+    help="The prompt is a user's message, written as the model's chat template says.",
+)
+@click.option(
+    "--requests",
+    type=click.Path(path_type=Path),
+    help="JSON lines of custom_id, url and body, as OpenAI's batch files have them; answers go to "
+    "standard output in the same form. A body says how it samples.",
+)
+@click.option("--rows", type=click.IntRange(min=1), default=8, help="Requests written at a time.")
 @num_ranks_option
 @click.option(
     "--max-new-tokens",
@@ -99,18 +116,32 @@ def command(context: click.Context, /, num_ranks: int | None, **values: object) 
     options = GenerateOptions(**values)  # type: ignore[arg-type]  # the options above are its fields
     if options.checkpoint is None and options.model is None:
         raise click.UsageError("Missing option '--checkpoint' or '--model'", context)
-    if (options.prompt is None) == (options.prompt_file is None):
-        raise click.UsageError("Give one of '--prompt' and '--prompt-file'", context)
+    sources = (options.prompt, options.prompt_file, options.requests)
+    if sum(source is not None for source in sources) != 1:
+        raise click.UsageError("Give one of '--prompt', '--prompt-file' and '--requests'", context)
+    unread = {"chat", "temperature", "top_p", "seed"} & chosen_options(context).keys()
+    if options.requests is not None and unread:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unread))
+        raise click.UsageError(
+            f"A request of '--requests' says it itself: leave out {names}", context
+        )
     if num_ranks is not None:
         with before_ranks():
             run = options.checkpoint
             options.source(find_manifest(run).config if run is not None else None)
-            if options.prompt_file is not None:
-                options.prompt_file.open("rb").close()
+            for path in (options.prompt_file, options.requests):
+                if path is not None:
+                    path.open("rb").close()
         rank = ["burst_rt.launch.generate"]
         sys.exit(relaunch(context, rank, num_ranks, as_it_comes=True))
-    from burst_rt.launch.generate.loop import generate
     from burst_rt.launch.world import job_world
 
     with job_world() as world:
-        generate(world, options)
+        if options.requests is not None:
+            from burst_rt.launch.serve.batch import answer_file
+
+            answer_file(world, options)
+        else:
+            from burst_rt.launch.generate.loop import generate
+
+            generate(world, options)

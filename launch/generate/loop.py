@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -16,12 +17,16 @@ from burst_rt.context import Context
 from burst_rt.errors import ConfigError, DeviceError
 from burst_rt.launch.generate.models import CachedModel, Source, bytes_source, folder_source
 from burst_rt.launch.generate.options import GenerateOptions
+from burst_rt.launch.train.config import TrainConfig
 from burst_rt.launch.train.model import Decoder
 from burst_rt.launch.train.shared import open_same_folder, read_shared
 from burst_rt.launch.train.summary import table
 from burst_rt.telemetry import TokenMeter
 
-__all__ = ["generate", "sample"]
+if TYPE_CHECKING:
+    from burst_rt.launch.train.pretrained import ModelFolder
+
+__all__ = ["generate", "no_tokenizer", "open_model", "sample"]
 
 _NOT_A_NUMBER = -1
 
@@ -31,7 +36,14 @@ def generate(world: Context, options: GenerateOptions) -> None:
 
     Raises ConfigError or InputError, the same on every rank, for what cannot run.
     """
-    source = _open(world, options)
+    config, folder, loaded = open_model(world, options)
+    if folder is not None:
+        source = folder_source(folder, loaded, world, dtype=_dtype(options), chat=options.chat)
+    else:
+        assert isinstance(loaded, Decoder)
+        if options.chat:
+            raise no_tokenizer("--chat")
+        source = bytes_source(loaded, world, seq_len=config.seq_len, dtype=_dtype(options))
     prompt = world.first(lambda: _prompt(options))
     tokens = world.together(lambda: _encode(source, prompt, options))
     try:
@@ -102,23 +114,39 @@ def _run(
     meter.end()
 
 
-def _open(world: Context, options: GenerateOptions) -> Source:
-    """The model with its weights, the same on every rank. Collective."""
+def open_model(
+    world: Context, options: GenerateOptions
+) -> tuple[TrainConfig, ModelFolder | None, torch.nn.Module]:
+    """The model with its weights, the same on every rank, and its folder, unless it is the
+    byte-level one. Collective.
+    """
     shared = read_shared(world, options.checkpoint) if options.checkpoint else None
     begun = shared.manifest.config if shared else None
     config = world.together(lambda: options.source(begun))
-    dtype = getattr(torch, options.dtype)
+    folder: ModelFolder | None = None
+    model: torch.nn.Module
     if config.architecture is not None:
-        decoder = Decoder(config.architecture, seed=config.seed)
-        assert shared is not None  # or there is a folder
-        shared.fill(world, {n: p.detach() for n, p in decoder.named_parameters()})
-        return bytes_source(decoder.eval(), world, seq_len=config.seq_len, dtype=dtype)
-    folder = open_same_folder(world, replace(config, seq_len=1), shared)
-    assert folder is not None
-    model = world.together(folder.load)
+        model = Decoder(config.architecture, seed=config.seed).eval()
+    else:
+        folder = open_same_folder(world, replace(config, seq_len=1), shared)
+        assert folder is not None
+        model = world.together(folder.load)
     if shared is not None:
         shared.fill(world, {n: p.detach() for n, p in model.named_parameters()})
-    return folder_source(folder, model, world, dtype=dtype)
+    return config, folder, model
+
+
+def no_tokenizer(option: str) -> ConfigError:
+    """The error for an option that the byte-level model does not take."""
+    return ConfigError(
+        f"{option}: expected a model of transformers with a tokenizer, got a byte-level one; use "
+        "--prompt, or a folder that `burst-rt export` writes."
+    )
+
+
+def _dtype(options: GenerateOptions) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    return dtype
 
 
 def _prompt(options: GenerateOptions) -> bytes:

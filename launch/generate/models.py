@@ -26,7 +26,15 @@ from burst_rt.runtime.objects import bytes_of
 if TYPE_CHECKING:
     from burst_rt.launch.train.pretrained import ModelFolder
 
-__all__ = ["ByteStreamer", "CachedModel", "Source", "bytes_source", "folder_ends", "folder_source"]
+__all__ = [
+    "ByteStreamer",
+    "CachedModel",
+    "Source",
+    "bytes_source",
+    "encode_chat",
+    "folder_ends",
+    "folder_source",
+]
 
 
 class CachedModel(Protocol):
@@ -136,8 +144,27 @@ def folder_ends(folder: ModelFolder, model: Any) -> frozenset[int]:
     return frozenset(end for end in (*ends, folder.tokenizer.eos_token_id) if end is not None)
 
 
-def folder_source(folder: ModelFolder, model: Any, world: Context, *, dtype: torch.dtype) -> Source:
-    """A model of transformers, and its tokenizer."""
+def encode_chat(folder: ModelFolder, messages: list[dict[str, str]]) -> list[int]:
+    """The tokens of a chat up to the answer, as the chat template of the folder says.
+
+    Raises ValueError where it has none, and whatever else a template raises.
+    """
+    if folder.tokenizer.chat_template is None:
+        raise ValueError("the model's folder has no chat template")
+    text = folder.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    # The template writes what the tokenizer would put before a text.
+    tokens: list[int] = folder.tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def folder_source(
+    folder: ModelFolder, model: Any, world: Context, *, dtype: torch.dtype, chat: bool
+) -> Source:
+    """A model of transformers, and its tokenizer. chat: the prompt is a user's message, and only
+    the answer is printed.
+    """
     import transformers
 
     def encode(prompt: bytes) -> list[int]:
@@ -145,8 +172,13 @@ def folder_source(folder: ModelFolder, model: Any, world: Context, *, dtype: tor
             text = prompt.decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"the prompt: {error}; give a text in UTF-8.") from error
-        tokens: list[int] = folder.tokenizer(text, verbose=False)["input_ids"]
-        return tokens
+        if not chat:
+            tokens: list[int] = folder.tokenizer(text, verbose=False)["input_ids"]
+            return tokens
+        try:
+            return encode_chat(folder, [{"role": "user", "content": text}])
+        except Exception as error:  # a template is a program of the model's
+            raise ConfigError(f"--chat: {error}; leave it out, or mend the template.") from error
 
     text_config = folder.config.get_text_config()
     longest = getattr(text_config, "max_position_embeddings", None) or -1
@@ -155,6 +187,8 @@ def folder_source(folder: ModelFolder, model: Any, world: Context, *, dtype: tor
         ends=folder_ends(folder, model),
         unit="token",
         longest=longest if longest > 0 else None,
-        streamer=lambda: transformers.TextStreamer(folder.tokenizer, skip_special_tokens=True),
+        streamer=lambda: transformers.TextStreamer(
+            folder.tokenizer, skip_prompt=chat, skip_special_tokens=True
+        ),
         cached=lambda capacity: _Pretrained(model.to(world.device, dtype), world, capacity),
     )

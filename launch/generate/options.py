@@ -19,6 +19,9 @@ class GenerateOptions:
     model: Path | None
     prompt: str | None
     prompt_file: Path | None
+    requests: Path | None
+    chat: bool
+    rows: int
     max_new_tokens: int
     temperature: float
     top_p: float

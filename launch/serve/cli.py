@@ -83,7 +83,7 @@ def command(context: click.Context, /, num_ranks: int | None, **values: object) 
         with before_ranks():
             options.check()
         sys.exit(relaunch(context, ["burst_rt.launch.serve"], num_ranks, as_it_comes=True))
-    from burst_rt.launch.serve.loop import serve
+    from burst_rt.launch.serve.server import serve
     from burst_rt.launch.world import job_world
 
     with job_world() as world:

@@ -30,8 +30,8 @@ class Turn:
 
     rows: for each row its next token, in a list, or no token. begin: (a row, and how many of its
     tokens the prompt begins with) where a prompt is begun. chunk: the next tokens of the prompt.
-    place: the row that the prompt takes once its chunk has been read; -1: none yet. stop: the
-    server ends instead.
+    place: the row that the prompt takes once its chunk has been read; -1: none yet. stop: a signal
+    ends the job instead. over: all has been done instead.
     """
 
     rows: list[list[int]] = field(default_factory=list)
@@ -39,6 +39,7 @@ class Turn:
     chunk: list[int] = field(default_factory=list)
     place: int = -1
     stop: str = ""
+    over: bool = False
 
 
 class QueueFull(Exception):
@@ -84,7 +85,7 @@ class _Reading:
 
 
 class Requests:
-    """Rank 0's requests, and its decisions. Only `put` may be called by other threads.
+    """Rank 0's requests, and its decisions. Only `put` and `close` may be called by other threads.
 
     num_rows: how many are written at a time. capacity: tokens of a row. chunk: tokens of a prompt
     in a turn. most_waiting: how many may wait for a row. within_s: when a request is given up.
@@ -96,6 +97,7 @@ class Requests:
         self.capacity, self._chunk, self._within_s = capacity, chunk, within_s
         self._waiting: deque[Request] = deque()
         self._most_waiting = most_waiting
+        self._closed = False
         self._change = threading.Condition()
         self._rows = [_Row() for _ in range(num_rows)]
         self._reading: _Reading | None = None
@@ -126,10 +128,18 @@ class Requests:
             self._waiting.append(request)
             self._change.notify()
 
+    def close(self) -> None:
+        """No more requests come: once those that there are have ended, all is over."""
+        with self._change:
+            self._closed = True
+            self._change.notify()
+
     def next_turn(self, wait_s: float) -> Turn:
         """What the ranks do next; nothing where no request came within `wait_s`."""
         self._give_up()
         begin = self._begin_next(0.0 if self.num_active else wait_s)
+        if self._closed and not self.num_active and not self._waiting:
+            return Turn(over=True)
         chunk, place = [], -1
         if reading := self._reading:
             chunk = reading.request.prompt[reading.done :][: self._chunk]
@@ -220,7 +230,7 @@ class Requests:
         if self._reading is not None or not free:
             return []
         with self._change:
-            self._change.wait_for(lambda: self._waiting, wait_s)
+            self._change.wait_for(lambda: self._waiting or self._closed, wait_s)
             self._drop_waiting()
             if not self._waiting:
                 return []

@@ -23,7 +23,7 @@ import openai
 import psutil
 import pytest
 import torch
-from jobs import python_and_environment
+from jobs import python_and_environment, run_command
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from burst_rt.launch.run import kill_job
@@ -182,6 +182,49 @@ def test_a_chat_is_written_as_its_template_says(model: Path, server: _Server) ->
     assert parts[-2].choices[0].finish_reason == "length"
     assert [x.token for p in parts[:-1] for x in p.choices[0].logprobs.content] == list(text)
     assert parts[-1].usage.completion_tokens == 9
+
+
+def test_requests_of_a_file_get_what_the_server_would_give(model: Path, tmp_path: Path) -> None:
+    completion, chat = "/v1/completions", "/v1/chat/completions"
+    lines = [
+        {"custom_id": f"text {i}", "method": "POST", "url": completion,
+         "body": {"prompt": prompt, "temperature": 0}}
+        for i, prompt in enumerate(_prompts())
+    ]  # fmt: skip
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 4, "model": "letters"}
+    lines.append({"custom_id": "chat", "url": chat, "body": body})
+    wrong = {
+        "n": body | {"n": 2},
+        "stream": body | {"stream": True},
+        "model": body | {"model": "x"},
+    }
+    lines += [{"custom_id": name, "url": chat, "body": wrong} for name, wrong in wrong.items()]
+    lines.append({"custom_id": "messages", "url": chat, "body": {"messages": []}})
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    options = ["--requests", str(path), "--max-new-tokens", "7", "--rows", "3", "-n", "2"]
+    job = run_command(("generate", "--model", str(model), *options), cwd=tmp_path, timeout_s=90.0)
+    assert job.exit_code == 0, job.text
+    answers = {x["custom_id"]: x["response"] for x in map(json.loads, job.out.splitlines())}
+    assert len(answers) == len(lines)
+    for name in (*wrong, "messages"):
+        refused = answers.pop(name)
+        assert refused["status_code"] in (400, 404)
+        assert refused["body"]["error"]["param"] == name
+    assert {answer["status_code"] for answer in answers.values()} == {200}
+    chatted = answers.pop("chat")["body"]["choices"][0]["message"]["content"]
+    assert chatted == _alone(model, "user: hello\nassistant: ", 4)[0]
+    for i, prompt in enumerate(_prompts()):
+        (choice,) = answers[f"text {i}"]["body"]["choices"]
+        assert choice["text"] == _alone(model, prompt, 7)[0]
+    said = re.search(r"answered 13 of 17 requests in .* s: ([\d,]+) tokens read, 88 wri", job.err)
+    assert said, job.err
+    # A prompt alone, as a chat: the answer is all that is printed.
+    options = ["--prompt", "hello", "--chat", "--temperature", "0", "--max-new-tokens", "4"]
+    job = run_command(("generate", "--model", str(model), *options, "-n", "2"), cwd=tmp_path,
+                      timeout_s=90.0)  # fmt: skip
+    assert job.out == f"{chatted}\n"
 
 
 def test_requests_at_once_get_what_they_get_alone(model: Path, server: _Server) -> None:

@@ -20,6 +20,7 @@ from burst_rt.launch.generate.loop import generate, sample
 from burst_rt.launch.generate.models import ByteStreamer
 from burst_rt.launch.main import cli
 from burst_rt.launch.mpirun import MpiLauncher
+from burst_rt.launch.serve.batch import answer_file
 from burst_rt.serving.memory import KVMemory
 
 
@@ -121,12 +122,23 @@ def test_a_prompt_may_be_any_bytes(run: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith("ab\ufffdc")
 
 
+def test_a_byte_level_model_has_no_chats(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--chat: expected a model of transformers"):
+        _generate(2, checkpoint=run, prompt="a", chat=True)
+    path = tmp_path / "requests"
+    path.write_text('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "a"}}')
+    with pytest.raises(ConfigError, match="--requests: expected a model of transformers"):
+        run_local(2, lambda ctx: answer_file(ctx, make_options(checkpoint=run, requests=path)))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--prompt a", "Missing option '--checkpoint' or '--model'"),
-        ("--checkpoint run", "Give one of '--prompt' and '--prompt-file'"),
-        ("--checkpoint run --prompt a --prompt-file b", "Give one of '--prompt' and '--prompt-fil"),
+        ("--checkpoint run", "Give one of '--prompt', '--prompt-file' and '--requests'"),
+        ("--checkpoint run --prompt a --requests b", "Give one of '--prompt', '--prompt-file' and"),
+        ("--model m --requests b --chat --seed 1", "A request of '--requests' says it itself: lea"),
+        ("--checkpoint run --prompt a --prompt-file b", "Give one of '--prompt', '--prompt-file"),
         ("--checkpoint run --prompt a --temperature -1", "Invalid value for '--temperature'"),
         ("--checkpoint run --prompt a --temperature nan", "Invalid value for '--temperature'"),
         ("--checkpoint run --prompt a --top-p nan", "Invalid value for '--top-p'"),
@@ -151,6 +163,7 @@ def test_usage_errors_are_one_line(words: str, said: str) -> None:
             "--model mute --prompt a",
             "expected a tokenizer (.*) in .*mute, found none; tokenizer.sa",
         ),
+        ("--checkpoint run --requests nothing", "No such file .*'nothing'; make the file"),
         ("--checkpoint run --prompt-file nothing", "No such file .*'nothing'; make the file"),
         ("--checkpoint run --model mute --prompt a", "run holds a byte-level model of its own; le"),
     ],

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from burst_rt.errors import ConfigError
+from burst_rt.launch.serve.batch import read_lines
 from burst_rt.launch.serve.protocol import Refusal, Reply, read_chat, read_completion
 from burst_rt.launch.serve.sampling import Chosen, Sampler
 from burst_rt.launch.serve.text import TextOfTokens
@@ -159,6 +162,35 @@ def test_parts_of_an_answer_make_the_whole() -> None:
     assert answer.whole()["choices"][0]["message"]["content"] == "ab"
 
 
+_ASKED = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ("{", "line 3 of .*: expected a JSON object: "),
+        ("[]", "line 3 of .*: expected a JSON object: "),
+        (json.dumps(_ASKED), "line 3 of .*: custom_id: expected a text of its own, got 'a' again"),
+        (json.dumps(_ASKED | {"custom_id": 1}), "custom_id: expected a text of its own, got 1"),
+        (json.dumps(_ASKED | {"custom_id": "b", "url": "/v1/embeddings"}), "got '/v1/embeddings'"),
+        (json.dumps(_ASKED | {"custom_id": "b", "body": "x"}), "a body, an object; got .* 'x'"),
+    ],
+)
+def test_a_file_of_other_lines_is_refused(tmp_path: Path, second: str, said: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(f"{json.dumps(_ASKED)}\n\n{second}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=said):
+        read_lines(path, 9)
+
+
+def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "other").write_bytes(b"\xff")
+    for name, said in (("empty", "has no requests"), ("other", "utf-8"), ("none", "No such file")):
+        with pytest.raises(ConfigError, match=f"--requests: .*{said}"):
+            read_lines(tmp_path / name, 9)
+
+
 class _Ranks:
     """What ranks would do in turns: the tokens of the caches, and scores that count on from the
     last token.
@@ -271,6 +303,18 @@ def test_a_token_that_ends_texts_is_not_told() -> None:
     while ranks.turn():
         pass
     assert [x if isinstance(x, str) else x.token for x in told] == [*wanted[:2], "stop"]
+
+
+def test_all_is_over_once_no_request_comes_and_all_have_ended() -> None:
+    requests = Requests(1, capacity=100, chunk=1000, most_waiting=9, within_s=1e6)
+    told: list[Any] = []
+    requests.put(_request([4, 5], 3, told))
+    requests.close()
+    ranks = _Ranks(requests, 1)
+    for _ in range(3):
+        assert ranks.turn()
+    assert told[-1] == "length"
+    assert requests.next_turn(1e6).over
 
 
 def test_limits_and_ends() -> None:

@@ -1,0 +1,48 @@
+"""What the tokens of a model's folder mean: texts and chats as tokens, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burst_rt.launch.generate.models import encode_chat, folder_ends
+from burst_rt.launch.serve.protocol import ParsedRequest, Refusal
+from burst_rt.launch.train.pretrained import ModelFolder
+
+__all__ = ["Vocabulary"]
+
+
+class Vocabulary:
+    """A folder's tokenizer and chat template, and its model's tokens.
+
+    ends: tokens that end a text.
+    """
+
+    def __init__(self, folder: ModelFolder, model: Any) -> None:
+        self._folder = folder
+        self._size = model.config.get_text_config().vocab_size
+        self.ends = folder_ends(folder, model)
+
+    def encode(self, asked: ParsedRequest) -> list[int]:
+        """The tokens of a request's prompt. Raises Refusal."""
+        tokens: list[int]
+        if asked.tokens is not None:
+            tokens = asked.tokens
+        elif asked.messages is not None:
+            tokens = self._encode_chat(asked.messages)
+        else:
+            tokens = self._folder.tokenizer(asked.prompt, verbose=False)["input_ids"]
+        if max(tokens, default=0) >= self._size:
+            raise Refusal(400, f"prompt: tokens must be below {self._size}", "prompt")
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of these tokens, without special ones."""
+        text: str = self._folder.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        try:
+            return encode_chat(self._folder, messages)
+        except Exception as error:  # a template is a program of the model's
+            why = f"messages: the model's chat template refuses them: {error}"
+            raise Refusal(400, why, "messages") from error
