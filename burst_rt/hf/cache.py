@@ -69,13 +69,7 @@ class Cache(HookedCache):
     """
 
     def __init__(
-        self,
-        model: Any,
-        ctx: Context,
-        *,
-        capacity: int,
-        batch: int | None = None,
-        block: int = 128,
+        self, model: Any, ctx: Context, *, capacity: int, batch: int | None = None, block: int = 128
     ) -> None:
         require_context(ctx, _NAME)
         super().__init__(model, ctx)
@@ -88,12 +82,9 @@ class Cache(HookedCache):
         self._text: np.ndarray[Any, np.dtype[np.int64]] | None = None
         self._new: torch.Tensor | None = None  # input_ids of the call under way
         words = {
-            "call": _NAME,
-            "model": type(model).__name__,
-            "capacity": str(capacity),
-            "batch": str(batch),
-            "block": str(block),
-        }
+            "call": _NAME, "model": type(model).__name__, "capacity": str(capacity),
+            "batch": str(batch), "block": str(block),
+        }  # fmt: skip
         ctx.runtime.agree(words, why_no_cache(model, capacity, batch, block))
         prepare(model, ctx, loss=False)
         asked, states = self._ask()
@@ -141,6 +132,11 @@ class Cache(HookedCache):
         """The cache underneath; None where the batch is not known yet."""
         return self._kv
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers of the model keep states, of a row's last token alone."""
+        return self._states is not None
+
     def close(self) -> None:
         """Gives the memory back, and leaves the model alone. Local. Idempotent."""
         self._detach()
@@ -153,23 +149,20 @@ class Cache(HookedCache):
         row whose prompt another cache of the model has read. Collective; blocks and raises as a
         call of the model does.
 
-        tokens: at most 16 for each row, of which some may have none; the same on every rank.
+        tokens: at most 16 for each row, at most one where `keeps_states`; some rows may have none.
+            The same on every rank.
 
         Returns logits `[rows, vocabulary]` of each row's last new token; zeros where there is none.
         Every rank computes all of them; where devices round differently, go on with rank 0's.
-        Raises, on every rank, InputError for other numbers, without `batch`, for padding, or where
-        the model keeps states; ContractMismatch where the ranks' tokens differ.
+        Raises, on every rank, InputError for other numbers, without `batch` or for padding;
+        ContractMismatch where the ranks' tokens differ.
         """
         self._check_open()
         try:
-            self._of_rows = CachedCall.of_rows(tokens, self._kv, self.ctx.device)
-            if self._states is not None:
-                name = type(self.model).__name__
-                raise InputError(
-                    f"{_NAME}: extend: rows of {name} have states; expected keys alone"
-                )
+            self._of_rows = CachedCall.of_rows(
+                tokens, self._kv, self.ctx.device, states=self.keeps_states
+            )
         except InputError as error:
-            self._of_rows = None
             refuse(_NAME, error, self.ctx.runtime)
         given = {cache_name(self.model): self, "use_cache": True}
         try:
@@ -181,16 +174,19 @@ class Cache(HookedCache):
     def copy(self, row: int, source: Cache, source_row: int = 0, tokens: int | None = None) -> None:
         """Row `row` becomes the first tokens of another cache's row: see `KVCache.copy`.
 
-        Raises InputError as that does; also for a cache without `batch` or a model with states.
+        Raises InputError as that does; also for a cache without `batch`, or `tokens` where layers
+        keep states, which only whole rows have.
         """
         self._check_open()
         theirs = getattr(source, "_kv", None)
-        if self._kv is None or theirs is None or self._states is not None:
-            self.refuse(
-                "copy: expected two caches with batch=N of a model without states, got "
-                f"{self!r} and {source!r:.80}"
-            )
+        if self._kv is None or theirs is None:
+            got = f"{self!r} and {source!r:.80}"
+            self.refuse(f"copy: expected two caches with batch=N, got {got}")
+        if self._states is not None and tokens is not None:
+            self.refuse(f"copy: tokens: expected None: only whole rows have states; got {tokens!r}")
         self._kv.copy(row, theirs, source_row, tokens)
+        if self._states is not None and source._states is not None:
+            self._states.copy(row, self._kv.batch, source._states, source_row)
         self._text = None  # unknown from here on
 
     # What transformers asks of a cache. In `generate` rows have the same length: their padding is
@@ -385,9 +381,9 @@ class Cache(HookedCache):
     def end(self, logits: torch.Tensor) -> torch.Tensor:
         """Ends the step: the logits that all ranks go on with. Collective; blocks as `agree`."""
         assert self._info is not None
-        step, self._info = self._info.step, None
+        step, self._info, rows = self._info.step, None, self._of_rows
         assert isinstance(step, Step)
-        if self._of_rows is not None:  # every rank has run all tokens
+        if rows is not None:  # every rank has run all tokens
             spread_logits = step.last(logits)[:, None]
         else:
             source = step.last_owner[0] if step.sharded else 0
@@ -395,8 +391,8 @@ class Cache(HookedCache):
         before = self.get_seq_length()
         step.commit()
         if self._states is not None:
-            self._states.commit()
-        if self._of_rows is None:
+            self._states.commit(rows.counts if rows else None)
+        if rows is None:
             self._remember(before)
         return spread_logits
 

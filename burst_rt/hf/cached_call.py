@@ -41,8 +41,12 @@ class CachedCall:
     counts: list[int] | None = None  # new tokens of each row, where rows differ
 
     @classmethod
-    def of_rows(cls, tokens: Any, kv: KVCache | None, device: torch.device) -> CachedCall:
+    def of_rows(
+        cls, tokens: Any, kv: KVCache | None, device: torch.device, *, states: bool
+    ) -> CachedCall:
         """A call in which rows have different numbers of new tokens, each behind its own.
+
+        states: whether layers keep states, which the filling of a shorter row would change.
 
         Raises InputError, on this rank alone, for what is not done.
         """
@@ -57,11 +61,12 @@ class CachedCall:
             rows = [[operator.index(token) for token in row] for row in tokens]
         except TypeError:
             rows = []
-        counts = [len(row) for row in rows]
-        if len(rows) != kv.batch or not 0 < max(counts) <= DECODED_TOGETHER:
+        counts, most = [len(row) for row in rows], 1 if states else DECODED_TOGETHER
+        if len(rows) != kv.batch or not 0 < max(counts) <= most:
+            why = " (layers of the model keep states)" if states else ""
             raise InputError(
-                f"{where}: tokens: expected {kv.batch} lists of at most {DECODED_TOGETHER} "
-                f"integers, not all empty, got {tokens!r:.200}"
+                f"{where}: tokens: expected {kv.batch} lists of at most {most} integers{why}, not "
+                f"all empty, got {tokens!r:.200}"
             )
         ids = torch.tensor([row + [0] * (max(counts) - len(row)) for row in rows])
         at = torch.tensor(kv.lengths)[:, None] + torch.arange(max(counts))

@@ -7,6 +7,7 @@ state after its last token on every rank; in other steps every rank runs all new
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from typing import TypeAlias
 
@@ -56,9 +57,33 @@ class States:
         """Begins a step, and forgets what one that was interrupted has found."""
         self._new = {}
 
-    def commit(self) -> None:
-        """Ends a step."""
+    def commit(self, counts: Sequence[int] | None = None) -> None:
+        """Ends a step. counts: new tokens of each row, where rows differ; one without any keeps
+        the state that it had.
+        """
+        if counts is not None and not all(counts):
+            had = torch.tensor(counts) > 0
+            for call, states in self._new.items():
+                before = self._kept.get(call, {})
+                for name, state in states.items():
+                    shown = had.view(-1, *[1] * (state.ndim - 1)).to(state.device)
+                    states[name] = state.where(shown, before.get(name, torch.zeros_like(state)))
         self._kept = self._kept | self._new
+
+    def copy(self, row: int, batch: int, source: States, source_row: int) -> None:
+        """Row `row` of `batch` becomes row `source_row` of other states."""
+        kept = dict[_CallOfLayer, dict[str, torch.Tensor]]()
+        for call, states in (self._kept | source._kept).items():
+            kept[call] = {}
+            for name, state in states.items():
+                shape = (batch, *state.shape[1:])
+                rows = self._kept.get(call, {}).get(name, state.new_zeros(shape))
+                taken = source._kept.get(call, {}).get(name, torch.zeros_like(rows))
+                # Not in place: what was made in inference mode is not changed outside of it.
+                at = torch.tensor([row], device=rows.device)
+                source_at = source_row if call in source._kept else row
+                kept[call][name] = rows.index_copy(0, at, taken[source_at][None])
+        self._kept = kept
 
     def forget(self) -> None:
         """Forgets all tokens."""

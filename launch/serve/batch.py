@@ -80,7 +80,12 @@ def answer_file(world: Context, options: GenerateOptions) -> None:
     num_rows = min(options.rows, world.first(lambda: len(lines)))
     rows = RowCaches(world, model, options.dtype, num_rows=num_rows, capacity=capacity)
     requests = Requests(
-        num_rows, capacity=capacity, chunk=_CHUNK, most_waiting=len(lines), within_s=float("inf")
+        num_rows,
+        capacity=capacity,
+        chunk=_CHUNK,
+        most_waiting=len(lines),
+        within_s=float("inf"),
+        keep_states=rows.keep_states,
     )
     desk = Desk(model=folder.path.name, vocabulary=vocabulary, requests=requests)
     answers = _Answers(desk, lines) if world.rank == 0 else None

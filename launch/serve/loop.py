@@ -55,7 +55,7 @@ class RowCaches:
             )
         except DeviceError as error:
             raise ConfigError(error.message) from error
-        self._device = world.device
+        self._device, self.keep_states = world.device, self._read.keeps_states
         self._given = {cache_name(model): self._read}
 
     def take(self, turn: Turn) -> tuple[Tensor | None, Tensor | None]:
@@ -64,12 +64,13 @@ class RowCaches:
         Collective.
         """
         of_rows = of_chunk = None
-        if any(turn.rows):
-            of_rows = self._written.extend(turn.rows)
         if turn.begin:
             self._read.reset()
             row, tokens = turn.begin
-            self._read.copy(0, self._written, row, tokens)
+            if tokens:
+                self._read.copy(0, self._written, row, None if self.keep_states else tokens)
+        if any(turn.rows):
+            of_rows = self._written.extend(turn.rows)
         if turn.chunk:
             chunk = torch.tensor([turn.chunk], device=self._device)
             of_chunk = self._model(input_ids=chunk, **self._given).logits[0, -1]

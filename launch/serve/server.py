@@ -40,6 +40,7 @@ def serve(world: Context, options: ServeOptions) -> None:
     requests = Requests(
         options.rows, capacity=options.capacity, chunk=options.chunk,
         most_waiting=options.queue, within_s=options.request_timeout,
+        keep_states=rows.keep_states,
     )  # fmt: skip
     server: _Server | None = None
     if world.rank == 0:

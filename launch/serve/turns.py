@@ -28,14 +28,14 @@ __all__ = ["QueueFull", "Request", "Requests", "Turn"]
 class Turn:
     """What all ranks do next, in this order; plain data.
 
-    rows: for each row its next token, in a list, or no token. begin: (a row, and how many of its
-    tokens the prompt begins with) where a prompt is begun. chunk: the next tokens of the prompt.
+    begin: (a row, and how many of its tokens the prompt begins with) where a prompt is begun. rows:
+    for each row its next token, in a list, or no token. chunk: the next tokens of the prompt.
     place: the row that the prompt takes once its chunk has been read; -1: none yet. stop: a signal
     ends the job instead. over: all has been done instead.
     """
 
-    rows: list[list[int]] = field(default_factory=list)
     begin: list[int] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
     chunk: list[int] = field(default_factory=list)
     place: int = -1
     stop: str = ""
@@ -89,12 +89,15 @@ class Requests:
 
     num_rows: how many are written at a time. capacity: tokens of a row. chunk: tokens of a prompt
     in a turn. most_waiting: how many may wait for a row. within_s: when a request is given up.
+    keep_states: rows have states, of all of their tokens: no prompt goes on from a part of a row.
     """
 
     def __init__(
-        self, num_rows: int, *, capacity: int, chunk: int, most_waiting: int, within_s: float
-    ) -> None:
+        self, num_rows: int, *, capacity: int, chunk: int, most_waiting: int, within_s: float,
+        keep_states: bool = False,
+    ) -> None:  # fmt: skip
         self.capacity, self._chunk, self._within_s = capacity, chunk, within_s
+        self._keep_states = keep_states
         self._waiting: deque[Request] = deque()
         self._most_waiting = most_waiting
         self._closed = False
@@ -236,6 +239,8 @@ class Requests:
                 return []
             request = self._waiting.popleft()
         alike = [_num_alike(row.tokens, request.prompt) for row in self._rows]
+        if self._keep_states:
+            alike = [n * (n == len(row.tokens)) for n, row in zip(alike, self._rows, strict=True)]
         source = alike.index(max(alike))
         # The row that begins like it goes on, unless it has much more than that; else the one that
         # was used longest ago.

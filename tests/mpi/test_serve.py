@@ -24,7 +24,7 @@ import psutil
 import pytest
 import torch
 from jobs import python_and_environment, run_command
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3_5TextConfig
 
 from burst_rt.launch.run import kill_job
 from burst_rt.launch.train.export import byte_tokenizer
@@ -34,23 +34,38 @@ _TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+_SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2, "eos_token_id": 0,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
 _LETTERS = slice(ord("a"), ord("z") + 1)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(**_SIZES, intermediate_size=48, head_dim=8)
+    return _save(config, tmp_path_factory.mktemp("serve") / "letters")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, of a model some of whose layers keep states."""
+    types = ["linear_attention", "full_attention"]
+    config = Qwen3_5TextConfig(
+        **_SIZES, intermediate_size=48, head_dim=8, layer_types=types, linear_num_value_heads=4,
+        linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    return _save(config, tmp_path_factory.mktemp("serve") / "letters")
+
+
+def _save(config: PretrainedConfig, folder: Path) -> Path:
     """A folder of a random model that writes small letters; its tokens are bytes."""
-    folder = tmp_path_factory.mktemp("serve") / "letters"
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2,
-        eos_token_id=0, max_position_embeddings=4096,
-    )  # fmt: skip
-    made = LlamaForCausalLM(config)
+    made = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         head = torch.zeros_like(made.lm_head.weight)
         # The scores of all others are 0, and some letter has a higher one.
@@ -115,7 +130,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_S
 @torch.inference_mode()
 def _alone(model: Path, prompt: str, num_tokens: int) -> tuple[str, list[float]]:
     """The likeliest text after a prompt, by one process, and the logarithms of its likelihoods."""
-    made = LlamaForCausalLM.from_pretrained(model)
+    made = AutoModelForCausalLM.from_pretrained(model).eval()
     text, logs = torch.tensor([list(prompt.encode())]), []
     for _ in range(num_tokens):
         scores = made(text).logits[0, -1].log_softmax(0)
@@ -184,7 +199,11 @@ def test_a_chat_is_written_as_its_template_says(model: Path, server: _Server) ->
     assert parts[-1].usage.completion_tokens == 9
 
 
-def test_requests_of_a_file_get_what_the_server_would_give(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["model", "hybrid"])
+def test_requests_of_a_file_get_what_the_server_would_give(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    model = request.getfixturevalue(kind)
     completion, chat = "/v1/completions", "/v1/chat/completions"
     lines = [
         {"custom_id": f"text {i}", "method": "POST", "url": completion,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from small_generation import make_decoder
-from small_hybrids import make_hybrid
+from small_hybrids import make_hybrid, token_by_token
 from small_models import CACHE
 
 import burst_rt
@@ -20,6 +20,7 @@ from burst_rt.errors import BurstError, ContractMismatch, InputError
 _NEW = 5
 _PROMPTS = (70, 300, 23)
 # A window, windows beside whole attention, sinks, experts.
+_HYBRIDS = ("Qwen3_5", "Bamba", "Mamba", "RecurrentGemma", "Lfm2", "MiniMax", "Zamba2")
 _MODELS = ("Llama", "Mistral", "Gemma3", "GptOss", "Mixtral", "Qwen3")
 
 
@@ -135,14 +136,50 @@ def test_what_rows_cannot_do_is_refused_on_every_rank(case: str) -> None:
         assert re.search(re.escape(words), message), message
 
 
-def test_states_and_padding_have_no_rows_of_their_own() -> None:
-    def states(ctx: burst_rt.Context) -> None:
-        model = make_hybrid("Qwen3Next").eval()
+@pytest.mark.parametrize("name", _HYBRIDS)
+def test_rows_of_models_with_states_generate_what_one_process_does(name: str) -> None:
+    model = make_hybrid(name).eval()
+    with token_by_token(name):
+        truth = [_alone(model, length) for length in _PROMPTS]
+    if name not in ("Mamba", "Mamba2"):
         model.set_attn_implementation("burst_rt")
-        cache = burst_rt.hf.Cache(model, ctx, capacity=40, batch=2)
-        with torch.inference_mode(), pytest.raises(InputError, match="have states"):
-            cache.extend([[1], []])
+    for world_size in (1, 3):
+        every = burst_rt.run_local(world_size, lambda ctx: _in_rows(ctx, model), timeout_s=120)
+        assert every == [truth] * world_size
 
+
+def test_states_are_of_whole_rows_and_copied_with_them() -> None:
+    hybrid = make_hybrid("Qwen3Next").eval()
+    hybrid.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> None:
+        model = deepcopy(hybrid)
+        one, rows = (burst_rt.hf.Cache(model, ctx, capacity=80, batch=batch) for batch in (1, 2))
+        assert one.keeps_states
+        with torch.inference_mode():
+            with pytest.raises(InputError, match=r"lists of at most 1 integers \(layers of the"):
+                rows.extend([[1, 2], []])
+            model(_prompt(40), **{CACHE: one})
+            with pytest.raises(InputError, match="tokens: expected None: only whole rows have sta"):
+                rows.copy(0, one, 0, 30)
+            rows.copy(1, one)
+            after = rows.extend([[], [7]])[1]
+            one.reset()
+            rows.copy(1, one)  # nothing, and no state
+            for token in (*_prompt(40)[0].tolist(), 7):
+                again = rows.extend([[], [token]])[1]
+            torch.testing.assert_close(again, after, rtol=1e-4, atol=1e-4)
+            one.copy(0, rows, 1)
+            more = model(torch.tensor([[5, 6]]), **{CACHE: one}).logits[0, -1]
+            for token in (5, 6):
+                again = rows.extend([[], [token]])[1]
+            torch.testing.assert_close(again, more, rtol=1e-4, atol=1e-4)
+
+    burst_rt.run_local(1, run)
+    burst_rt.run_local(2, run)
+
+
+def test_padding_has_no_rows_of_its_own() -> None:
     def padding(ctx: burst_rt.Context) -> None:
         cache = burst_rt.hf.Cache(deepcopy(_LLAMA), ctx, capacity=40, batch=2)
         assert cache.kv is not None
@@ -153,7 +190,6 @@ def test_states_and_padding_have_no_rows_of_their_own() -> None:
             with pytest.raises(InputError, match=r"no padding, got padding \[3, 0\]"):
                 cache.extend([[1], []])
 
-    burst_rt.run_local(1, states)
     burst_rt.run_local(1, padding)
 
 

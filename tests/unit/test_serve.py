@@ -196,8 +196,8 @@ class _Ranks:
     last token.
     """
 
-    def __init__(self, requests: Requests, num_rows: int) -> None:
-        self.requests = requests
+    def __init__(self, requests: Requests, num_rows: int, keep_states: bool = False) -> None:
+        self.requests, self.keep_states = requests, keep_states
         self.rows = [list[int]() for _ in range(num_rows)]
         self.one = list[int]()
         self.most_chunk = 0
@@ -206,14 +206,16 @@ class _Ranks:
         """Takes a turn; whether there was anything to do."""
         turn = self.requests.next_turn(0.0)
         of_rows = of_chunk = None
+        if turn.begin:
+            number, tokens = turn.begin
+            assert tokens <= len(self.rows[number])
+            if self.keep_states:
+                assert tokens in (0, len(self.rows[number]))
+            self.one = self.rows[number][:tokens]
         if any(turn.rows):
             for row, new in zip(self.rows, turn.rows, strict=True):
                 row += new
             of_rows = torch.stack([self._scores(row) for row in self.rows])
-        if turn.begin:
-            number, tokens = turn.begin
-            assert tokens <= len(self.rows[number])
-            self.one = self.rows[number][:tokens]
         if turn.chunk:
             self.one += turn.chunk
             self.most_chunk = max(self.most_chunk, len(turn.chunk))
@@ -249,10 +251,11 @@ def test_drawn_requests_get_the_tokens_of_their_own_text() -> None:
     chance = random.Random(1)
     for _ in range(30):
         num_rows, chunk = chance.randrange(1, 4), chance.choice((1, 3, 50))
+        states = chance.random() < 0.3
         requests = Requests(
-            num_rows, capacity=60, chunk=chunk, most_waiting=100, within_s=1e6
-        )  # fmt: skip
-        ranks = _Ranks(requests, num_rows)
+            num_rows, capacity=60, chunk=chunk, most_waiting=100, within_s=1e6, keep_states=states
+        )
+        ranks = _Ranks(requests, num_rows, states)
         common = [chance.randrange(9) for _ in range(30)]
         asked: list[tuple[Request, list[Any]]] = []
         for _ in range(12):
@@ -292,6 +295,22 @@ def test_a_prompt_that_begins_like_a_row_is_read_from_there_on() -> None:
             pass
         assert requests.num_reused - before == reused, number
         assert [chosen.token for chosen in told[:-1]] == _wanted(prompt, 2)
+
+
+def test_where_rows_have_states_a_prompt_goes_on_from_whole_rows_alone() -> None:
+    requests = Requests(
+        2, capacity=100, chunk=1000, most_waiting=9, within_s=1e6, keep_states=True
+    )  # fmt: skip
+    ranks, prompt = _Ranks(requests, 2, keep_states=True), [1] * 20
+    for more, reused in (([], 0), ([2], 21), ([3] * 5, 0)):
+        before, told = requests.num_reused, list[Any]()
+        requests.put(_request(prompt + more, 2, told))
+        while ranks.turn():
+            pass
+        assert requests.num_reused - before == reused
+        assert [chosen.token for chosen in told[:-1]] == _wanted(prompt + more, 2)
+        if not more:
+            prompt = [*prompt, told[0].token]  # what the row has
 
 
 def test_a_token_that_ends_texts_is_not_told() -> None:
