@@ -166,6 +166,7 @@ def test_states_are_of_whole_rows_and_copied_with_them() -> None:
             after = rows.extend([[], [7]])[1]
             one.reset()
             rows.copy(1, one)  # nothing, and no state
+            again = torch.zeros(0)
             for token in (*_prompt(40)[0].tolist(), 7):
                 again = rows.extend([[], [token]])[1]
             torch.testing.assert_close(again, after, rtol=1e-4, atol=1e-4)
