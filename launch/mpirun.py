@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -46,6 +47,7 @@ class MpiLauncher:
     path: Path
     family: str  # "Open MPI", "MPICH", "Intel MPI" or "unknown"
     version: str  # first line of the output of --version
+    name: ClassVar[str] = "mpirun"  # as users know it
 
     def command(
         self,

@@ -161,6 +161,7 @@ def _run_once(
             end = JobEnd(
                 job_dir=job_dir, num_ranks=num_ranks, started_at_s=started_at_s,
                 mpirun_code=mpirun.returncode, owed=owed, ranks=ranks, stuck_by=stuck, lost=lost,
+                started_by=launcher.name,
             )  # fmt: skip
             # The hub, which ends with this block, makes its post-mortem of what this leaves.
             text, result = _conclude(argv, kept, stop, end)

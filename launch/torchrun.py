@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.mpirun import MpiLauncher, find_launcher, mpirun_path
@@ -18,6 +19,8 @@ __all__ = ["TorchrunLauncher", "launcher_that_is_there"]
 
 class TorchrunLauncher(MpiLauncher):
     """The torchrun of this Python. Its `mpi_args` are always none."""
+
+    name: ClassVar[str] = "torchrun"
 
     def command(
         self,

@@ -43,7 +43,7 @@ class JobEnd:
     mpirun_code: negative where a signal ended mpirun. owed: the ranks that report however their
     programs end, unless they are lost. stuck_by: a rank's wait and the ended rank it waited for,
     where the launcher ended the job for that reason. lost: what telemetry knows of the rank that
-    was lost first.
+    was lost first. started_by: the command that started the ranks; torchrun where there is no MPI.
     """
 
     job_dir: Path
@@ -54,6 +54,7 @@ class JobEnd:
     ranks: Ranks
     stuck_by: tuple[RankWait, int] | None
     lost: Lost | None = None
+    started_by: str = "mpirun"
 
     @cached_property
     def reports(self) -> list[RankReport]:
@@ -269,7 +270,8 @@ def _stuck(end: JobEnd) -> str:
 
 
 def _mpirun_killed(end: JobEnd) -> str:
-    return f"burst-rt: mpirun itself was killed by {_in_words(end.told)}, and its ranks with it\n"
+    killed = f"{end.started_by} itself was killed by {_in_words(end.told)}"
+    return f"burst-rt: {killed}, and its ranks with it\n"
 
 
 def _leaver_left(end: JobEnd) -> str:
@@ -293,7 +295,7 @@ def _went(end: JobEnd) -> str:
     how = (
         f"was killed by {name}"
         if name
-        else f"ended without a report (mpirun's exit code is {code}{_bare_signal(code)})"
+        else f"ended without a report ({end.started_by}'s exit code is {code}{_bare_signal(end)})"
     )
     who, doing = f"one of ranks {', '.join(map(str, first))}", ""
     if len(first) == 1:
@@ -326,21 +328,21 @@ def _unknown(end: JobEnd) -> str:
     silent, code = end.silent, end.told
     if not silent:
         return (
-            f"burst-rt: every rank's program ended well, but mpirun's exit code is {code}: a rank "
-            "left a part of MPI open (a session, say), or failed after its program; mpirun's own "
-            "message, if any, is above\n"
+            f"burst-rt: every rank's program ended well, but {end.started_by}'s exit code is "
+            f"{code}: a rank left a part of MPI open (a session, say), or failed after its "
+            f"program; {end.started_by}'s own message, if any, is above\n"
         )
-    how = f"{code} ({name})" if (name := _in_words(code)) else f"{code}{_bare_signal(code)}"
+    how = f"{code} ({name})" if (name := _in_words(code)) else f"{code}{_bare_signal(end)}"
     if len(silent) == end.num_ranks:
         return (
-            f"burst-rt: no rank said why it ended; mpirun's exit code is {how} and its own "
-            "message, if any, is above\n"
+            f"burst-rt: no rank said why it ended; {end.started_by}'s exit code is {how} and "
+            "its own message, if any, is above\n"
         )
     names = ", ".join(map(str, silent))
     return (
         f"{_had_left(end, end.reports)}burst-rt: no report from rank {names}: killed by a signal, "
-        "or by mpirun after another rank had failed, or left by os._exit; mpirun's exit code is "
-        f"{how}\n"
+        f"or by {end.started_by} after another rank had failed, or left by os._exit; "
+        f"{end.started_by}'s exit code is {how}\n"
     )
 
 
@@ -352,12 +354,12 @@ def _in_words(code: int) -> str:
         return ""
 
 
-def _bare_signal(code: int) -> str:
+def _bare_signal(end: JobEnd) -> str:
     """The words for an exit code that may be a signal's own number; "" for other codes."""
-    if code not in _BARE_SIGNALS:
+    if end.told not in _BARE_SIGNALS:
         return ""
-    name = signal.Signals(code).name
-    return f", as of {name}, by which mpirun may itself have ended this rank or another"
+    name = signal.Signals(end.told).name
+    return f", as of {name}, by which {end.started_by} may itself have ended this rank or another"
 
 
 # The causes, the surest first: the first that applies is told.

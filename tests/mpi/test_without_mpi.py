@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 _PROGRAM = """
+import os
 import sys
 import torch
 import burst_rt
@@ -26,6 +27,8 @@ with burst_rt.init(device="cpu") as ctx:
     print(f"rank {ctx.rank} of {ctx.world_size}, {ctx.why_transport}")
     if sys.argv[1:] == ["fail"] and ctx.rank == 1:
         raise KeyError("mine")
+    if sys.argv[1:] == ["exit"] and ctx.rank == 1:
+        os._exit(1)
     ctx.all_gather(1)
 """
 
@@ -71,6 +74,17 @@ def test_the_last_words_are_those_of_the_rank_that_failed(python: Path, tmp_path
     *_, last = done.stderr.splitlines()
     assert last.startswith("burst-rt: rank 1 failed after "), done.stderr
     assert last.endswith("with KeyError: 'mine' (exit code 1)")
+
+
+def test_a_rank_without_a_report_is_told_by_torchrun_s_exit_code(
+    python: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM, encoding="utf-8")
+    done = _run(python, "run", "-n", "2", str(program), "exit")
+    assert done.returncode == 1, done.stderr
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("burst-rt: rank 1 ended without a report (torchrun's exit code is 1) af")
 
 
 def test_a_training(python: Path, tmp_path: Path) -> None:
