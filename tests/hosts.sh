@@ -10,7 +10,18 @@ set -eu
 at() { # NAME COMMAND...
     local pid
     pid=$(cat "/var/tmp/pids/$1")
-    exec nsenter --target "$pid" --mount --uts --net --ipc --pid="/proc/$pid/ns/pid_for_children" env -C "$PWD" TMPDIR=/var/tmp "${@:2}"
+    exec taskset --cpu-list "$(cores "${1#node}")" nsenter --target "$pid" --mount --uts --net --ipc --pid="/proc/$pid/ns/pid_for_children" \
+        env -C "$PWD" TMPDIR=/var/tmp "${@:2}"
+}
+
+# What one host leaves idle must not make another faster: each has cores of its own, as far as they go.
+cores() { # NUMBER: of a host
+    local all part hosts i some=()
+    all=($(for part in $(sed -n 's/^Cpus_allowed_list:\t//p' /proc/self/status | tr , ' '); do seq "${part%-*}" "${part#*-}"; done))
+    hosts=$(ls /var/tmp/pids | wc -l)
+    for ((i = $1 - 1; i < ${#all[@]}; i += hosts)); do some+=("${all[i]}"); done
+    ((hosts <= ${#all[@]})) || some=("${all[@]}")
+    IFS=, && echo "${some[*]}"
 }
 
 address() { [ "$1" = login ] && echo 10.77.0.254 || echo "10.77.0.${1#node}"; }

@@ -50,7 +50,8 @@ _MESSAGE_BYTES = (1 << 14, 1 << 18, 1 << 22)
 _REPEATS = 3
 _PAIRS = 12  # so often a small message and none take turns
 _TOKENS = (1024, 128)  # a tile has so many queries and keys
-_MASKS = (Full(), Causal(), SlidingWindow(64))
+_HEADS = 4  # for each thread: one call of a kernel does several
+_MASKS = (Full(), Causal(), SlidingWindow(64), SlidingWindow(512))
 _HEAD_DIM = 64
 _DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _NUMBERS = (1 << 10, 1 << 22)  # two tensors of so many are added
@@ -146,7 +147,7 @@ def _samples(device: torch.device) -> list[tuple[str, list[int], float]]:
     for name, products in (("forward", 2), ("backward", 5)):
         for mask, tokens in product(_MASKS, _TOKENS):
             work = Work(device, dtype, _HEAD_DIM, mask, forward=name == "forward", ring_size=2)
-            tile = TileProblem(work, tokens=tokens, alone=False)
+            tile = TileProblem(work, tokens=tokens, alone=False, heads=_HEADS)
             kernel = pick(work._replace(tiles=(tile.pieces,))).kernel
             which = f"{name} {mask!r} {tokens}"
             costs[which] = tile_cost(tile.pieces, 2 * products * tile.num_heads * _HEAD_DIM, 0)
@@ -170,7 +171,8 @@ def _whole_tile(runtime: Runtime) -> Callable[[], object]:
     """What does a tile without a mask."""
     device = runtime.device
     work = Work(device, _DTYPES[device.type], _HEAD_DIM, Full(), forward=True, ring_size=2)
-    return partial(TileProblem(work, tokens=_TOKENS[0], alone=False).run, pick(work).kernel)
+    tile = TileProblem(work, tokens=_TOKENS[0], alone=False, heads=_HEADS)
+    return partial(tile.run, pick(work).kernel)
 
 
 def _slowdown(runtime: Runtime, alone_s: float) -> float:

@@ -1,8 +1,9 @@
 """Bands (what a window leaves of a tile) on a CPU: strips of a few rows, by matrix products.
 
 torch's fused CPU attention computes all cells of a block, and is fast where a block has many rows.
-A block of many rows of a band has many hidden cells. Therefore a band is done here, in strips of a
-few rows. Each strip has the columns that its rows see; in its two corners cells are hidden:
+A block of many rows of a band has many hidden cells. Therefore a wide band is done here, in strips
+of a few rows (a narrow one by the fused kernel, see `cpu_calls.py`). Each strip has the columns
+that its rows see; in its two corners cells are hidden:
 
     o o o l
     u o o o      a strip of 2 rows of a band with 3 keys a row: u and l are its corners

@@ -41,7 +41,13 @@ from burst_rt.kernels.base import (
     sum_dtype,
 )
 from burst_rt.kernels.cells import outside
-from burst_rt.kernels.cpu_calls import KernelCall, PartSize, kernel_calls, parts_under_the_mask
+from burst_rt.kernels.cpu_calls import (
+    KernelCall,
+    PartSize,
+    kernel_calls,
+    part_of_direction,
+    parts_under_the_mask,
+)  # fmt: skip
 from burst_rt.kernels.cpu_memory import (
     DISTANCES_PART,
     MOST_MASKED,
@@ -61,11 +67,8 @@ __all__ = ["CpuKernel", "cpu_capabilities"]
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-
 # Maximum mean of the smaller side of a tile's pieces for which they count as small.
 _SMALL_SIDE = 1536
-# Rows of the largest triangle that the backward takes apart, where that gains more.
-_LARGEST_BACKWARD = 1536
 # Minimum number of keys: the float32 numbers of the longest vectors.
 _FEWEST_KEYS = 16
 # Maximum number of cells of a tile that is done in float64.
@@ -169,10 +172,7 @@ class CpuKernel(Kernel):
 
     def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> PartSize:
         """The most of a tile that one call of the fused kernel does."""
-        part = self._size_of(tile, qkv)
-        if forward or not part.edge:
-            return part
-        return part._replace(largest=_LARGEST_BACKWARD)
+        return part_of_direction(self._size_of(tile, qkv), tile.pieces, forward=forward)
 
     def _size_of(self, tile: Tile, qkv: QKV) -> PartSize:
         if tile.score_options.softcap is not None:

@@ -12,8 +12,8 @@ have no hidden cells:
 
 Blocks that lie alike along a diagonal are one call: each is a batch row of it.
 
-A window (a band) is left whole, for `bands.py`, or is done by the fused kernel in strips of a few
-rows, under a mask.
+A window (a band) is done by the fused kernel in strips of a few rows, under a mask, where it is
+narrow or `bands.py` cannot do it; else it is left whole, for `bands.py`.
 
 Stairs are a triangle whose small triangles are squares, without an edge to hide.
 
@@ -33,11 +33,13 @@ from burst_rt.kernels.base import Tile
 from burst_rt.planning.masks import Piece, Relation, Shape
 
 __all__ = [
+    "MOST_STRIP_COLUMNS",
     "STRIP",
     "STRIP_COLUMNS",
     "KernelCall",
     "PartSize",
     "kernel_calls",
+    "part_of_direction",
     "parts_under_the_mask",
 ]
 
@@ -49,6 +51,13 @@ _Relation: TypeAlias = Callable[[slice, slice], Relation]
 STRIP = 32
 # Maximum number of columns of all strips of a call.
 STRIP_COLUMNS = 16384
+# Rows of the largest triangle that the backward takes apart, where that gains more.
+_LARGEST_BACKWARD = 1536
+# Keys that a row sees beside its first one, in the widest band that is done in strips. The strips of
+# `bands.py` take more calls of torch, and the fused kernel is slower under a mask.
+_NARROW = {"forward": 512, "backward": 256}
+# Columns of the strips of a narrow band, for each of its rows, at most.
+MOST_STRIP_COLUMNS = {direction: 1 + width // STRIP for direction, width in _NARROW.items()}
 
 
 class PartSize(NamedTuple):
@@ -96,6 +105,19 @@ class KernelCall(NamedTuple):
         """The first block as a piece of the tile."""
         (a, b), (c, d) = ((x.start, x.stop) for x in (self.rows, self.columns))
         return Piece(a, b, c, d, self.shape, 0)
+
+
+def part_of_direction(part: PartSize, pieces: Sequence[Piece], *, forward: bool) -> PartSize:
+    """The part for a forward or a backward of a tile of these pieces: strips where all bands are
+    narrow, and larger triangles taken apart in a backward.
+    """
+    narrow = _NARROW["forward" if forward else "backward"]
+    sides = (
+        (p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in pieces if p.shape is Shape.BAND
+    )
+    strips = all(columns - rows <= narrow for rows, columns in sides)
+    largest = part.largest if forward or not part.edge else _LARGEST_BACKWARD
+    return part._replace(strips=part.strips or strips, largest=largest)
 
 
 class _Seen(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from burst_rt.kernels.bands import scratch_of_band
 from burst_rt.kernels.base import sum_dtype
-from burst_rt.kernels.cpu_calls import STRIP, STRIP_COLUMNS, PartSize
+from burst_rt.kernels.cpu_calls import MOST_STRIP_COLUMNS, STRIP, STRIP_COLUMNS, PartSize
 from burst_rt.kernels.naive import UntiledKernel
 from burst_rt.planning.problem import TileShape
 
@@ -70,6 +70,9 @@ def scratch_bytes(forward: bool, dtype: torch.dtype, tile: TileShape, *, wide: b
         columns = min(tile.kv_len * tile.num_kv_heads, part.kv_len * of_longest)
         if strips:
             columns = STRIP_COLUMNS * kv_heads
+        elif tile.banded:
+            of_narrow = MOST_STRIP_COLUMNS["forward" if forward else "backward"] * tile.q_len
+            columns = max(columns, min(STRIP_COLUMNS, of_narrow + STRIP) * kv_heads)
         q_part = max(q_part, rows * channels)
         kv_part = max(kv_part, columns * channels)
         shape = tile._replace(
@@ -78,7 +81,7 @@ def scratch_bytes(forward: bool, dtype: torch.dtype, tile: TileShape, *, wide: b
             kv_len=min(tile.kv_len, part.kv_len),
         )
         matrix = _untiled.scratch_bytes(forward, dtype, shape) if of_heads else 0
-    mask = _mask_bytes(tile, size, strips=bool(strips))
+    mask = _mask_bytes(tile, size, strips=tile.banded)
     cast = sum_dtype(dtype) != dtype
     q_parts, kv_parts = (1 + cast, 2 * cast) if forward else (2 + 2 * cast, 2 + 2 * cast)
     fused = _FUSED_BYTES if forward else 2 * _FUSED_BYTES

@@ -72,14 +72,19 @@ class KernelTimes(NamedTuple):
 
 
 class TileProblem:
-    """A standard tile of a class of work, bound to memory, for kernels to be timed on."""
+    """A standard tile of a class of work, bound to memory, for kernels to be timed on.
 
-    def __init__(self, work: Work, *, tokens: int | None = None, alone: bool = True) -> None:
+    heads: on a CPU, for each thread.
+    """
+
+    def __init__(
+        self, work: Work, *, tokens: int | None = None, alone: bool = True, heads: int = 1
+    ) -> None:
         device, wide = work.device, sum_dtype(work.dtype)
         self.dtype = work.dtype
         tokens = tokens or _TOKENS[device.type]
         if device.type == "cpu":
-            heads = torch.get_num_threads()
+            heads *= torch.get_num_threads()
         else:
             heads = max(1, _CHANNELS // work.head_dim)
         shape = (1, tokens, heads, work.head_dim)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
@@ -264,6 +264,12 @@ def test_triangles_and_bands_taken_apart_add_up_to_the_spec(
     assert_right(KERNELS["cpu"], make_block(name, dtype, batch=batch))
 
 
+def _leave_bands_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Narrow ones, too: for matrix products, not for the fused kernel."""
+    nothing = {"forward": -1, "backward": -1}
+    monkeypatch.setattr("burst_rt.kernels.cpu_calls._NARROW", nothing)
+
+
 @sampled(
     dtype=_DTYPES, name=["a band", "a narrow band"], rows=[28, 120], kv_heads=[1, 3], batch=[1, 2]
 )
@@ -278,6 +284,7 @@ def test_bands_in_strips_add_up_to_the_spec(
     """Some rows at a time, in strips of 3 rows, two at once; the last one is shorter."""
     part = PartSize(rows, 48, 3, edge=4, largest=60, strips=False)
     monkeypatch.setattr("burst_rt.kernels.cpu.SMALL_PART", part)
+    _leave_bands_whole(monkeypatch)
     for number, value in {"_ROWS": 12, "_FEWEST": 3, "_STRIP_ROWS": 3}.items():
         monkeypatch.setattr(f"burst_rt.kernels.bands.{number}", value)
     threads = torch.get_num_threads()
@@ -297,8 +304,13 @@ def test_bands_in_strips_add_up_to_the_spec(
 
 @pytest.mark.parametrize("sharpness", [1.0, 20.0, 100.0])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_bands_errors_are_torchs_own(head_dim: int, sharpness: float) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_bands_errors_are_torchs_own(
+    whole: bool, head_dim: int, sharpness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where one key has nearly all of a row: lse must give back the score it came from."""
+    if whole:
+        _leave_bands_whole(monkeypatch)
     torch.manual_seed(0)
     rows, width = 400, 64
     columns = rows + width - 1
@@ -657,24 +669,13 @@ _BANDS = [
 _TYPES_AND_THREADS = list(itertools.product([torch.float32, torch.bfloat16], [1, 4]))
 
 
-# The types and numbers of threads take turns; the others of a size are `long`.
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "threads"),
-    [
-        pytest.param(*pair, marks=() if at % 4 == turn else pytest.mark.long)
-        for at, sizes in enumerate(_BANDS)
-        for turn, pair in enumerate((dtype, sizes, n) for dtype, n in _TYPES_AND_THREADS)
-    ],
-)
-def test_a_band_takes_no_more_memory_than_scratch_bytes(
-    dtype: torch.dtype,
-    sizes: tuple[int, int, int, int, int],  # heads, kv heads, head_dim, rows, width
-    threads: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nor than its own part of them says, where the widest band there can be is no wider."""
+# Heads, kv heads, head_dim, rows, width.
+_Sizes: TypeAlias = tuple[int, int, int, int, int]
+
+
+def _peaks(sizes: _Sizes, dtype: torch.dtype, threads: int) -> tuple[TileShape, int, int]:
+    """A tile that is a band, and the most memory that its forward and its backward take."""
     heads, kv_heads, head_dim, rows, width = sizes
-    monkeypatch.setattr("burst_rt.kernels.bands.WIDEST_BAND", width)
     columns = rows + width - 1
     kernel, before = KERNELS["cpu"], torch.get_num_threads()
     q, dout = (torch.randn(2, rows, heads, head_dim, dtype=dtype) for _ in range(2))
@@ -682,7 +683,6 @@ def test_a_band_takes_no_more_memory_than_scratch_bytes(
     piece = Piece(0, rows, 0, columns, Shape.BAND, rows * width)
     block = Block(q, k, v, dout, torch.empty(0), (piece,), Table(torch.empty(0, 0)))
     (tile,) = tiles(block, split=False)
-    shape = TileShape(2, heads, kv_heads, head_dim, rows, columns, banded=True)
     torch.set_num_threads(threads)
     try:
         state = empty_state(q)
@@ -695,11 +695,44 @@ def test_a_band_takes_no_more_memory_than_scratch_bytes(
         sums = Gradients(*zeros)
         with _Peak([*block.qkv, *upstream, *zeros]) as backward:
             kernel.backward(block.qkv, upstream, tile, sums)
-        for direction, peak in ((True, forward.peak_bytes), (False, backward.peak_bytes)):
-            assert 0 < peak <= scratch_of_band(direction, dtype, shape, rows)
-            assert peak <= kernel.scratch_bytes(direction, dtype, shape)
     finally:
         torch.set_num_threads(before)
+    shape = TileShape(2, heads, kv_heads, head_dim, rows, columns, banded=True)
+    return shape, forward.peak_bytes, backward.peak_bytes
+
+
+# The types and numbers of threads take turns; the others of a size are `long`.
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "threads"),
+    [
+        pytest.param(*pair, marks=() if at % 4 == turn else pytest.mark.long)
+        for at, sizes in enumerate(_BANDS)
+        for turn, pair in enumerate((dtype, sizes, n) for dtype, n in _TYPES_AND_THREADS)
+    ],
+)
+def test_a_band_takes_no_more_memory_than_scratch_bytes(
+    dtype: torch.dtype, sizes: _Sizes, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor than its own part of them says, where the widest band there can be is no wider."""
+    *_, rows, width = sizes
+    monkeypatch.setattr("burst_rt.kernels.bands.WIDEST_BAND", width)
+    _leave_bands_whole(monkeypatch)
+    shape, *peaks = _peaks(sizes, dtype, threads)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    for direction, peak in zip((True, False), peaks, strict=True):
+        assert 0 < peak <= scratch_of_band(direction, dtype, shape, rows)
+        assert peak <= KERNELS["cpu"].scratch_bytes(direction, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 65, 257, 513])
+@pytest.mark.parametrize(("heads", "kv_heads", "rows"), [(8, 2, 1700), (3, 3, 100), (2, 1, 6000)])
+def test_a_narrow_band_takes_no_more_memory_than_scratch_bytes(
+    heads: int, kv_heads: int, rows: int, width: int, dtype: torch.dtype
+) -> None:
+    shape, *peaks = _peaks((heads, kv_heads, 32, rows, width), dtype, 1)
+    for direction, peak in zip((True, False), peaks, strict=True):
+        assert 0 < peak <= KERNELS["cpu"].scratch_bytes(direction, dtype, shape)
 
 
 @pytest.mark.parametrize("name", KERNELS)
