@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["generate", "no_tokenizer", "open_model", "sample"]
 
 _NOT_A_NUMBER = -1
+# So many tokens are sorted first.
+_LIKELIEST = 256
 
 
 def generate(world: Context, options: GenerateOptions) -> None:
@@ -74,9 +76,26 @@ def sample(
         return _NOT_A_NUMBER
     if temperature == 0:
         return int(scores_V.argmax())
-    likely_V, tokens_V = (scores_V / temperature).softmax(0).sort(0, descending=True)
-    likely_V[likely_V.cumsum(0) - likely_V >= top_p] = 0
-    return int(tokens_V[torch.multinomial(likely_V, 1, generator=generator)])
+    shares_V = (scores_V / temperature).softmax(0)
+    if top_p >= 1:
+        return _draw(shares_V, generator)
+    # Sorting all tokens takes longer than all else, and a few have nearly all of the probability.
+    count = min(_LIKELIEST, len(shares_V))
+    likely, tokens = shares_V.topk(count)
+    while count < len(shares_V) and likely.sum() < top_p:
+        count = min(8 * count, len(shares_V))
+        likely, tokens = shares_V.topk(count)
+    likely[likely.cumsum(0) - likely >= top_p] = 0
+    return int(tokens[_draw(likely, generator)])
+
+
+def _draw(shares: Tensor, generator: torch.Generator) -> int:
+    """A place, drawn by shares that need not add up to 1. One number is drawn for any length."""
+    ends = shares.cumsum(0)
+    at = torch.rand(1, generator=generator, dtype=shares.dtype) * ends[-1]
+    # A product that is rounded up would be behind the last place.
+    at = at.minimum(ends[-1].nextafter(ends.new_zeros(())))
+    return int(torch.searchsorted(ends, at, right=True))
 
 
 def _run(

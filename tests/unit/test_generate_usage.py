@@ -57,6 +57,27 @@ def test_tokens_are_drawn_by_their_probabilities_among_the_most_likely() -> None
     assert abs(warm[1] / warm[0] - 5**0.5) < 0.4
 
 
+@pytest.mark.parametrize("num", [2, 257, 5000])
+def test_what_is_drawn_among_many_tokens_is_what_a_whole_sort_leaves(num: int) -> None:
+    generator = torch.Generator().manual_seed(num)
+    for spread in (0.0, 1.0, 4.0):
+        scores = spread * torch.randn(num, generator=generator)
+        shares, tokens = scores.double().softmax(0).sort(descending=True)
+        for top_p in (0.05, 0.6, 0.99):
+            shown = shares.cumsum(0) - shares < top_p
+            drawn = torch.tensor(
+                [
+                    sample(scores, temperature=1.0, top_p=top_p, generator=generator)
+                    for _ in range(100)
+                ]
+            )
+            if spread:  # else all are equal, and any of them may be left out
+                assert torch.isin(drawn, tokens[shown]).all()
+            assert len(drawn.unique()) <= shown.sum()
+            if spread == 0.0 and num == 5000 and top_p == 0.99:
+                assert len(drawn.unique()) > 90
+
+
 def test_scores_that_are_no_numbers_are_no_token() -> None:
     generator = torch.Generator()
     for scores in ([0.0, torch.nan], [torch.inf, 0.0]):
