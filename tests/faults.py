@@ -458,7 +458,8 @@ def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
         if left:
             outcome.problems.append(f"files left: {left}")
         jobs = [*kept.iterdir()] if kept.is_dir() else []
-        if len(jobs) > (code != 0):
+        # The others cannot know how a rank ended that left without a word.
+        if len(jobs) > (code != 0 or case.how == "os-exit-0"):
             outcome.problems.append(f"jobs kept: {jobs}")
     # Open MPI's abort leaves a NUL byte in the output.
     last = (
@@ -506,14 +507,14 @@ def _last_line(case: Case) -> str:
             rank
             + rf"crashed in native code \(signal {_CRASHES[case.how]}, {case.how.upper()}\){doing}"
         )
+    if case.phase == "checkpoint" and case.how in ("raise", "memory"):
+        # `burst-rt train` ends on all ranks by what rank 0 was told to do alone.
+        return r"burst-rt: InputError: first: fn raised RuntimeError: .*"
     if case.how == "raise":
         return (
             rank
             + rf"failed {after} with RuntimeError: the leaver's own error \(exit code 1\){doing}"
         )
-    if case.phase == "checkpoint" and case.how in ("raise", "memory"):
-        # `burst-rt train` ends on all ranks by what rank 0 was told to do alone.
-        return r"burst-rt: InputError: first: fn raised RuntimeError: .*"
     if case.how == "memory":
         return rank + rf"failed {after} with .*memory.* \(exit code \d+\){doing}"
     if case.phase == "trainer" and case.how == "exit-0":
