@@ -43,7 +43,10 @@ _DRAG = """(bar, at) => {
   bar.dispatchEvent(new Event("input"));
 }"""
 _SIDES = """async () => (await import("/main.js")).made.get("compare").sides.map(
-  ({ start, span, until, spans }) => ({ start, span, until, total: spans.total }))"""
+  ({ start, span, until, spans, rows, canvas }) => {
+    const { y, height } = rows?.at(-1) ?? { y: 0, height: 0 };
+    return { start, span, until, total: spans.total, hidden: y + height - canvas.clientHeight };
+  })"""
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +219,8 @@ def test_two_records_are_compared_and_the_same_call_is_shown_of_both(
     starts = [side["start"] for side in sides]
     assert starts[1] == pytest.approx(1.5 * starts[0], abs=0.1)
     assert sides[0]["until"] - starts[0] == pytest.approx(sides[1]["until"] - starts[1])
+    # All lanes of both are in sight, below the axis.
+    assert all(side["hidden"] <= -26 for side in sides)
     # Zoom and pan are of both.
     page.locator(".side canvas").first.hover()
     page.keyboard.press("+")

@@ -55,8 +55,9 @@ export class Picture {
     const ranks = this.job.present.ranks.map(({ rank }) => rank).filter((rank) => this.only == null || rank === this.only);
     const lanes = ORDER.filter((i) => this.lanes[i] || i < 3);
     const room = this.canvas.clientHeight - AXIS;
-    const each = room / Math.max(1, ranks.length);
-    const lane = Math.max(8, Math.min(ranks.length > 1 ? 38 : 60, Math.floor((each - 18) / lanes.length)));
+    // Beside its lanes a rank has a row of calls and a gap, 21 pixels, and there is a gap above them all.
+    const each = (room - 8) / Math.max(1, ranks.length);
+    const lane = Math.max(8, Math.min(ranks.length > 1 ? 38 : 60, Math.floor((each - 21) / lanes.length)));
     const call = lane > 14 ? 12 : 6;
     const gap = lane > 14 ? 8 : 4;
     this.rows = [];
