@@ -48,7 +48,7 @@ class _Spread(Run):
         program = plan.choice.program
         assert isinstance(program, Hybrid)
         self.hybrid, self.world_rank = program, plan.rank
-        group, self.number = divmod(plan.rank, program.group_size)
+        group, self.number = program.place(plan.rank)
         return program.ring, group
 
     def options_of_heads(self, score_options: ScoreOptions) -> ScoreOptions:
@@ -111,7 +111,7 @@ class _Spread(Run):
 
         start and stop are token numbers in the member's shard.
         """
-        role, rank = op.tensor, self.rank * self.hybrid.group_size + member
+        role, rank = op.tensor, self._rank_of(member)
         dim, blocks = _TOKEN_DIM.get(role, 1), self.whole[role][op.slice]
         bounds = self.bounds(queries=role.queries)
         at = 0
@@ -166,7 +166,7 @@ class _Spread(Run):
             view.copy_(here) if op.gather else here.copy_(view)
 
     def _rank_of(self, member: int) -> int:
-        return self.rank * self.hybrid.group_size + member
+        return self.hybrid.rank_of(self.rank, member)
 
 
 class HybridForwardRun(_Spread, ForwardRun):

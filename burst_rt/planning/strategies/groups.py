@@ -1,6 +1,5 @@
-"""The problems of a hybrid: what the members of a group solve together, and a slice of its heads.
-
-Groups of neighbouring ranks take the place of ranks, and each member has a part of the heads.
+"""The problems of a hybrid: what groups solve, whose members have a part of the heads each, and
+what a slice of these heads is.
 """
 
 from __future__ import annotations
@@ -52,10 +51,11 @@ def _divide(heads: int, kv_heads: int, slices: int) -> bool:
     return even and heads % slices == 0
 
 
-def grouped(problem: Problem, size: int) -> Problem:
+def grouped(problem: Problem, size: int, across: bool = False) -> Problem:
     """The problem that the members with the same number in their groups solve together.
 
-    Groups of `size` ranks take the place of ranks; each member has a part of the heads. Raises
+    Groups of `size` ranks take the place of ranks; each member has a part of the heads. across:
+    whether a group has a rank of each of `size` nodes; else its ranks are neighbours. Raises
     InputError where groups or heads do not divide.
     """
     world, heads, kv_heads = problem.world_size, problem.num_heads, problem.num_kv_heads
@@ -75,7 +75,7 @@ def grouped(problem: Problem, size: int) -> Problem:
             f"{layout.kind} in groups of {size}",
             layout.seq_len,
             world // size,
-            _group_runs(layout.runs, size),
+            _group_runs(_by_group(layout.runs, size, across), size),
             layout.digest,
         )
         for layout in (problem.q_layout, problem.kv_layout)
@@ -90,6 +90,12 @@ def grouped(problem: Problem, size: int) -> Problem:
         # The members sum the sinks' gradient over their own queries, before heads are spread.
         scores=problem.scores._replace(sinks_need_grad=False),
     )
+
+
+def _by_group(runs: _Runs, size: int, across: bool) -> _Runs:
+    """The runs of all ranks, group after group."""
+    groups = len(runs) // size
+    return tuple(own for first in range(groups) for own in runs[first::groups]) if across else runs
 
 
 def _group_runs(runs: _Runs, size: int) -> _Runs:

@@ -3,7 +3,8 @@
 Heads are spread inside a group, the sequence over the groups. One group of all ranks is
 DeepSpeed-Ulysses (arXiv 2309.14509), several groups are USP (arXiv 2405.07719), groups of one rank
 are the plain ring. Group g is ranks g * size to g * size + size - 1, so that the all-to-all stays
-inside a node where the group fits in one.
+inside a node where the group fits in one. Or it is rank g of each node, and rings stay inside
+nodes: between W nodes an all-to-all sends each tensor once, a ring W - 1 times.
 
 Heads may go in slices, one slice after another, so that attention of a slice runs while the next
 slices travel: only the first slice's way there and the last one's way back are waited for. Slices
@@ -37,11 +38,7 @@ from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import GRADIENTS, Role
 from burst_rt.planning.strategies.groups import grouped, sliced
 from burst_rt.planning.strategies.program import Footprint
-from burst_rt.planning.strategies.ring import (
-    Ring,
-    backward_ring,
-    forward_ring,
-)
+from burst_rt.planning.strategies.ring import Ring, backward_ring, forward_ring
 from burst_rt.planning.strategies.ring_builder import RingBuilder, dsinks
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part, Transfer
 
@@ -91,6 +88,7 @@ class Hybrid:
     ring: Ring
     group_size: int
     slices: int = 1  # slices of a member's query heads
+    across: bool = False  # whether a group is a rank of each node, and not neighbouring ranks
 
     @property
     def forward(self) -> bool:
@@ -104,6 +102,24 @@ class Hybrid:
     def ring_size(self) -> int:
         return self.problem.world_size // self.group_size
 
+    def place(self, rank: int) -> tuple[int, int]:
+        """The number of a rank's group, and the rank's number in it."""
+        if self.across:
+            number, group = divmod(rank, self.ring_size)
+            return group, number
+        return divmod(rank, self.group_size)
+
+    def rank_of(self, group: int, number: int) -> int:
+        """The rank with a number in a group."""
+        if self.across:
+            return number * self.ring_size + group
+        return group * self.group_size + number
+
+    def members(self, rank: int) -> list[int]:
+        """The ranks of a rank's group, in the order of their numbers."""
+        group, _ = self.place(rank)
+        return [self.rank_of(group, number) for number in range(self.group_size)]
+
     @property
     def wiring(self) -> Hashable:
         """See `Program.wiring`."""
@@ -111,7 +127,8 @@ class Hybrid:
         lengths = tuple(self.shard_len(role, rank) for role in (Role.Q, Role.K) for rank in ranks)
         sizes = tuple((role, self.token_bytes(role)) for role in roles)
         return (
-            self.ring.wiring, self.group_size, self.slices, lengths, sizes, self.problem.sink_bytes,
+            self.ring.wiring, self.group_size, self.slices, self.across, lengths, sizes,
+            self.problem.sink_bytes,
         )  # fmt: skip
 
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
@@ -120,13 +137,13 @@ class Hybrid:
 
     def messages(self, rank: int) -> Iterator[Transfer]:
         """See `Program.messages`."""
-        group, member = divmod(rank, self.group_size)
+        group, member = self.place(rank)
         for number in range(self.slices):
             yield from self._spread_messages(rank, number, number, gather=True)
         tag = self.slices
         for number in range(self.slices):
             for each in self.ring.messages(group, tag):
-                source, receiver = (at * self.group_size + member for at in each[:2])
+                source, receiver = (self.rank_of(at, member) for at in each[:2])
                 yield each._replace(source=source, receiver=receiver)
             tag += self.ring.num_tags
             yield from self._spread_messages(rank, number, tag, gather=False)
@@ -140,23 +157,20 @@ class Hybrid:
         gather: whether each member gives the others their heads for its tokens; else they return
         them.
         """
-        first = rank - rank % self.group_size
         for role in self.travelling(number, gather=gather):
-            for peer in range(first, first + self.group_size):
+            for peer in self.members(rank):
                 for source, receiver in ((rank, peer), (peer, rank)) if peer != rank else ():
                     length = self.shard_len(role, source if gather else receiver)
                     if length:
                         yield Transfer(source, receiver, tag, length * self.token_bytes(role))
 
     def __str__(self) -> str:
-        size = self.group_size
-        spread = (
-            "heads are spread over "
-            f"{'all ranks' if size == self.problem.world_size else f'groups of {size} ranks'}"
-            f"{f' in {self.slices} slices' if self.slices > 1 else ''}"
-        )
+        size, slices = self.group_size, f" in {self.slices} slices" if self.slices > 1 else ""
+        if size == self.problem.world_size:
+            return f"heads are spread over all ranks{slices}"
+        members = "ranks, one of each node" if self.across else "ranks"
         return (
-            spread if size == self.problem.world_size else f"{spread}; between groups {self.ring}"
+            f"heads are spread over groups of {size} {members}{slices}; between groups {self.ring}"
         )
 
     @property
@@ -218,7 +232,7 @@ class Hybrid:
 
     def places(self, role: Role, rank: int) -> tuple[range, ...]:
         """The places of the tokens of a rank's runs, in local order, in the shard of its group."""
-        inner, group = self.ring.problem, rank // self.group_size
+        inner, group = self.ring.problem, self.place(rank)[0]
         runs = (self.problem.q_runs if role.queries else self.problem.kv_runs)[rank]
         joined = (inner.q_runs if role.queries else inner.kv_runs)[group]
         starts = accumulate(map(len, joined), initial=0)
@@ -236,7 +250,7 @@ class Hybrid:
 
     def tiles(self, rank: int) -> Iterator[tuple[tuple[range, ...], tuple[range, ...]]]:
         """See `Program.tiles`."""
-        return self.ring.tiles(rank // self.group_size)
+        return self.ring.tiles(self.place(rank)[0])
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
@@ -250,11 +264,9 @@ class Hybrid:
 
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`. Copies are gathered tensors, and results that go back."""
-        tile = self.ring.footprint(rank // self.group_size).tile
-        inner = self._unsliced.footprint(rank // self.group_size)
-        members = range(
-            rank - rank % self.group_size, rank - rank % self.group_size + self.group_size
-        )
+        group, _ = self.place(rank)
+        tile, inner = self.ring.footprint(group).tile, self._unsliced.footprint(group)
+        members = self.members(rank)
         # Where gradients are summed in a wider type, the sums themselves go back and are not
         # copied.
         wider = self.problem.input_bytes != self.problem.sum_bytes
@@ -280,7 +292,7 @@ class Hybrid:
         """The ring of all of a member's heads."""
         if self.slices == 1:
             return self.ring
-        problem = grouped(self.problem, self.group_size)
+        problem = grouped(self.problem, self.group_size, self.across)
         if self.forward:
             return forward_ring(problem)
         return backward_ring(problem, queries_travel=self.queries_travel)
@@ -294,10 +306,9 @@ class _HybridBuilder:
 
     def __init__(self, hybrid: Hybrid, rank: int, lanes: tuple[Lane, ...]) -> None:
         self.hybrid, self.rank = hybrid, rank
-        size = hybrid.group_size
-        self.group, self.number = divmod(rank, size)
+        self.group, self.number = hybrid.place(rank)
         self.g = GraphBuilder(rank, hybrid.problem.world_size, lanes)
-        peers = [group * size + self.number for group in range(hybrid.ring_size)]
+        peers = [hybrid.rank_of(group, self.number) for group in range(hybrid.ring_size)]
         # Slices are computed one after another. Else a later one might take the place of what the
         # results of an earlier one wait for.
         self.turn = [self.g.buffer("turn", initialised=True)] if hybrid.slices > 1 else []
@@ -341,7 +352,7 @@ class _HybridBuilder:
         gather: whether tokens were spread and heads will be; else the way back. after: parts that
         must have arrived before. Returns the parts that arrive.
         """
-        hybrid, first = self.hybrid, self.group * self.hybrid.group_size
+        hybrid, members = self.hybrid, self.hybrid.members(self.rank)
         sends: list[tuple[Part, int]] = []
         recvs: list[tuple[Part, int]] = []
         arrived: list[tuple[Unpack, Part]] = []
@@ -352,12 +363,11 @@ class _HybridBuilder:
             source, target = (local, gathered) if gather else (gathered, local)
             # On the way there a message has as many tokens as its sender's shard, on the way back
             # as its receiver's.
-            for member in range(hybrid.group_size):
+            for member, peer in enumerate(members):
                 if member == self.number:
                     if hybrid.shard_len(role, self.rank):
                         self._copy("keep", Keep(role, gather, at), source, accumulates=target)
                     continue
-                peer = first + member
                 out_of, into = (self.rank, peer) if gather else (peer, self.rank)
                 sent, received = (
                     hybrid.shard_len(role, owner) * hybrid.token_bytes(role)
@@ -417,20 +427,22 @@ class _HybridBuilder:
 
 
 @lru_cache(maxsize=8)
-def forward_hybrid(problem: Problem, group_size: int, slices: int = 1) -> Hybrid:
-    """The forward. Raises InputError where groups, heads or slices do not divide."""
-    ring = forward_ring(sliced(grouped(problem, group_size), slices))
-    return Hybrid(problem, ring, group_size, slices)
+def forward_hybrid(problem: Problem, size: int, slices: int = 1, across: bool = False) -> Hybrid:
+    """The forward, with `size` ranks a group. Raises InputError where groups, heads or slices do
+    not divide.
+    """
+    ring = forward_ring(sliced(grouped(problem, size, across), slices))
+    return Hybrid(problem, ring, size, slices, across)
 
 
 @lru_cache(maxsize=8)
 def backward_hybrid(
-    problem: Problem, group_size: int, slices: int = 1, *, queries_travel: bool
+    problem: Problem, size: int, slices: int = 1, across: bool = False, *, queries_travel: bool
 ) -> Hybrid:
-    """The backward. Raises InputError where groups, heads or slices do not divide.
+    """The backward; see `forward_hybrid`.
 
     queries_travel: whether the query side travels between the groups.
     """
-    of_slice = sliced(grouped(problem, group_size), slices)
+    of_slice = sliced(grouped(problem, size, across), slices)
     ring = backward_ring(of_slice, queries_travel=queries_travel)
-    return Hybrid(problem, ring, group_size, slices)
+    return Hybrid(problem, ring, size, slices, across)

@@ -128,8 +128,17 @@ def _hybrid(d: Direction) -> _Programs:
 
 
 def _sliced(d: Direction) -> _Programs:
-    slices = d.size or most_slices(d.problem, d.world_size)
-    return _hybrids(d, f"sliced:{slices}", d.world_size, slices)
+    """Between nodes; on one node, between its ranks."""
+    nodes = d.world_size // d.ranks_per_node
+    size = nodes if nodes > 1 else d.world_size
+    slices = d.size or most_slices(d.problem, size)
+    name, across = f"sliced:{slices}", size < d.world_size
+    if d.forward:
+        yield name, forward_hybrid(d.problem, size, slices, across)
+        return
+    for side, queries in (_SIDES if across else {"": False}).items():
+        program = backward_hybrid(d.problem, size, slices, across, queries_travel=queries)
+        yield _label(name, side), program
 
 
 def _ring_naive(d: Direction) -> _Programs:
@@ -192,15 +201,14 @@ def _ring(d: Direction, route: Route | None, *, queries_travel: bool = False, si
     return min(ring, other, key=Ring.reach)
 
 
-def _hybrids(d: Direction, name: str, size: int, slices: int = 1) -> _Programs:
+def _hybrids(d: Direction, name: str, size: int) -> _Programs:
     """All-to-all in groups of `size` ranks, with a ring between them."""
     if d.forward:
-        yield name, forward_hybrid(d.problem, size, slices)
+        yield name, forward_hybrid(d.problem, size)
         return
     # One group does not need a ring: nothing travels.
     for side, queries in (_SIDES if size < d.world_size else {"": False}).items():
-        program = backward_hybrid(d.problem, size, slices, queries_travel=queries)
-        yield _label(name, side), program
+        yield _label(name, side), backward_hybrid(d.problem, size, queries_travel=queries)
 
 
 def _label(*words: str) -> str:
