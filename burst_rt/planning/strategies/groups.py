@@ -1,6 +1,4 @@
-"""The problems of a hybrid: what groups solve, whose members have a part of the heads each, and
-what a slice of these heads is.
-"""
+"""The problem that a group of ranks solves, whose members share the heads, and that of a slice."""
 
 from __future__ import annotations
 
@@ -10,14 +8,14 @@ from burst_rt.errors import InputError
 from burst_rt.planning.layouts import Layout, blocks_of
 from burst_rt.planning.problem import Problem
 
-__all__ = ["grouped", "most_slices", "sliced"]
+__all__ = ["most_slices", "of_groups", "of_slice"]
 
 _Runs = tuple[tuple[range, ...], ...]
 # With more slices less of the first and of the last is exposed, and tiles are smaller.
 _MOST_SLICES = 4
 
 
-def sliced(problem: Problem, slices: int) -> Problem:
+def of_slice(problem: Problem, slices: int) -> Problem:
     """The problem of one of the slices into which a member's heads are cut.
 
     Slices of fewer kv heads than slices share a kv head. Raises InputError where `slices` does not
@@ -51,7 +49,7 @@ def _divide(heads: int, kv_heads: int, slices: int) -> bool:
     return even and heads % slices == 0
 
 
-def grouped(problem: Problem, size: int, across: bool = False) -> Problem:
+def of_groups(problem: Problem, size: int, across: bool = False) -> Problem:
     """The problem that the members with the same number in their groups solve together.
 
     Groups of `size` ranks take the place of ranks; each member has a part of the heads. across:

@@ -36,7 +36,7 @@ from typing import ClassVar
 from burst_rt.planning.operations import Delta
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import GRADIENTS, Role
-from burst_rt.planning.strategies.groups import grouped, sliced
+from burst_rt.planning.strategies.groups import of_groups, of_slice
 from burst_rt.planning.strategies.program import Footprint
 from burst_rt.planning.strategies.ring import Ring, backward_ring, forward_ring
 from burst_rt.planning.strategies.ring_builder import RingBuilder, dsinks
@@ -292,7 +292,7 @@ class Hybrid:
         """The ring of all of a member's heads."""
         if self.slices == 1:
             return self.ring
-        problem = grouped(self.problem, self.group_size, self.across)
+        problem = of_groups(self.problem, self.group_size, self.across)
         if self.forward:
             return forward_ring(problem)
         return backward_ring(problem, queries_travel=self.queries_travel)
@@ -431,7 +431,7 @@ def forward_hybrid(problem: Problem, size: int, slices: int = 1, across: bool = 
     """The forward, with `size` ranks a group. Raises InputError where groups, heads or slices do
     not divide.
     """
-    ring = forward_ring(sliced(grouped(problem, size, across), slices))
+    ring = forward_ring(of_slice(of_groups(problem, size, across), slices))
     return Hybrid(problem, ring, size, slices, across)
 
 
@@ -443,6 +443,6 @@ def backward_hybrid(
 
     queries_travel: whether the query side travels between the groups.
     """
-    of_slice = sliced(grouped(problem, size, across), slices)
-    ring = backward_ring(of_slice, queries_travel=queries_travel)
+    inner = of_slice(of_groups(problem, size, across), slices)
+    ring = backward_ring(inner, queries_travel=queries_travel)
     return Hybrid(problem, ring, size, slices, across)
