@@ -121,7 +121,7 @@ def parse_strategy(text: str) -> str:
     hint = "; `burst-rt plan` compares what auto chooses from" if text == "auto" else ""
     raise InputError(
         f"--strategy: expected one of {', '.join(known)}, hybrid:N, two-level:N (N: ranks of a "
-        f"group), got {text!r}{hint}"
+        f"group), sliced:N (N: slices), got {text!r}{hint}"
     )
 
 

@@ -19,12 +19,15 @@ from worlds import Case, attend_over_threads
 from burst_rt import Causal, Documents, Full, Mask
 from burst_rt.errors import InputError
 from burst_rt.kernels import sum_dtype
+from burst_rt.launch.plan.layers import SpreadLayer
+from burst_rt.launch.plan.model import Question, forecast_model
+from burst_rt.launch.plan.models import parse_model
 from burst_rt.planning.choose import choose, forecast
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.operations import TileOperation
 from burst_rt.planning.strategies import Hybrid
 from burst_rt.planning.strategies.table import TABLE, Direction
-from burst_rt.scheduler import Graph, Schedule, check_world
+from burst_rt.scheduler import NCCL_LANES, Graph, Schedule, check_world
 from burst_rt.scheduler.simulator import simulate
 
 
@@ -130,6 +133,7 @@ def test_graphs_fit_and_send_what_they_say(
         check_world(graphs)
         check_shares(graphs, program)
         assert sum(map(bytes_of, graphs)) == program.wire_bytes()
+        check_world([program.graph(rank, NCCL_LANES) for rank in range(world_size)])
 
 
 @pytest.mark.parametrize("forward", [True, False])
@@ -219,3 +223,20 @@ def test_numbers_of_slices() -> None:
         choose(p, "sliced:5", forward=True, ranks_per_node=4)
     with pytest.raises(InputError, match=r"must divide the number of kv heads, got 2 kv heads"):
         choose(problem(64, 64, 4, heads=(4, 2)), "sliced", forward=False)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window:8191"])
+def test_nodes_that_do_the_same_have_one_node_s_graphs(
+    mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forecast is that of all ranks' own graphs."""
+    question = Question(parse_model("llama-3-8b"), 100_001, "train", mask)
+    hardware = load_hardware("h100-sxm")
+
+    def forecasts(world_size: int) -> tuple[float, ...]:
+        found = forecast_model(question, "sliced", world_size, hardware)
+        return found.time_s, found.idle_s, found.sent_bytes, found.memory_bytes
+
+    few = forecasts(16)
+    monkeypatch.setattr(SpreadLayer, "_nodes_alike", lambda *_: 0)
+    assert few == pytest.approx(forecasts(16), rel=5e-3)
