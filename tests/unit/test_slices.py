@@ -108,11 +108,9 @@ def test_gradients_that_nobody_needs(nodes: None, shape: str) -> None:
         assert max(errors_of(result, case.truth).values()) < ERROR[torch.float32]
 
 
-def _program(given: _Shape, size: tuple[int, int], *, forward: bool, name: str = "") -> Hybrid:
-    world_size, per_node, heads, kv_heads, slices, _ = given
-    p = problem(*size, world_size, mask=Causal(), heads=(heads, kv_heads))
-    name = name or f"sliced:{slices}"
-    program = choose(p, name, forward=forward, ranks_per_node=per_node).program
+def _program(given: _Shape, name: str, *, forward: bool) -> Hybrid:
+    p = problem(64, 64, given.world_size, mask=Causal(), heads=(given.heads, given.kv_heads))
+    program = choose(p, name, forward=forward, ranks_per_node=given.per_node).program
     assert isinstance(program, Hybrid)
     return program
 
@@ -143,8 +141,8 @@ def test_graphs_fit_and_send_what_they_say(
 def test_slices_send_no_more_than_all_at_once(shape: str, forward: bool) -> None:
     """Keys that several slices share travel once."""
     given = _SHAPES[shape]
-    in_slices = _program(given, (64, 64), forward=forward)
-    at_once = _program(given, (64, 64), forward=forward, name="all-to-all")
+    in_slices = _program(given, f"sliced:{given.slices}", forward=forward)
+    at_once = _program(given, "all-to-all", forward=forward)
     assert in_slices.wire_bytes() == at_once.wire_bytes()
     for rank in range(given.world_size):
         few, one = in_slices.footprint(rank), at_once.footprint(rank)
@@ -159,7 +157,6 @@ def test_slices_send_no_more_than_all_at_once(shape: str, forward: bool) -> None
 
 def test_between_nodes_go_heads_and_inside_them_rings() -> None:
     """Full mask, forward: the seven eighths of q, k, v, out and lse that other nodes compute."""
-    given = _Shape(32, 4, 16, 8, 2)
     p = problem(32 * 64, 32 * 64, 32, heads=(16, 8))
     program = choose(p, "sliced:2", forward=True, ranks_per_node=4).program
     for graph in graphs_of(program):
@@ -170,7 +167,6 @@ def test_between_nodes_go_heads_and_inside_them_rings() -> None:
         assert sum(m.size_bytes for m in far) == 64 * (a_token + p.row_bytes // 2) * 7 // 8
         near = {m.peer for m in sent} - {m.peer for m in far}
         assert near == {graph.rank - graph.rank % 4 + (graph.rank + 1) % 4}
-    assert given.world_size == program.problem.world_size
 
 
 def _tiles(graph: Graph) -> list[int]:
