@@ -69,7 +69,7 @@ class Row(NamedTuple):
         named = self.strategy.endswith(":")
         # Nodes of two ranks where that is possible, else one node.
         strategy = f"{self.strategy}{2 if world == 4 else world}" if named else self.strategy
-        spread = self.strategy in ("all-to-all", "hybrid:")
+        spread = self.strategy in ("all-to-all", "hybrid:", "sliced")
         kv_heads = world if spread else 2
         return Case(
             *self.lengths,
@@ -97,6 +97,7 @@ FACTORS: tuple[list[Any], ...] = (
         "all-to-all",
         "two-level:",
         "hybrid:",
+        "sliced",
         "ring-naive",
     ],
     [
@@ -115,7 +116,7 @@ FACTORS: tuple[list[Any], ...] = (
 _FAMILIES = (
     ("auto", "burst", "ring-kv", "ring-q"),
     ("bidirectional", "direct", "two-level:"),
-    ("all-to-all", "hybrid:"),
+    ("all-to-all", "hybrid:", "sliced"),
     ("ring-naive",),
     ("burst-untiled",),
 )

@@ -70,7 +70,8 @@ def _check_layout(strategy: str, layout: str) -> None:
 @click.option(
     "--strategy",
     required=True,
-    help=f"{', '.join((*COMPARED, *ATTENTION[-3:]))}; hybrid:N, two-level:N (N ranks in a group).",
+    help=f"{', '.join((*COMPARED, *ATTENTION[-3:]))}; hybrid:N, two-level:N (N ranks in a group), "
+    "sliced:N (N slices).",
 )
 def simulate(**options: Any) -> None:  # see `SimulateOptions`
     """Simulate a model on a machine that you need not have: time, communication and memory under

@@ -30,7 +30,7 @@ from burst_rt.scheduler.simulator import Hardware
 __all__ = ["COMPARED", "Answer", "best_worlds", "compare"]
 
 # The strategies that are compared; the last two are for comparing only.
-COMPARED = (*CANDIDATES, *TENSOR_PARALLEL)
+COMPARED = (*CANDIDATES, "sliced", *TENSOR_PARALLEL)
 _UP_TO = 512
 # The most ranks of which all strategies are simulated: in a second or two.
 _ALL_UP_TO = 16

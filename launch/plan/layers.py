@@ -132,6 +132,11 @@ class SpreadLayer(Spread):
                 for number in range(self.copies)
                 for of_rank in firsts
             ]
+        per_node = self._nodes_alike(forward)
+        if per_node:
+            node = [Schedule.of(graph(rank)) for rank in range(per_node)]
+            ranks = range(self.num_spread)
+            return [Rotated(node[rank % per_node], rank - rank % per_node) for rank in ranks]
         first = graph(0)
         # Under tensor parallelism attention is the same on all ranks; only messages may differ.
         sizes: dict[str, set[int]] = defaultdict(set)
@@ -177,16 +182,32 @@ class SpreadLayer(Spread):
             return self.shorter[-1].num_simulated(hardware, forward=forward)
         return self.num_spread * self.copies // self._fold(hardware, forward)
 
+    def _nodes_alike(self, forward: bool) -> int:
+        """The ranks of a node, where all nodes do the same with other heads; else 0."""
+        if self.tensor > 1 or self.copies > 1:
+            return 0
+        if self.sizes.recurrence is not None or self.sizes.attention is None:
+            return 0
+        program = self.program(forward=forward)
+        across = isinstance(program, Hybrid) and program.across and self._is_even
+        return program.ring_size if across else 0
+
+    @property
+    def _is_even(self) -> bool:
+        """Whether all ranks have as many tokens, or nearly."""
+        lengths = [self.layout.shard_len(rank) for rank in range(self.layout.world_size)]
+        return max(lengths) - min(lengths) <= max(lengths) * SAME_SHARDS
+
     def _fold(self, hardware: Hardware, forward: bool) -> int:
         """The number of consecutive ranks that do the same at the same time; one is simulated.
 
         Ranks of a node do where they spread the heads among themselves, and only there.
         """
-        per_node, layout = hardware.node.ranks, self.layout
-        lengths = [layout.shard_len(rank) for rank in range(layout.world_size)]
-        uneven = max(lengths) - min(lengths) > max(lengths) * SAME_SHARDS
+        per_node = hardware.node.ranks
         spreads_heads = self.strategy.partition(":")[0] == "hybrid"
-        if not spreads_heads or self.tensor > 1 or self.ranks_per_node != per_node or uneven:
+        if not spreads_heads or self.tensor > 1 or self.ranks_per_node != per_node:
+            return 1
+        if not self._is_even:
             return 1
         if self.sizes.recurrence is not None or self.sizes.attention is None:
             return 1

@@ -67,7 +67,7 @@ __all__ = [
 
 # Names of the attention strategies of `simulate`: the planners' candidates, and others for
 # comparing.
-ATTENTION = (*CANDIDATES, "ring-q", "ring-naive", "burst-untiled")
+ATTENTION = (*CANDIDATES, "sliced", "ring-q", "ring-naive", "burst-untiled")
 # Maximum world size up to which `fewest_ranks` tries every number of ranks.
 EVERY_UP_TO = 64
 
@@ -121,7 +121,7 @@ def parse_strategy(text: str) -> str:
     hint = "; `burst-rt plan` compares what auto chooses from" if text == "auto" else ""
     raise InputError(
         f"--strategy: expected one of {', '.join(known)}, hybrid:N, two-level:N (N: ranks of a "
-        f"group), got {text!r}{hint}"
+        f"group), sliced:N (N: slices), got {text!r}{hint}"
     )
 
 
@@ -183,7 +183,7 @@ class SpreadModel:
         self._layers = _layers(question, strategy, world_size, hardware, whole=whole)
         self.limit = hardware.device.memory_bytes
         self.memory_bytes, self._taken = memory_of(question, self._layers, self.limit)
-        if strategy in ("hybrid", "two-level"):
+        if strategy in ("hybrid", "sliced", "two-level"):
             # Where kinds of layers differ in the ranks of a group, the name says none.
             names = {
                 layer.typical.choice(forward=True).strategy for layer in _attending(self._layers)

@@ -178,7 +178,7 @@ class TrainConfig:
         default="auto",
         metadata=_option(
             f"How attention is spread over ranks: {', '.join(STRATEGIES)}. hybrid:N and "
-            "two-level:N form groups of N ranks."
+            "two-level:N form groups of N ranks; sliced:N exchanges heads in N slices."
         ),
     )
     dtype: str = field(

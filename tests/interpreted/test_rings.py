@@ -36,6 +36,9 @@ _CASES = {
     "all-to-all, grouped, bf16": Case(
         45, batch=2, mask=Causal(), strategy="all-to-all", heads=4, kv_heads=2, dtype=torch.bfloat16
     ),
+    "slices of a kv head, bf16": Case(
+        45, batch=2, mask=Causal(), strategy="sliced:2", heads=4, kv_heads=2, dtype=torch.bfloat16
+    ),
     "all-to-all, some gradients": Case(
         37, mask=Causal(), strategy="all-to-all", needs_grad=(False, True, True)
     ),
@@ -60,6 +63,7 @@ _CASES = {
         ("all-to-all, grouped, bf16", 1),
         ("all-to-all, grouped, bf16", 2),
         ("all-to-all, some gradients", 2),
+        ("slices of a kv head, bf16", 2),
     ],
 )
 def test_rings_of_triton_tiles(name: str, world_size: int) -> None:

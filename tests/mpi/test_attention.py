@@ -49,7 +49,7 @@ _JOBS = [
 @pytest.mark.parametrize(("num_ranks", "transport"), _JOBS)
 def test_errors_are_those_of_one_process(num_ranks: int, transport: str) -> None:
     errors = _outcome(num_ranks, transport)["errors"]
-    assert len(errors) == 17
+    assert len(errors) == 18
     for case, fields in errors.items():
         for field, (error, own) in fields.items():
             wide = torch.float64 if case == "fp64" else torch.float32
@@ -71,7 +71,7 @@ def test_errors_do_not_grow_with_the_world() -> None:
 @pytest.mark.parametrize(("num_ranks", "transport"), _JOBS)
 def test_what_is_sent_is_what_the_plan_says(num_ranks: int, transport: str) -> None:
     counted = _outcome(num_ranks, transport)["bytes"]
-    assert len(counted) == 17
+    assert len(counted) == 18
     for case, (predicted, sent) in counted.items():
         assert sent == predicted, case
         assert (sent > 0) == (num_ranks > 1 and case != "one token"), case

@@ -3,7 +3,8 @@
 A rank's `local` tensors hold the rank's tokens and all heads. A rank's `whole` (gathered) tensors
 hold the tokens of the group and the rank's own heads. A piece is the tokens of one member with the
 heads of one member. A piece of a local tensor is the heads of the member that the piece goes to or
-comes from. A piece of a whole tensor is that member's tokens.
+comes from. A piece of a whole tensor is that member's tokens. Where heads go in slices, there is a
+whole tensor for each slice, and a piece has the heads of one slice.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 
 from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run, RunTypes, dense
 from burst_rt.attention.planner import Plan
-from burst_rt.kernels import Gradients, ScoreOptions
-from burst_rt.planning.operations import Delta
+from burst_rt.kernels import Gradients, ScoreOptions, State
+from burst_rt.planning.operations import BackwardTile, Delta, FinishRows, ForwardTile, Tensors
 from burst_rt.planning.roles import GRADIENTS, INPUTS, Role
 from burst_rt.planning.strategies import Hybrid, Ring
 from burst_rt.planning.strategies.hybrid import Keep, Pack, Unpack
@@ -32,13 +33,14 @@ class _Spread(Run):
     """The base of both directions: local and gathered tensors, and the pieces that members
     exchange.
 
-    `local`: this rank's own tensors. `whole`: the gathered tensors, cut into blocks where the ring
-    takes blocks.
+    `local`: this rank's own tensors. `whole`: the gathered tensors, slice by slice, cut into blocks
+    where the ring takes blocks. `slice`: the slice of the queries that is bound, or computed.
     """
 
     def __init__(self, binding: Binding) -> None:
         self.local: dict[Role, torch.Tensor] = {}
-        self.whole: dict[Role, list[torch.Tensor]] = {}
+        self.whole: dict[Role, list[list[torch.Tensor]]] = {}
+        self.slice = 0
         super().__init__(binding)
         self.operations |= {Pack: self._pack, Unpack: self._unpack, Keep: self._keep}
 
@@ -46,40 +48,71 @@ class _Spread(Run):
         program = plan.choice.program
         assert isinstance(program, Hybrid)
         self.hybrid, self.world_rank = program, plan.rank
-        group, self.number = divmod(plan.rank, program.group_size)
-        self.first_head = self.number * program.ring.problem.num_heads
+        group, self.number = program.place(plan.rank)
         return program.ring, group
 
     def options_of_heads(self, score_options: ScoreOptions) -> ScoreOptions:
-        """See `Run.options_of_heads`; these are the options of this member's heads."""
-        share = self.ring.problem.num_heads
-        return score_options.of_heads(slice(self.number * share, (self.number + 1) * share))
+        """See `Run.options_of_heads`; these are the options of the first slice's heads."""
+        share, slices = self.ring.problem.num_heads, self.hybrid.slices
+        firsts = range(self.number * slices * share, (self.number + 1) * slices * share, share)
+        self._slices = [(at, score_options.of_heads(slice(at, at + share))) for at in firsts]
+        self.first_head, options = self._slices[0]
+        return options
+
+    def take_up(self, number: int) -> None:
+        """Makes a slice the one that is bound, or computed."""
+        self.slice = number
+        self.first_head, self.score_options = self._slices[number]
+
+    def part_id(self, role: Role, index: int) -> int:
+        """See `Run.part_id`: of the slice that is taken up."""
+        return self.plan.part_ids[f"{role}{self.hybrid.mark(self.slice, role)}", index]
+
+    def take_up_of(self, role: Role, tensors: Tensors) -> None:
+        """Takes up the slice that one of an operation's tensors belongs to."""
+        if self.hybrid.slices > 1:
+            part = self.plan.program_graph.parts[dict(tensors)[role]]
+            self.take_up(int(part.buffer.rpartition(".")[2]))
+
+    def slices_of(self, role: Role) -> Iterator[int]:
+        """Takes up the slices one after another, of which a tensor has some, and says which."""
+        for number in range(self.hybrid.slices):
+            of_tensor = self.hybrid.slice_of(role, number)
+            if not number or of_tensor != self.hybrid.slice_of(role, number - 1):
+                self.take_up(number)
+                yield of_tensor
+        self.take_up(0)
 
     def bind_input(self, role: Role, whole: torch.Tensor) -> None:
-        """Binds a gathered tensor instead of the input; tasks fill it before the ring begins."""
+        """Binds gathered tensors instead of the input; tasks fill them before the ring begins."""
         self.local[role] = dense(whole)
         batch, _, heads, head_dim = self.shape(role)
         self.whole[role] = []
-        for index, (start, stop) in enumerate(self.bounds(queries=role.queries)):
-            # Tokens first, as blocks travel: what is bound and sent is this very memory.
-            gathered = self.fresh(stop - start, batch, heads, head_dim, dtype=whole.dtype)
-            gathered = gathered.transpose(0, 1)
-            self.whole[role].append(gathered)
-            self.bind_part(role, index, gathered)
+        for _ in self.slices_of(role):
+            blocks = []
+            for index, (start, stop) in enumerate(self.bounds(queries=role.queries)):
+                # Tokens first, as blocks travel: what is bound and sent is this very memory.
+                gathered = self.fresh(stop - start, batch, heads, head_dim, dtype=whole.dtype)
+                blocks.append(gathered.transpose(0, 1))
+                self.bind_part(role, index, blocks[-1])
+            self.whole[role].append(blocks)
 
-    def _heads(self, role: Role, member: int) -> torch.Tensor:
-        """A member's heads of this rank's own tensor."""
-        dim = _HEAD_DIM.get(role, 2)
-        share = self.local[role].shape[dim] // self.hybrid.group_size
-        return self.local[role].narrow(dim, member * share, share)
+    def _heads(self, op: Pack | Unpack | Keep, member: int) -> torch.Tensor:
+        """A slice of a member's heads of this rank's own tensor."""
+        dim, local = _HEAD_DIM.get(op.tensor, 2), self.local[op.tensor]
+        slices = self.hybrid.num_slices(op.tensor)
+        share = local.shape[dim] // (self.hybrid.group_size * slices)
+        return local.narrow(dim, (member * slices + op.slice) * share, share)
 
-    def _tokens(self, role: Role, member: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """A member's tokens of a gathered tensor, block by block: (start, stop, view).
+    def _tokens(
+        self, op: Pack | Unpack | Keep, member: int
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """A member's tokens of a slice of a gathered tensor, block by block: (start, stop, view).
 
         start and stop are token numbers in the member's shard.
         """
-        rank = self.rank * self.hybrid.group_size + member
-        dim, blocks = _TOKEN_DIM.get(role, 1), self.whole[role]
+        role, rank = op.tensor, self._rank_of(member)
+        dim, blocks = _TOKEN_DIM.get(role, 1), self.whole[role][op.slice]
         bounds = self.bounds(queries=role.queries)
         at = 0
         for run in self.hybrid.places(role, rank):
@@ -109,46 +142,74 @@ class _Spread(Run):
         role = op.tensor
         if op.gather:
             wire = self._wire(role, op.part, self.world_rank)
-            wire.copy_(self._heads(role, op.member))
+            wire.copy_(self._heads(op, op.member))
             return
         wire = self._wire(role, op.part, self._rank_of(op.member))
-        for start, stop, view in self._tokens(role, op.member):
+        for start, stop, view in self._tokens(op, op.member):
             wire.narrow(_TOKEN_DIM.get(role, 1), start, stop - start).copy_(view)
 
     def _unpack(self, op: Unpack) -> None:
         role = op.tensor
         if not op.gather:
             wire = self._wire(role, op.part, self.world_rank)
-            self._heads(role, op.member).copy_(wire)
+            self._heads(op, op.member).copy_(wire)
             return
         wire = self._wire(role, op.part, self._rank_of(op.member))
-        for start, stop, view in self._tokens(role, op.member):
+        for start, stop, view in self._tokens(op, op.member):
             view.copy_(wire.narrow(_TOKEN_DIM.get(role, 1), start, stop - start))
 
     def _keep(self, op: Keep) -> None:
         """Copies the piece of the rank's own tokens and heads, which is sent to nobody."""
-        own = self._heads(op.tensor, self.number)
-        for start, stop, view in self._tokens(op.tensor, self.number):
+        own = self._heads(op, self.number)
+        for start, stop, view in self._tokens(op, self.number):
             here = own.narrow(_TOKEN_DIM.get(op.tensor, 1), start, stop - start)
             view.copy_(here) if op.gather else here.copy_(view)
 
     def _rank_of(self, member: int) -> int:
-        return self.rank * self.hybrid.group_size + member
+        return self.hybrid.rank_of(self.rank, member)
 
 
 class HybridForwardRun(_Spread, ForwardRun):
-    """One forward call; see `ForwardRun`. `state` holds the group's queries and this rank's heads.
+    """One forward call; see `ForwardRun`. `states` hold the group's queries, and a slice of this
+    rank's heads each.
 
     `out` and `lse` are of this rank's queries and all heads.
     """
 
     def __init__(self, binding: Binding) -> None:
         super().__init__(binding)
-        self.whole |= {Role.OUT: [self.state.out], Role.LSE: [self.state.lse]}
+        self.whole |= {
+            Role.OUT: [[state.out] for state in self.states],
+            Role.LSE: [[state.lse] for state in self.states],
+        }
         q, head_dim = self.local[Role.Q], self.problem.v_head_dim
         batch, length, heads, _ = q.shape
         self.out = self.local[Role.OUT] = self.fresh(batch, length, heads, head_dim, dtype=q.dtype)
         self.lse = self.local[Role.LSE] = self.fresh(batch, heads, length, dtype=self.wide)
+
+    def bind_state(self, acc: torch.Tensor) -> None:
+        """Makes the running state of each slice. The first has the memory that is there."""
+        in_place = acc is self.out
+        self.states: list[State] = []
+        for number in self.slices_of(Role.STATE):
+            if number:
+                self.out = self.fresh(*self.shape(Role.OUT), dtype=self.out.dtype)
+                self.lse = self.fresh(*self.shape(Role.LSE), dtype=self.wide)
+                acc = self.out if in_place else self.fresh(*acc.shape, dtype=self.wide)
+            super().bind_state(acc)
+            self.states.append(self.state)
+
+    def _forward(self, op: ForwardTile) -> None:
+        self.take_up_of(Role.STATE, op.adds)
+        self.state = self.states[self.slice]
+        super()._forward(op)
+
+    def _finish(self, op: FinishRows) -> None:
+        """Finishes all slices; each has a task for it, and no query of any sees a key."""
+        for number, state in enumerate(self.states):
+            self.take_up(number)
+            self.state = state
+            super()._finish(op)
 
 
 class HybridBackwardRun(_Spread, BackwardRun):
@@ -162,14 +223,32 @@ class HybridBackwardRun(_Spread, BackwardRun):
         batch, length, heads, _ = self.local[Role.Q].shape
         self.local[Role.ROWS] = self.fresh(2, batch, heads, length, dtype=self.wide)
         self.whole[Role.ROWS] = [
-            self.tensors[self.part_id(Role.ROWS, part)]
-            for part in range(len(self.bounds(queries=True)))
+            [
+                self.tensors[self.part_id(Role.ROWS, part)]
+                for part in range(len(self.bounds(queries=True)))
+            ]
+            for _ in self.slices_of(Role.ROWS)
         ]
         for role, given in zip(GRADIENTS, INPUTS, strict=True):
             if role in self.sums:
-                self.whole[role] = [self.sums[role]]
                 x = self.local[given]
                 self.local[role] = self.fresh(*x.shape, dtype=x.dtype)
+
+    def bind_rows(self) -> None:
+        """See `BackwardRun.bind_rows`: of each slice."""
+        for _ in self.slices_of(Role.ROWS):
+            super().bind_rows()
+
+    def bind_sums(self, role: Role) -> None:
+        """See `BackwardRun.bind_sums`: of each slice."""
+        self.whole[role] = []
+        for _ in self.slices_of(role):
+            super().bind_sums(role)
+            self.whole[role].append([self.sums[role]])
+
+    def _backward(self, op: BackwardTile) -> None:
+        self.take_up_of(Role.Q, op.reads)
+        super()._backward(op)
 
     def grads(self) -> Gradients:
         """See `BackwardRun.grads`."""

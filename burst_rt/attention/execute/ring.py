@@ -373,22 +373,13 @@ class BackwardRun(Run):
         self.bind_input(Role.DOUT, self._results.dout)
         for role, x in zip(INPUTS, binding.qkv, strict=True):
             self.bind_input(role, x)
-        batch, heads = self.problem.batch, self.problem.num_heads
-        for part, (start, stop) in enumerate(self.bounds(queries=True)):
-            rows = self.fresh(2, batch, heads, stop - start, dtype=self.wide)
-            self.bind_part(Role.ROWS, part, rows)
+        self.bind_rows()
         # lse and delta of each block that a tile has read, by the id of the two in one.
         self._pairs: dict[int, tuple[torch.Tensor, ...]] = {}
         self.sums: dict[Role, torch.Tensor] = {}
         for role, needed in zip(GRADIENTS, self.problem.needs_grad, strict=True):
             if needed:
-                shape = self.shape(role)
-                self.sums[role] = (
-                    self.fresh(*shape, dtype=self.plan.key.dtype)
-                    if self.plan.writes_gradients
-                    else torch.zeros(shape, dtype=self.wide, device=self._device)
-                )
-                self.bind(role, self.sums[role])
+                self.bind_sums(role)
         self._sinks, self.dsinks = binding.score_options.sinks, None
         if self.plan.key.problem.scores.sinks_need_grad:
             assert self._sinks is not None
@@ -398,6 +389,23 @@ class BackwardRun(Run):
             Delta: self.make_delta,
             Add: self._add,
         }
+
+    def bind_rows(self) -> None:
+        """Makes and binds lse and delta of this rank's queries."""
+        batch, heads = self.problem.batch, self.problem.num_heads
+        for part, (start, stop) in enumerate(self.bounds(queries=True)):
+            rows = self.fresh(2, batch, heads, stop - start, dtype=self.wide)
+            self.bind_part(Role.ROWS, part, rows)
+
+    def bind_sums(self, role: Role) -> None:
+        """Makes and binds the sums of a gradient."""
+        shape = self.shape(role)
+        self.sums[role] = (
+            self.fresh(*shape, dtype=self.plan.key.dtype)
+            if self.plan.writes_gradients
+            else torch.zeros(shape, dtype=self.wide, device=self._device)
+        )
+        self.bind(role, self.sums[role])
 
     def grads(self) -> Gradients:
         """dq, dk and dv in the inputs' dtype; None where one is not needed. To be called once.

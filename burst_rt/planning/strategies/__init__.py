@@ -13,6 +13,7 @@ A strategy turns a `Problem` into a `Program`: one graph for each rank and direc
 | `two-level:N` | K, V: inside nodes of N ranks, and between them | as `auto`, the same way |
 | `all-to-all` | Q, K, V, out | Q, K, V, dO, lse, delta, dQ, dK, dV |
 | `hybrid:N` | as `all-to-all` in groups of N ranks, as `auto` between them | the same |
+| `sliced:N` | as `all-to-all` between nodes, in N slices; inside nodes as `auto` | the same |
 | `burst-untiled` | as `burst`, without tiles in fast memory: to compare with | the same |
 | `ring-naive` | K, then V; whole rows of scores: to compare with | K, then V, dV, then K, dK |
 
@@ -24,7 +25,9 @@ A ring passes rows to the next rank, or, where a mask makes that fewer hops, to 
 ranks before.
 
 N may be left out. It is then the number of ranks of a host, where all hosts have as many; in
-`hybrid` it is the largest divisor of that number that also divides the kv heads.
+`hybrid` it is the largest divisor of that number that also divides the kv heads, and in `sliced`
+the largest number up to 4 that divides the heads. On one host, or with a rank on each, `sliced` is
+an all-to-all of all ranks.
 
 Neither torch nor MPI is imported, so that planning and simulating need no accelerator's software.
 """

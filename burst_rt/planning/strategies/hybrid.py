@@ -3,7 +3,13 @@
 Heads are spread inside a group, the sequence over the groups. One group of all ranks is
 DeepSpeed-Ulysses (arXiv 2309.14509), several groups are USP (arXiv 2405.07719), groups of one rank
 are the plain ring. Group g is ranks g * size to g * size + size - 1, so that the all-to-all stays
-inside a node where the group fits in one.
+inside a node where the group fits in one. Or it is rank g of each node, and rings stay inside
+nodes: between W nodes an all-to-all sends each tensor once, a ring W - 1 times.
+
+Heads may go in slices, one slice after another, so that attention of a slice runs while the next
+slices travel: only the first slice's way there and the last one's way back are waited for. Slices
+of the query heads of one kv head share it; it comes with the first of them, and its gradients go
+back after the last.
 
 For every other member, a rank packs that member's heads, for its own tokens. One exchange later the
 rank has its own heads of the whole group's tokens. The members then run the ring as if their group
@@ -22,28 +28,21 @@ groups, E = n x heads x head_dim, g query heads a kv head, full mask:
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import ClassVar
 
-from burst_rt.errors import InputError
-from burst_rt.planning.layouts import Layout, blocks_of
 from burst_rt.planning.operations import Delta
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import GRADIENTS, Role
+from burst_rt.planning.strategies.groups import of_groups, of_slice
 from burst_rt.planning.strategies.program import Footprint
-from burst_rt.planning.strategies.ring import (
-    Ring,
-    backward_ring,
-    forward_ring,
-)
+from burst_rt.planning.strategies.ring import Ring, backward_ring, forward_ring
 from burst_rt.planning.strategies.ring_builder import RingBuilder, dsinks
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part, Transfer
 
 __all__ = ["Hybrid", "Keep", "Pack", "Unpack", "backward_hybrid", "forward_hybrid"]
-
-_Runs = tuple[tuple[range, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class Pack:
     gather: bool  # whether tokens were spread and heads will be; else the way back
     member: int  # number of the other member in the group
     part: int  # number of the part that is written
+    slice: int = 0  # number of the tensor's slice
     name: ClassVar[str] = "pack"
 
 
@@ -65,6 +65,7 @@ class Unpack:
     gather: bool  # as in `Pack`
     member: int  # number of the other member in the group
     part: int  # number of the part that is read
+    slice: int = 0  # number of the tensor's slice
     name: ClassVar[str] = "unpack"
 
 
@@ -74,6 +75,7 @@ class Keep:
 
     tensor: Role
     gather: bool  # as in `Pack`
+    slice: int = 0  # as in `Pack`
     name: ClassVar[str] = "keep"
 
 
@@ -82,8 +84,11 @@ class Hybrid:
     """A `Program`: an all-to-all in every group around a ring of the groups."""
 
     problem: Problem  # the problem of all ranks
-    ring: Ring  # the ring that a group's members run on the group's shard and their heads
+    # The ring that a group's members run on the group's shard and a slice of their heads.
+    ring: Ring
     group_size: int
+    slices: int = 1  # slices of a member's query heads
+    across: bool = False  # whether a group is a rank of each node, and not neighbouring ranks
 
     @property
     def forward(self) -> bool:
@@ -97,13 +102,34 @@ class Hybrid:
     def ring_size(self) -> int:
         return self.problem.world_size // self.group_size
 
+    def place(self, rank: int) -> tuple[int, int]:
+        """The number of a rank's group, and the rank's number in it."""
+        if self.across:
+            number, group = divmod(rank, self.ring_size)
+            return group, number
+        return divmod(rank, self.group_size)
+
+    def rank_of(self, group: int, number: int) -> int:
+        """The rank with a number in a group."""
+        if self.across:
+            return number * self.ring_size + group
+        return group * self.group_size + number
+
+    def members(self, rank: int) -> list[int]:
+        """The ranks of a rank's group, in the order of their numbers."""
+        group, _ = self.place(rank)
+        return [self.rank_of(group, number) for number in range(self.group_size)]
+
     @property
     def wiring(self) -> Hashable:
         """See `Program.wiring`."""
         roles, ranks = (*self.gathered, *self.returned), range(self.problem.world_size)
         lengths = tuple(self.shard_len(role, rank) for role in (Role.Q, Role.K) for rank in ranks)
         sizes = tuple((role, self.token_bytes(role)) for role in roles)
-        return self.ring.wiring, self.group_size, lengths, sizes, self.problem.sink_bytes
+        return (
+            self.ring.wiring, self.group_size, self.slices, self.across, lengths, sizes,
+            self.problem.sink_bytes,
+        )  # fmt: skip
 
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """See `Program.graph`."""
@@ -111,35 +137,40 @@ class Hybrid:
 
     def messages(self, rank: int) -> Iterator[Transfer]:
         """See `Program.messages`."""
-        yield from self._spread_messages(rank, 0, gather=True)
-        group, number = divmod(rank, self.group_size)
-        for each in self.ring.messages(group, 1):
-            source, receiver = (at * self.group_size + number for at in each[:2])
-            yield each._replace(source=source, receiver=receiver)
-        yield from self._spread_messages(rank, 1 + self.ring.num_tags, gather=False)
+        group, member = self.place(rank)
+        for number in range(self.slices):
+            yield from self._spread_messages(rank, number, number, gather=True)
+        tag = self.slices
+        for number in range(self.slices):
+            for each in self.ring.messages(group, tag):
+                source, receiver = (self.rank_of(at, member) for at in each[:2])
+                yield each._replace(source=source, receiver=receiver)
+            tag += self.ring.num_tags
+            yield from self._spread_messages(rank, number, tag, gather=False)
+            tag += 1
 
-    def _spread_messages(self, rank: int, tag: int, *, gather: bool) -> Iterator[Transfer]:
-        """The messages between a rank and the other members of its group.
+    def _spread_messages(
+        self, rank: int, number: int, tag: int, *, gather: bool
+    ) -> Iterator[Transfer]:
+        """The messages of a slice between a rank and the other members of its group.
 
         gather: whether each member gives the others their heads for its tokens; else they return
         them.
         """
-        first = rank - rank % self.group_size
-        for role in self.gathered if gather else self.returned:
-            for peer in range(first, first + self.group_size):
+        for role in self.travelling(number, gather=gather):
+            for peer in self.members(rank):
                 for source, receiver in ((rank, peer), (peer, rank)) if peer != rank else ():
                     length = self.shard_len(role, source if gather else receiver)
                     if length:
                         yield Transfer(source, receiver, tag, length * self.token_bytes(role))
 
     def __str__(self) -> str:
-        size = self.group_size
-        spread = (
-            "heads are spread over "
-            f"{'all ranks' if size == self.problem.world_size else f'groups of {size} ranks'}"
-        )
+        size, slices = self.group_size, f" in {self.slices} slices" if self.slices > 1 else ""
+        if size == self.problem.world_size:
+            return f"heads are spread over all ranks{slices}"
+        members = "ranks, one of each node" if self.across else "ranks"
         return (
-            spread if size == self.problem.world_size else f"{spread}; between groups {self.ring}"
+            f"heads are spread over groups of {size} {members}{slices}; between groups {self.ring}"
         )
 
     @property
@@ -158,8 +189,31 @@ class Hybrid:
             role for role, needed in zip(GRADIENTS, self.problem.needs_grad, strict=True) if needed
         )
 
+    def num_slices(self, role: Role) -> int:
+        """The number of slices that a tensor of a member's heads has."""
+        kv_heads = self.group_size * self.ring.problem.num_kv_heads
+        return self.slices if role.queries else self.problem.num_kv_heads // kv_heads
+
+    def slice_of(self, role: Role, number: int) -> int:
+        """The slice of a tensor that is computed with slice `number` of the queries."""
+        return number * self.num_slices(role) // self.slices
+
+    def mark(self, number: int, role: Role) -> str:
+        """What the names of a slice's buffers end with: nothing where there is one slice."""
+        return f".{self.slice_of(role, number)}" if self.slices > 1 else ""
+
+    def travelling(self, number: int, *, gather: bool) -> tuple[Role, ...]:
+        """The tensors that travel with slice `number` of the queries, there or back."""
+        other = number - 1 if gather else number + 1
+        return tuple(
+            role
+            for role in (self.gathered if gather else self.returned)
+            if not 0 <= other < self.slices
+            or self.slice_of(role, number) != self.slice_of(role, other)
+        )
+
     def token_bytes(self, role: Role) -> int:
-        """Bytes on the wire of one token's share of a tensor: one member's heads."""
+        """Bytes on the wire of one token's share of a tensor: one slice of one member's heads."""
         inner = self.ring.problem
         sizes = {
             Role.LSE: inner.row_bytes // 2,
@@ -178,7 +232,7 @@ class Hybrid:
 
     def places(self, role: Role, rank: int) -> tuple[range, ...]:
         """The places of the tokens of a rank's runs, in local order, in the shard of its group."""
-        inner, group = self.ring.problem, rank // self.group_size
+        inner, group = self.ring.problem, self.place(rank)[0]
         runs = (self.problem.q_runs if role.queries else self.problem.kv_runs)[rank]
         joined = (inner.q_runs if role.queries else inner.kv_runs)[group]
         starts = accumulate(map(len, joined), initial=0)
@@ -196,24 +250,23 @@ class Hybrid:
 
     def tiles(self, rank: int) -> Iterator[tuple[tuple[range, ...], tuple[range, ...]]]:
         """See `Program.tiles`."""
-        return self.ring.tiles(rank // self.group_size)
+        return self.ring.tiles(self.place(rank)[0])
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
         others = self.group_size - 1
         spread = sum(
-            others * self.shard_len(role, rank) * self.token_bytes(role)
+            others * self.shard_len(role, rank) * self.token_bytes(role) * self.num_slices(role)
             for role in (*self.gathered, *self.returned)
             for rank in range(self.problem.world_size)
         )
-        return spread + self.group_size * self.ring.wire_bytes()
+        return spread + self.group_size * self.slices * self.ring.wire_bytes()
 
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`. Copies are gathered tensors, and results that go back."""
-        inner = self.ring.footprint(rank // self.group_size)
-        members = range(
-            rank - rank % self.group_size, rank - rank % self.group_size + self.group_size
-        )
+        group, _ = self.place(rank)
+        tile, inner = self.ring.footprint(group).tile, self._unsliced.footprint(group)
+        members = self.members(rank)
         # Where gradients are summed in a wider type, the sums themselves go back and are not
         # copied.
         wider = self.problem.input_bytes != self.problem.sum_bytes
@@ -221,7 +274,7 @@ class Hybrid:
         held = set(self.gathered + self.returned) - {Role.ROWS, Role.LSE} - sums
         copies, of_sums = (
             sum(
-                self.shard_len(role, member) * self.token_bytes(role)
+                self.shard_len(role, member) * self.token_bytes(role) * self.num_slices(role)
                 for role in roles
                 for member in members
             )
@@ -232,7 +285,17 @@ class Hybrid:
         own_rows = self.shard_len(Role.ROWS, rank) * self.problem.row_bytes
         own_rows = 0 if self.forward else own_rows + self.problem.sink_bytes
         # Gradients that the kernel writes itself are in the inputs' type, and go back.
-        return Footprint(inner.sums + own_rows, copies, inner.tile, inner.spared - of_sums)
+        return Footprint(inner.sums + own_rows, copies, tile, inner.spared - of_sums)
+
+    @property
+    def _unsliced(self) -> Ring:
+        """The ring of all of a member's heads."""
+        if self.slices == 1:
+            return self.ring
+        problem = of_groups(self.problem, self.group_size, self.across)
+        if self.forward:
+            return forward_ring(problem)
+        return backward_ring(problem, queries_travel=self.queries_travel)
 
 
 class _HybridBuilder:
@@ -243,22 +306,34 @@ class _HybridBuilder:
 
     def __init__(self, hybrid: Hybrid, rank: int, lanes: tuple[Lane, ...]) -> None:
         self.hybrid, self.rank = hybrid, rank
-        size = hybrid.group_size
-        self.group, self.number = divmod(rank, size)
+        self.group, self.number = hybrid.place(rank)
         self.g = GraphBuilder(rank, hybrid.problem.world_size, lanes)
-        peers = [group * size + self.number for group in range(hybrid.ring_size)]
-        self.inner = RingBuilder(hybrid.ring, self.group, self.g, peers)
+        peers = [hybrid.rank_of(group, self.number) for group in range(hybrid.ring_size)]
+        # Slices are computed one after another. Else a later one might take the place of what the
+        # results of an earlier one wait for.
+        self.turn = [self.g.buffer("turn", initialised=True)] if hybrid.slices > 1 else []
+        self.rings = [
+            RingBuilder(hybrid.ring, self.group, self.g, peers, partial(hybrid.mark, number))
+            for number in range(hybrid.slices)
+        ]
         self.local = {
             role: self.g.buffer(f"local {role}", initialised=True)
             for role in (*hybrid.gathered, *hybrid.returned)
         }
 
     def build(self) -> Graph:
-        self.inner.agree()
+        self.rings[0].agree()
         if not self.hybrid.forward:
             self._delta()
-        self._spread(self.hybrid.gathered, 0, gather=True)
-        self._spread(self.hybrid.returned, self.inner.go_round(1), gather=False)
+        arrived: list[Part] = []
+        for number in range(self.hybrid.slices):
+            # All at once, all slices would arrive when the last one does.
+            arrived = self._spread(number, number, gather=True, after=arrived[:1])
+        tag = self.hybrid.slices
+        for number, ring in enumerate(self.rings):
+            tag = ring.go_round(tag)
+            self._spread(number, tag, gather=False)
+            tag += 1
         return self.g.build()
 
     def _delta(self) -> None:
@@ -269,52 +344,58 @@ class _HybridBuilder:
             adds: list[Buffer | Part] = [self.local[Role.ROWS], *dsinks(self.g, problem)]
             self.g.compute("delta", Delta(0), accumulates=adds, cost=cost)
 
-    def _spread(self, roles: tuple[Role, ...], tag: int, *, gather: bool) -> None:
-        """Adds one exchange of everything between the members.
+    def _spread(
+        self, number: int, tag: int, *, gather: bool, after: Sequence[Part] = ()
+    ) -> list[Part]:
+        """Adds one exchange of all that travels with a slice between the members.
 
-        gather: whether tokens were spread and heads will be; else the way back.
+        gather: whether tokens were spread and heads will be; else the way back. after: parts that
+        must have arrived before. Returns the parts that arrive.
         """
-        hybrid, first = self.hybrid, self.group * self.hybrid.group_size
+        hybrid, members = self.hybrid, self.hybrid.members(self.rank)
         sends: list[tuple[Part, int]] = []
         recvs: list[tuple[Part, int]] = []
         arrived: list[tuple[Unpack, Part]] = []
-        for role in roles:
-            gathered: list[Buffer | Part] = self._gathered(role)
+        for role in hybrid.travelling(number, gather=gather):
+            gathered: list[Buffer | Part] = self._gathered(role, number)
+            at, name = hybrid.slice_of(role, number), f"{role}{hybrid.mark(number, role)}"
             local: list[Buffer | Part] = [self.local[role]]
             source, target = (local, gathered) if gather else (gathered, local)
             # On the way there a message has as many tokens as its sender's shard, on the way back
             # as its receiver's.
-            for member in range(hybrid.group_size):
+            for member, peer in enumerate(members):
                 if member == self.number:
                     if hybrid.shard_len(role, self.rank):
-                        self._copy("keep", Keep(role, gather), source, accumulates=target)
+                        self._copy("keep", Keep(role, gather, at), source, accumulates=target)
                     continue
-                peer = first + member
                 out_of, into = (self.rank, peer) if gather else (peer, self.rank)
                 sent, received = (
                     hybrid.shard_len(role, owner) * hybrid.token_bytes(role)
                     for owner in (out_of, into)
                 )
                 if sent:
-                    part = self.g.buffer(f"{role} > {member}", size_bytes=sent)[0]
-                    pack = Pack(role, gather, member, part.id)
-                    self._copy(f"pack {member}", pack, source, writes=[part])
+                    part = self.g.buffer(f"{name} > {member}", size_bytes=sent)[0]
+                    pack = Pack(role, gather, member, part.id, at)
+                    turn = () if gather else self.turn
+                    self._copy(f"pack {member}", pack, source, writes=[part], accumulates=turn)
                     sends.append((part, peer))
                 if received:
-                    part = self.g.buffer(f"{role} < {member}", size_bytes=received)[0]
+                    part = self.g.buffer(f"{name} < {member}", size_bytes=received)[0]
                     recvs.append((part, peer))
-                    arrived.append((Unpack(role, gather, member, part.id), part))
+                    arrived.append((Unpack(role, gather, member, part.id, at), part))
         if sends or recvs:
             self.g.exchange(
                 "gather" if gather else "give back",
                 sends=sends,
                 recvs=recvs,
                 tag=tag,
-                reads=[self.inner.agreed],
+                reads=[self.rings[0].agreed, *after],
             )
         for unpack, part in arrived:
-            target = self._gathered(unpack.tensor) if gather else [self.local[unpack.tensor]]
+            role = unpack.tensor
+            target = self._gathered(role, number) if gather else [self.local[role]]
             self._copy(f"unpack {unpack.member}", unpack, [part], accumulates=target)
+        return [part for _, part in arrived]
 
     def _copy(
         self,
@@ -336,9 +417,9 @@ class _HybridBuilder:
             cost=cost,
         )
 
-    def _gathered(self, role: Role) -> list[Buffer | Part]:
-        """The ring's buffer for the tensor."""
-        ring = self.inner
+    def _gathered(self, role: Role, number: int) -> list[Buffer | Part]:
+        """The buffer for a slice of the tensor, of the slice's ring."""
+        ring = self.rings[number]
         if role in (Role.OUT, Role.LSE):
             return [ring.resident_sums[Role.STATE]]
         buffers = ring.resident | ring.owner_bundle | ring.resident_sums | ring.owner_sums
@@ -346,86 +427,22 @@ class _HybridBuilder:
 
 
 @lru_cache(maxsize=8)
-def forward_hybrid(problem: Problem, group_size: int) -> Hybrid:
-    """The forward. Raises InputError where groups or heads do not divide."""
-    return Hybrid(problem, forward_ring(_inner(problem, group_size)), group_size)
+def forward_hybrid(problem: Problem, size: int, slices: int = 1, across: bool = False) -> Hybrid:
+    """The forward, with `size` ranks a group. Raises InputError where groups, heads or slices do
+    not divide.
+    """
+    ring = forward_ring(of_slice(of_groups(problem, size, across), slices))
+    return Hybrid(problem, ring, size, slices, across)
 
 
 @lru_cache(maxsize=8)
-def backward_hybrid(problem: Problem, group_size: int, *, queries_travel: bool) -> Hybrid:
-    """The backward. Raises InputError where groups or heads do not divide.
+def backward_hybrid(
+    problem: Problem, size: int, slices: int = 1, across: bool = False, *, queries_travel: bool
+) -> Hybrid:
+    """The backward; see `forward_hybrid`.
 
     queries_travel: whether the query side travels between the groups.
     """
-    return Hybrid(
-        problem,
-        backward_ring(_inner(problem, group_size), queries_travel=queries_travel),
-        group_size,
-    )
-
-
-def _inner(problem: Problem, size: int) -> Problem:
-    """The problem that the members with the same number in their groups solve together.
-
-    Groups take the place of ranks; each member has a part of the heads.
-    """
-    world, heads, kv_heads = problem.world_size, problem.num_heads, problem.num_kv_heads
-    if size < 1 or world % size:
-        raise InputError(
-            f"all-to-all: the size of a group must divide the number of ranks, got groups of "
-            f"{size} and {world} ranks; name a divisor of {world}: 'hybrid:N'"
-        )
-    if kv_heads % size:
-        raise InputError(
-            f"all-to-all: the {size} ranks of a group share the heads, so {size} must divide the "
-            f"number of kv heads, got {kv_heads} kv heads (and {heads} query heads); use smaller "
-            "groups ('hybrid:N'), or a ring"
-        )
-    layouts = [
-        Layout(
-            f"{layout.kind} in groups of {size}",
-            layout.seq_len,
-            world // size,
-            _group_runs(layout.runs, size),
-            layout.digest,
-        )
-        for layout in (problem.q_layout, problem.kv_layout)
-    ]
-    q_layout, kv_layout = layouts
-    return replace(
-        problem,
-        q_layout=q_layout,
-        kv_layout=kv_layout,
-        num_heads=heads // size,
-        num_kv_heads=kv_heads // size,
-        # The members sum the sinks' gradient over their own queries, before heads are spread.
-        scores=problem.scores._replace(sinks_need_grad=False),
-    )
-
-
-def _group_runs(runs: _Runs, size: int) -> _Runs:
-    """The runs of each group's members in order of position, joined where they touch.
-
-    One group of all ranks has all positions in one run. Where there are several groups, the two
-    blocks of a group (see `blocks_of`) are not joined with each other, so that gradient sums can
-    travel block by block.
-    """
-    if size == len(runs):
-        return ((range(sum(len(run) for own in runs for run in own)),),)
-    groups = []
-    for first in range(0, len(runs), size):
-        members = [run for own in runs[first : first + size] for run in own if run]
-        members.sort(key=lambda run: run.start)
-        parts = blocks_of(tuple(members) or (range(0),), 2)
-        groups.append(tuple(run for part in parts for run in _joined(part)))
-    return tuple(groups)
-
-
-def _joined(runs: tuple[range, ...]) -> list[range]:
-    joined: list[range] = []
-    for run in runs:
-        if joined and joined[-1].step == run.step == 1 and joined[-1].stop == run.start:
-            joined.append(range(joined.pop().start, run.stop))
-        else:
-            joined.append(run)
-    return joined
+    inner = of_slice(of_groups(problem, size, across), slices)
+    ring = backward_ring(inner, queries_travel=queries_travel)
+    return Hybrid(problem, ring, size, slices, across)

@@ -6,7 +6,7 @@ tile is done; sums that return to their owner are added one hop later, so that n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -33,7 +33,8 @@ class RingBuilder:
     of one graph share the buffers of the same name.
 
     rank: this rank's number in the ring. ranks: the numbers of the ring's ranks in the world of the
-    graph; None: the same numbers.
+    graph; None: the same numbers. mark: what the names of a tensor's buffers end with. A part
+    "turn", where the graph has one, makes the tiles of its rings run in turn.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class RingBuilder:
         rank: int,
         g: GraphBuilder,
         ranks: Sequence[int] | None = None,
+        mark: Callable[[Role], str] = lambda _: "",
     ) -> None:
         problem = ring.problem
         self.ring, self.rank, self.world, self.route = ring, rank, problem.world_size, ring.route
-        self.g, self.ranks = g, ranks or range(problem.world_size)
+        self.g, self.ranks, self.mark = g, ranks or range(problem.world_size), mark
+        self.turn = [*g.buffers["turn"].parts] if "turn" in g.buffers else []
         self.blocks = range(ring.num_blocks)
         lengths = [ring.block_len(rank, block) for block in self.blocks]
         # By block: the tokens of the longest block of any owner. Slots hold them all in turn.
@@ -54,18 +57,26 @@ class RingBuilder:
             for block in self.blocks
         ]
         self.agreed = self._buffer("agreed")
-        self.resident = {name: self._buffer(name, initialised=True) for name in ring.resident_roles}
+        self.resident = {
+            name: self._buffer(f"{name}{mark(name)}", initialised=True)
+            for name in ring.resident_roles
+        }
         self.resident_sums = {
-            name: self._buffer(name, initialised=True) for name in ring.resident_sums
+            name: self._buffer(f"{name}{mark(name)}", initialised=True)
+            for name in ring.resident_sums
         }
         self.owner_bundle = {
             name: self._buffer(
-                name, parts=len(lengths), size_bytes=_bytes(lengths, size), initialised=True
+                f"{name}{mark(name)}",
+                parts=len(lengths),
+                size_bytes=_bytes(lengths, size),
+                initialised=True,
             )
             for name, size in ring.bundle
         }
         self.owner_sums = {
-            name: self._buffer(name, parts=len(lengths), initialised=True) for name, _ in ring.sums
+            name: self._buffer(f"{name}{mark(name)}", parts=len(lengths), initialised=True)
+            for name, _ in ring.sums
         }
 
         self.slots = [self._slots(ring.bundle, str(i)) for i in range(self.route.num_slots)]
@@ -88,7 +99,11 @@ class RingBuilder:
         """Buffers that hold a block of any owner."""
         parts = len(self.longest)
         return {
-            role: self._buffer(f"{role}{name}", parts=parts, size_bytes=_bytes(self.longest, size))
+            role: self._buffer(
+                f"{role}{name}{self.mark(role)}",
+                parts=parts,
+                size_bytes=_bytes(self.longest, size),
+            )
             for role, size in tensors
         }
 
@@ -265,7 +280,7 @@ class RingBuilder:
             operation,
             reads=reads.values(),
             writes=new,
-            accumulates=[part for part in adds.values() if part not in new],
+            accumulates=[*(part for part in adds.values() if part not in new), *self.turn],
             cost=self._cost(pieces, zeroed_bytes),
             hop=hop,
             looks_at=self._looks_at(hop, block, pieces, () if new else ring.sums) if hop else (),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import Rule
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies.groups import most_slices
 from burst_rt.planning.strategies.hops import num_blocks
 from burst_rt.planning.strategies.hybrid import backward_hybrid, forward_hybrid
 from burst_rt.planning.strategies.program import Program
@@ -43,7 +44,8 @@ class Direction(NamedTuple):
     problem: Problem
     forward: bool
     ranks_per_node: int
-    size: int | None = None  # the number of ranks that the strategy's name has ("hybrid:4")
+    # The number in the strategy's name: ranks of a group ("hybrid:4"), or slices ("sliced:4").
+    size: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -54,7 +56,7 @@ class Strategy(NamedTuple):
     """A row of the table."""
 
     programs: Callable[[Direction], _Programs]
-    takes_size: bool = False  # whether the name may have a number of ranks: "hybrid:4"
+    takes_size: bool = False  # whether the name may have a number: "hybrid:4"
     kernel: str | None = None  # the tile kernel that belongs to the strategy
     like: str | None = None  # another strategy, whose choice is taken under this row's kernel
     backward_like: str | None = None  # another strategy, whose backward is taken
@@ -125,6 +127,20 @@ def _hybrid(d: Direction) -> _Programs:
     return _hybrids(d, f"hybrid:{size}", size)
 
 
+def _sliced(d: Direction) -> _Programs:
+    """Between nodes; on one node, between its ranks."""
+    nodes = d.world_size // d.ranks_per_node
+    size = nodes if nodes > 1 else d.world_size
+    slices = d.size or most_slices(d.problem, size)
+    name, across = f"sliced:{slices}", size < d.world_size
+    if d.forward:
+        yield name, forward_hybrid(d.problem, size, slices, across)
+        return
+    for side, queries in (_SIDES if across else {"": False}).items():
+        program = backward_hybrid(d.problem, size, slices, across, queries_travel=queries)
+        yield _label(name, side), program
+
+
 def _ring_naive(d: Direction) -> _Programs:
     yield "ring-naive", ring_naive(d.problem, forward=d.forward)
 
@@ -140,19 +156,21 @@ TABLE: dict[str, Strategy] = {
     "ring-kv": Strategy(_ring_kv),
     "ring-naive": Strategy(_ring_naive),
     "ring-q": Strategy(_ring_q, backward_like="burst"),
+    "sliced": Strategy(_sliced, takes_size=True),
     "two-level": Strategy(_two_level, takes_size=True),
 }
 STRATEGIES = tuple(TABLE)
 
 
 def check_name(strategy: object, where: str = "burst_attention") -> tuple[str, int | None]:
-    """A strategy's name and the number of ranks in it, if any. Raises InputError, about `where`."""
+    """A strategy's name and the number in it, if any. Raises InputError, about `where`."""
     name, colon, number = strategy.partition(":") if isinstance(strategy, str) else ("", "", "")
     row = TABLE.get(name)
     if row is None or (colon and not (row.takes_size and re.fullmatch(r"[1-9][0-9]{0,8}", number))):
         known = [f"{name}[:N]" if row.takes_size else name for name, row in TABLE.items()]
         raise InputError(
-            f"{where}: strategy must be one of {known} (N: ranks, 1 or more), got {strategy!r}"
+            f"{where}: strategy must be one of {known} (N: ranks, or slices, 1 or more), got "
+            f"{strategy!r}"
         )
     return name, int(number) if colon else None
 

@@ -36,6 +36,7 @@ CASES = {
     "fp32, zigzag, burst": _WIDE.but(strategy="burst"),
     "fp32, contiguous, bidirectional": _WIDE.but(kind="contiguous", strategy="bidirectional"),
     "fp32, zigzag, all-to-all": _WIDE.but(strategy="all-to-all"),
+    "bf16, zigzag, sliced": _HALF.but(strategy="sliced:2", heads=8, kv_heads=4),
     "fp32, contiguous, window, direct": _WIDE.but(
         kind="contiguous", strategy="direct", mask=SlidingWindow(40)
     ),

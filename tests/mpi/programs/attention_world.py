@@ -75,6 +75,7 @@ MORE_CASES = {
     "a function, heads spread": Case(
         40, heads=60, batch=2, mask=FUNCTIONS[_FUNCTION].mask(_SIZES), strategy="all-to-all"
     ),
+    "slices": Case(70, heads=120, batch=2, mask=Causal(), strategy="sliced:2"),
     "only v": Case(100, mask=Causal(), needs_grad=(False, False, True), strategy="burst"),
 }
 
