@@ -1,10 +1,13 @@
-"""Conditions under which kernels may be taken: how new the GPU is, and what torch must repeat."""
+"""Conditions under which kernels may be taken: the CPU, the GPU, and what torch must repeat."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-__all__ = ["deterministic", "too_old"]
+__all__ = ["cpu_capabilities", "deterministic", "too_old"]
 
 
 def too_old(name: str, device: torch.device) -> str | None:
@@ -23,3 +26,9 @@ def deterministic() -> bool:
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
+
+
+def cpu_capabilities() -> Mapping[str, Any]:  # flags, numbers, names
+    """The capabilities of this CPU as torch tells them; nothing before torch 2.12."""
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return capabilities

@@ -19,7 +19,7 @@ vector of the processor holds it takes a row of NaN for such a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from math import isqrt
 from operator import itemgetter
 from typing import Any
@@ -45,7 +45,7 @@ from burst_rt.kernels.cpu_calls import (
     KernelCall,
     PartSize,
     kernel_calls,
-    part_of_direction,
+    narrow_in_strips,
     parts_under_the_mask,
 )  # fmt: skip
 from burst_rt.kernels.cpu_memory import (
@@ -62,13 +62,15 @@ from burst_rt.kernels.stand_in import stand_in_for_out
 from burst_rt.planning.masks import Piece, Shape
 from burst_rt.planning.problem import TileShape
 
-__all__ = ["CpuKernel", "cpu_capabilities"]
+__all__ = ["CpuKernel"]
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 # Maximum mean of the smaller side of a tile's pieces for which they count as small.
 _SMALL_SIDE = 1536
+# Rows of the largest triangle that the backward takes apart, where that gains more.
+_LARGEST_BACKWARD = 1536
 # Minimum number of keys: the float32 numbers of the longest vectors.
 _FEWEST_KEYS = 16
 # Maximum number of cells of a tile that is done in float64.
@@ -172,7 +174,10 @@ class CpuKernel(Kernel):
 
     def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> PartSize:
         """The most of a tile that one call of the fused kernel does."""
-        return part_of_direction(self._size_of(tile, qkv), tile.pieces, forward=forward)
+        part = self._size_of(tile, qkv)
+        if any(piece.shape is Shape.BAND for piece in tile.pieces):
+            part = narrow_in_strips(part, tile.pieces, forward=forward)
+        return part if forward or not part.edge else part._replace(largest=_LARGEST_BACKWARD)
 
     def _size_of(self, tile: Tile, qkv: QKV) -> PartSize:
         if tile.score_options.softcap is not None:
@@ -203,12 +208,6 @@ class CpuKernel(Kernel):
         """See `Kernel.scratch_bytes`."""
         wide = self.work_dtype(dtype) == sum_dtype(dtype)
         return scratch_bytes(forward, dtype, tile, wide=wide)
-
-
-def cpu_capabilities() -> Mapping[str, Any]:  # flags, numbers, names
-    """The capabilities of this CPU as torch tells them; nothing before torch 2.12."""
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return capabilities
 
 
 def _is_handful(qkv: QKV) -> bool:

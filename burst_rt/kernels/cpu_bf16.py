@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 
 from burst_rt.kernels.base import QKV, Tile, Work
-from burst_rt.kernels.cpu import CpuKernel, cpu_capabilities
+from burst_rt.kernels.conditions import cpu_capabilities
+from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.cpu_calls import PartSize
 from burst_rt.kernels.vendor import refuses_partials, remarks_on_partials
 from burst_rt.planning.masks import Shape

@@ -39,7 +39,7 @@ __all__ = [
     "KernelCall",
     "PartSize",
     "kernel_calls",
-    "part_of_direction",
+    "narrow_in_strips",
     "parts_under_the_mask",
 ]
 
@@ -51,10 +51,8 @@ _Relation: TypeAlias = Callable[[slice, slice], Relation]
 STRIP = 32
 # Maximum number of columns of all strips of a call.
 STRIP_COLUMNS = 16384
-# Rows of the largest triangle that the backward takes apart, where that gains more.
-_LARGEST_BACKWARD = 1536
-# Keys that a row sees beside its first one, in the widest band that is done in strips. The strips of
-# `bands.py` take more calls of torch, and the fused kernel is slower under a mask.
+# Keys that a row sees beside its first one, in the widest band that is done in strips. The strips
+# of `bands.py` take more calls of torch, and the fused kernel is slower under a mask.
 _NARROW = {"forward": 512, "backward": 256}
 # Columns of the strips of a narrow band, for each of its rows, at most.
 MOST_STRIP_COLUMNS = {direction: 1 + width // STRIP for direction, width in _NARROW.items()}
@@ -107,17 +105,14 @@ class KernelCall(NamedTuple):
         return Piece(a, b, c, d, self.shape, 0)
 
 
-def part_of_direction(part: PartSize, pieces: Sequence[Piece], *, forward: bool) -> PartSize:
-    """The part for a forward or a backward of a tile of these pieces: strips where all bands are
-    narrow, and larger triangles taken apart in a backward.
-    """
+def narrow_in_strips(part: PartSize, pieces: Sequence[Piece], *, forward: bool) -> PartSize:
+    """The part, with strips for the bands of a tile where all of them are narrow."""
     narrow = _NARROW["forward" if forward else "backward"]
     sides = (
         (p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in pieces if p.shape is Shape.BAND
     )
     strips = all(columns - rows <= narrow for rows, columns in sides)
-    largest = part.largest if forward or not part.edge else _LARGEST_BACKWARD
-    return part._replace(strips=part.strips or strips, largest=largest)
+    return part._replace(strips=part.strips or strips)
 
 
 class _Seen(NamedTuple):

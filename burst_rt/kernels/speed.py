@@ -24,7 +24,7 @@ import torch
 import torch.nn.attention
 
 from burst_rt.kernels.base import QKV, Gradients, Kernel, State, Tile, Upstream, Work, sum_dtype
-from burst_rt.kernels.cpu import cpu_capabilities
+from burst_rt.kernels.conditions import cpu_capabilities
 from burst_rt.planning.masks import Causal, Full, Mask, Rule, Shape
 from burst_rt.planning.problem import TileShape
 from burst_rt.remembered import alone, recall, remember
