@@ -1,7 +1,7 @@
 """What ranks do in a turn, and rank 0's decisions on it: which requests are read and written.
 
 A cache with a row for each request writes their next tokens together, and a cache of one sequence
-reads prompts, a chunk in each turn. So a long prompt does not hold up the others for longer than a
+reads prompts, a chunk in a turn. So a long prompt does not hold up the others for longer than a
 chunk. A prompt that has been read takes its place in a row, by a copy on each rank. Rows keep their
 tokens when a request has ended: a prompt that begins like one of them is read from there on.
 """
@@ -104,6 +104,7 @@ class Requests:
         self._change = threading.Condition()
         self._rows = [_Row() for _ in range(num_rows)]
         self._reading: _Reading | None = None
+        self._num_read = 0  # tokens of prompts since rows were written
         self.num_reused = 0  # tokens of prompts that were not read again
 
     @property
@@ -148,7 +149,10 @@ class Requests:
             chunk = reading.request.prompt[reading.done :][: self._chunk]
             if reading.done + len(chunk) == len(reading.request.prompt):
                 place = self._rows.index(reading.row)
-        rows = [[row.coming] if row.request is not None else [] for row in self._rows]
+        # Several short prompts are read between two tokens of the others, as long as a chunk is.
+        waits = 0 < len(chunk) <= self._chunk - self._num_read
+        self._num_read = len(chunk) + (self._num_read if waits else 0)
+        rows = [[row.coming] if row.request is not None and not waits else [] for row in self._rows]
         return Turn(rows=rows, begin=begin, chunk=chunk, place=place)
 
     def took(self, turn: Turn, of_rows: Tensor | None, of_chunk: Tensor | None) -> None:

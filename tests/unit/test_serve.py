@@ -200,7 +200,7 @@ class _Ranks:
         self.requests, self.keep_states = requests, keep_states
         self.rows = [list[int]() for _ in range(num_rows)]
         self.one = list[int]()
-        self.most_chunk = 0
+        self.most_chunk = self.num_read = 0
 
     def turn(self) -> bool:
         """Takes a turn; whether there was anything to do."""
@@ -218,6 +218,7 @@ class _Ranks:
             of_rows = torch.stack([self._scores(row) for row in self.rows])
         if turn.chunk:
             self.one += turn.chunk
+            self.num_read += len(turn.chunk)
             self.most_chunk = max(self.most_chunk, len(turn.chunk))
             of_chunk = self._scores(self.one)
         if turn.place >= 0:
@@ -295,6 +296,24 @@ def test_a_prompt_that_begins_like_a_row_is_read_from_there_on() -> None:
             pass
         assert requests.num_reused - before == reused, number
         assert [chosen.token for chosen in told[:-1]] == _wanted(prompt, 2)
+
+
+def test_short_prompts_are_read_one_after_another_and_a_long_one_between_tokens() -> None:
+    requests = Requests(4, capacity=100, chunk=10, most_waiting=9, within_s=1e6)
+    for token, length in enumerate((4, 4, 4, 25)):
+        requests.put(_request([token] * length, 90, []))
+    ranks = _Ranks(requests, 4)
+    seen = []
+    for _ in range(8):
+        written = [len(row.tokens) for row in requests._rows]
+        ranks.turn()
+        wrote = any(len(row.tokens) > n > 0 for row, n in zip(requests._rows, written, strict=True))
+        seen.append((ranks.num_read, wrote))
+    # Tokens of prompts, and whether rows were written: never more than ten between two tokens.
+    assert seen == [
+        (4, False), (8, False), (12, True), (22, True), (32, True), (37, True), (37, True),
+        (37, True),
+    ]  # fmt: skip
 
 
 def test_where_rows_have_states_a_prompt_goes_on_from_whole_rows_alone() -> None:
