@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -103,7 +102,7 @@ def _show(record: Path, browser: str, folder: Path) -> None:
             page.screenshot(path=folder / "history.png")
             opened.close()
     finally:
-        showing.send_signal(signal.SIGINT)
+        showing.terminate()  # what is started in the background may have been told to ignore Ctrl-C
         showing.wait(20)
         showing.stderr.close()
 
