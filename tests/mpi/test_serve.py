@@ -223,7 +223,8 @@ def test_requests_of_a_file_get_what_the_server_would_give(
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     options = ["--requests", str(path), "--max-new-tokens", "7", "--rows", "3", "-n", "2"]
-    job = run_command(("generate", "--model", str(model), *options), cwd=tmp_path, timeout_s=90.0)
+    words = ("generate", "--model", str(model), *options)
+    job = run_command(words, cwd=tmp_path, timeout_s=90.0, warm="torch")
     assert job.exit_code == 0, job.text
     answers = {x["custom_id"]: x["response"] for x in map(json.loads, job.out.splitlines())}
     assert len(answers) == len(lines)
@@ -241,8 +242,8 @@ def test_requests_of_a_file_get_what_the_server_would_give(
     assert said, job.err
     # A prompt alone, as a chat: the answer is all that is printed.
     options = ["--prompt", "hello", "--chat", "--temperature", "0", "--max-new-tokens", "4"]
-    job = run_command(("generate", "--model", str(model), *options, "-n", "2"), cwd=tmp_path,
-                      timeout_s=90.0)  # fmt: skip
+    words = ("generate", "--model", str(model), *options, "-n", "2")
+    job = run_command(words, cwd=tmp_path, timeout_s=90.0, warm="torch")
     assert job.out == f"{chatted}\n"
 
 
