@@ -160,6 +160,7 @@ class _Answers:
         self._done = self._pool.submit(self._run)
 
     def end(self, why: str) -> None:
+        self._desk.requests.close()  # else one that is put from now on would wait for nobody
         self._desk.requests.fail(why)
         self._pool.shutdown()
 

@@ -96,6 +96,7 @@ class _Server:
     def end(self, why: str) -> None:
         """Ends open requests, and the server; blocks until answers have left, at most 3 s."""
         self._desk.ready = False
+        self._desk.requests.close()
         self._desk.requests.fail(why)
         self._server.should_exit = True
         if self._thread.is_alive():

@@ -123,8 +123,11 @@ class Requests:
         return sum(len(row.tokens) for row in self._rows)
 
     def put(self, request: Request) -> None:
-        """Takes a request, or raises QueueFull."""
+        """Takes a request, or raises QueueFull. One that comes after `close` is told an error."""
         with self._change:
+            if self._closed:
+                request.tell("error: no more requests are taken")
+                return
             if len(self._waiting) >= self._most_waiting:
                 self._drop_waiting()
             if len(self._waiting) >= self._most_waiting:

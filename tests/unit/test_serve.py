@@ -353,6 +353,9 @@ def test_all_is_over_once_no_request_comes_and_all_have_ended() -> None:
         assert ranks.turn()
     assert told[-1] == "length"
     assert requests.next_turn(1e6).over
+    late: list[Any] = []
+    requests.put(_request([4], 3, late))
+    assert late == ["error: no more requests are taken"]
 
 
 def test_limits_and_ends() -> None:
