@@ -125,6 +125,8 @@ def command(context: click.Context, /, num_ranks: int | None, **values: object) 
         raise click.UsageError(
             f"A request of '--requests' says it itself: leave out {names}", context
         )
+    if options.requests is None and "rows" in chosen_options(context):
+        raise click.UsageError("'--rows' is for '--requests'; leave it out", context)
     if num_ranks is not None:
         with before_ranks():
             run = options.checkpoint

@@ -34,6 +34,7 @@ __all__ = [
     "encode_chat",
     "folder_ends",
     "folder_source",
+    "longest_text",
 ]
 
 
@@ -144,6 +145,12 @@ def folder_ends(folder: ModelFolder, model: Any) -> frozenset[int]:
     return frozenset(end for end in (*ends, folder.tokenizer.eos_token_id) if end is not None)
 
 
+def longest_text(folder: ModelFolder) -> int | None:
+    """Tokens of a sequence that the model was made for; None where it does not say."""
+    longest = getattr(folder.config.get_text_config(), "max_position_embeddings", None) or -1
+    return longest if longest > 0 else None
+
+
 def encode_chat(folder: ModelFolder, messages: list[dict[str, str]]) -> list[int]:
     """The tokens of a chat up to the answer, as the chat template of the folder says.
 
@@ -180,13 +187,11 @@ def folder_source(
         except Exception as error:  # a template is a program of the model's
             raise ConfigError(f"--chat: {error}; leave it out, or mend the template.") from error
 
-    text_config = folder.config.get_text_config()
-    longest = getattr(text_config, "max_position_embeddings", None) or -1
     return Source(
         encode=encode,
         ends=folder_ends(folder, model),
         unit="token",
-        longest=longest if longest > 0 else None,
+        longest=longest_text(folder),
         streamer=lambda: transformers.TextStreamer(
             folder.tokenizer, skip_prompt=chat, skip_special_tokens=True
         ),

@@ -19,6 +19,7 @@ from typing import Any
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
 from burst_rt.launch.generate.loop import no_tokenizer, open_model
+from burst_rt.launch.generate.models import longest_text
 from burst_rt.launch.generate.options import GenerateOptions
 from burst_rt.launch.serve.desk import Desk, Talk
 from burst_rt.launch.serve.loop import RowCaches, take_turns
@@ -61,11 +62,11 @@ def answer_file(world: Context, options: GenerateOptions) -> None:
     if folder is None:
         raise no_tokenizer("--requests")
     path, vocabulary = options.requests, Vocabulary(folder, model)
-    lines = list[FileRequest]()
+    lines, most = list[FileRequest](), longest_text(folder) or sys.maxsize
 
     def longest() -> int:
         lines[:] = [
-            _measured(line, vocabulary) for line in read_lines(path, options.max_new_tokens)
+            _measured(line, vocabulary, most) for line in read_lines(path, options.max_new_tokens)
         ]
         return max(
             (
@@ -135,12 +136,17 @@ def _read(url: str, body: Json, most_new: int) -> ParsedRequest | Refusal:
     return replace(asked, most_tokens=most_new) if unsaid else asked
 
 
-def _measured(line: FileRequest, vocabulary: Vocabulary) -> FileRequest:
-    """The same line, whose prompt is tokens."""
+def _measured(line: FileRequest, vocabulary: Vocabulary, most: int) -> FileRequest:
+    """The same line, whose prompt is tokens. most: tokens that the model was made for."""
     if isinstance(line.asked, Refusal):
         return line
     try:
-        tokens = vocabulary.encode(line.asked)
+        tokens, new = vocabulary.encode(line.asked), line.asked.most_tokens or 0
+        if len(tokens) + new > most:
+            raise Refusal(
+                400, f"the model was made for {most:,} tokens; the prompt has {len(tokens):,}, and "
+                f"{new:,} more are asked for", None, "context_length_exceeded",
+            )  # fmt: skip
     except Refusal as refused:
         return replace(line, asked=refused)
     return replace(line, asked=replace(line.asked, tokens=tokens))

@@ -8,11 +8,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import uvicorn
 
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
+from burst_rt.launch.generate.models import longest_text
 from burst_rt.launch.serve.app import LOOPBACK, Admission, make_routes
 from burst_rt.launch.serve.desk import Desk
 from burst_rt.launch.serve.loop import RowCaches, take_turns
@@ -36,6 +38,12 @@ def serve(world: Context, options: ServeOptions) -> None:
     folder = open_same_folder(world, TrainConfig(model=str(options.model), seq_len=1), None)
     assert folder is not None
     model = world.together(folder.load)
+    longest = longest_text(folder)
+    if longest is not None and options.capacity > longest:
+        if world.rank == 0:
+            said = f"--capacity {options.capacity:,}: the model was made for {longest:,} tokens"
+            print(f"burst-rt: {said}, so requests may have as many", file=sys.stderr, flush=True)
+        options = replace(options, capacity=longest)
     rows = RowCaches(world, model, options.dtype, num_rows=options.rows, capacity=options.capacity)
     requests = Requests(
         options.rows, capacity=options.capacity, chunk=options.chunk,

@@ -220,6 +220,8 @@ def test_requests_of_a_file_get_what_the_server_would_give(
     }
     lines += [{"custom_id": name, "url": chat, "body": wrong} for name, wrong in wrong.items()]
     lines.append({"custom_id": "messages", "url": chat, "body": {"messages": []}})
+    # The model was made for 4,096 tokens.
+    lines.append({"custom_id": "long", "url": completion, "body": {"prompt": "x" * 4090}})
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     options = ["--requests", str(path), "--max-new-tokens", "7", "--rows", "3", "-n", "2"]
@@ -232,13 +234,14 @@ def test_requests_of_a_file_get_what_the_server_would_give(
         refused = answers.pop(name)
         assert refused["status_code"] in (400, 404)
         assert refused["body"]["error"]["param"] == name
+    assert answers.pop("long")["body"]["error"]["code"] == "context_length_exceeded"
     assert {answer["status_code"] for answer in answers.values()} == {200}
     chatted = answers.pop("chat")["body"]["choices"][0]["message"]["content"]
     assert chatted == _alone(model, "user: hello\nassistant: ", 4)[0]
     for i, prompt in enumerate(_prompts()):
         (choice,) = answers[f"text {i}"]["body"]["choices"]
         assert choice["text"] == _alone(model, prompt, 7)[0]
-    said = re.search(r"answered 13 of 17 requests in .* s: ([\d,]+) tokens read, 88 wri", job.err)
+    said = re.search(r"answered 13 of 18 requests in .* s: ([\d,]+) tokens read, 88 wri", job.err)
     assert said, job.err
     # A prompt alone, as a chat: the answer is all that is printed.
     options = ["--prompt", "hello", "--chat", "--temperature", "0", "--max-new-tokens", "4"]

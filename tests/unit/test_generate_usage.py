@@ -158,6 +158,7 @@ def test_a_byte_level_model_has_no_chats(run: Path, tmp_path: Path) -> None:
         ("--prompt a", "Missing option '--checkpoint' or '--model'"),
         ("--checkpoint run", "Give one of '--prompt', '--prompt-file' and '--requests'"),
         ("--checkpoint run --prompt a --requests b", "Give one of '--prompt', '--prompt-file' and"),
+        ("--model m --prompt a --rows 2", "'--rows' is for '--requests'"),
         ("--model m --requests b --chat --seed 1", "A request of '--requests' says it itself: lea"),
         ("--checkpoint run --prompt a --prompt-file b", "Give one of '--prompt', '--prompt-file"),
         ("--checkpoint run --prompt a --temperature -1", "Invalid value for '--temperature'"),
