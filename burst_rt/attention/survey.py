@@ -99,7 +99,7 @@ def _key(runtime: Runtime) -> dict[str, str] | None:
         return None
     return chip_and_versions(machine.device) | {
         "ranks": str(runtime.world_size), "transport": machine.choice.name,
-        "cores": str(psutil.cpu_count()),
+        "cores": str(psutil.cpu_count()), "tiles": f"{_HEADS} heads, {_MASKS}",
     }  # fmt: skip
 
 
