@@ -2,10 +2,10 @@
 
 Rank 0 times tiles, sums and products while the other ranks rest. Then all ranks measure together:
 how much slower a tile is now, messages of up to three sizes to neighbours on the host and to
-counterparts on the next host, and what a message takes from the tiles beside it. `burst-rt
-calibrate` measures more, and better.
+counterparts on the next host, how much faster the latter are where one rank of a host sends alone,
+and what a message takes from the tiles beside it. `burst-rt calibrate` measures more, and better.
 
-The figures are rounded to steps of 19 percent, so that small changes do not change a plan. Further
+The figures are rounded to steps of 9 percent, so that small changes do not change a plan. Further
 groups of the same processes plan with the figures of the first. Where all ranks are on one host the
 figures are remembered, so that later jobs plan alike. Networks between hosts differ from day to
 day, and are measured anew.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -26,7 +27,7 @@ import torch
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import Work, pick
 from burst_rt.kernels.speed import TileProblem, chip_and_versions, seconds_in_turn
-from burst_rt.planning.fit import Sample, fit_rates
+from burst_rt.planning.fit import Sample, fit_cards, fit_rates
 from burst_rt.planning.machines import parse_hardware, to_toml
 from burst_rt.planning.masks import Causal, Full, SlidingWindow
 from burst_rt.planning.strategies.ring_builder import tile_cost
@@ -127,15 +128,15 @@ def _measured(runtime: Runtime) -> Hardware:
     rates = {
         name: _scaled(rate, task_s, max(1.0, scale)) for name, rate in fit_rates(samples).items()
     }
-    inside = _link(runtime, 1, per_node, slowdown) if per_node > 1 else None
-    outside = _link(runtime, per_node, world, slowdown) if per_node < world else None
-    link = inside or outside
+    inside = _link(runtime, 1, per_node, slowdown)[0] if per_node > 1 else None
+    nics = _nics(runtime, slowdown) if per_node < world else None
+    link = inside or (None if nics is None else nics.link)
     assert link is not None
     return Hardware(
         f"{world} ranks over {machine.choice.name}, measured when the job began",
         Device(int(_rounded(memory)), rates),
         Node(per_node, link, cores),
-        None if outside is None else Nics(per_node, outside),
+        nics,
     )
 
 
@@ -238,9 +239,21 @@ def _slowest_s(runtime: Runtime, run: Callable[[], object]) -> float:
     return float(max(all_gather(runtime, time.perf_counter() - started_s)))
 
 
-def _link(runtime: Runtime, step: int, ring: int, slowdown: float) -> Link:
+def _nics(runtime: Runtime, slowdown: float) -> Nics:
+    """The cards between a rank and its counterparts on the other hosts."""
+    per_node, world = runtime.machine.ranks_per_node, runtime.world_size
+    link, size, all_s = _link(runtime, per_node, world, slowdown)
+    if per_node == 1:
+        return Nics(1, link)
+    alone = _exchanging(runtime, per_node, world, size, sends=lambda rank: rank % per_node == 0)
+    faster = all_s / _seconds(runtime, alone)
+    nics = fit_cards(link, link.bytes_per_s * faster, per_node)
+    return replace(nics, link=replace(nics.link, bytes_per_s=_rounded(nics.link.bytes_per_s)))
+
+
+def _link(runtime: Runtime, step: int, ring: int, slowdown: float) -> tuple[Link, int, float]:
     """The link to the rank `step` further on, in rings of `ring` neighbouring ranks, used both ways
-    by all ranks at once.
+    by all ranks at once; the largest message's bytes, and its seconds.
     """
     smallest = _MESSAGE_BYTES[0]
     idle, small = _idling(runtime, 1), _exchanging(runtime, step, ring, smallest)
@@ -257,15 +270,16 @@ def _link(runtime: Runtime, step: int, ring: int, slowdown: float) -> Link:
         last = size
     latency_s = max(small_s - idle_s, 1e-6)
     if last == smallest:
-        return Link(0.0, _rounded(last / took[last]), 1.0, "full")
+        return Link(0.0, _rounded(last / took[last]), 1.0, "full"), last, took[last]
     byte_s = (took[last] - small_s) / (last - smallest)
     per_s = 1 / byte_s if byte_s > 0 else last / took[last]
     latency_s = max(latency_s - smallest / per_s, 1e-6)
     work_s = _work_byte_s(runtime, step, ring, last, took[last]) / slowdown
-    return Link(
+    link = Link(
         _rounded(latency_s), _rounded(per_s), 1.0, "full",
         work_byte_s=_rounded(work_s) if work_s > 0 else None,
     )  # fmt: skip
+    return link, last, took[last]
 
 
 def _work_byte_s(runtime: Runtime, step: int, ring: int, size: int, message_s: float) -> float:
@@ -278,7 +292,7 @@ def _work_byte_s(runtime: Runtime, step: int, ring: int, size: int, message_s: f
     times = max(1, round(_COVER * message_s / tile_s))
     plain, beside = (
         _exchanging(runtime, step, ring, size, [run] * times, sends=sends)
-        for sends in (False, True)
+        for sends in (lambda _: False, lambda _: True)
     )
     pairs = [(_slowest_s(runtime, plain), _slowest_s(runtime, beside)) for _ in range(_REPEATS + 1)]
     more_s = median(with_s - without_s for without_s, with_s in pairs[1:])
@@ -292,9 +306,11 @@ def _exchanging(
     size: int,
     tiles: Sequence[Callable[[], object]] = (),
     *,
-    sends: bool = True,
+    sends: Callable[[int], bool] = lambda _: True,
 ) -> Callable[[], object]:
-    """What exchanges messages of a size once, and does the tiles meanwhile."""
+    """What exchanges messages of a size once, on the ranks that send, and does the tiles
+    meanwhile.
+    """
 
     def build(rank: int) -> Graph:
         g = GraphBuilder(rank, runtime.world_size, runtime.machine.lanes)
@@ -303,7 +319,7 @@ def _exchanging(
         )
         start = rank - rank % ring
         after, before = (start + (rank - start + way) % ring for way in (step, -step))
-        if sends:
+        if sends(rank):
             g.exchange("exchange", sends=[(out, after)], recvs=[(into, before)], tag=0)
         for number in range(len(tiles)):
             g.compute(f"tile {number}", Op("tile", (number,)), reads=[out])
@@ -321,5 +337,5 @@ def _exchanging(
 
 
 def _rounded(value: float) -> float:
-    """The nearest of the powers of 2**(1/4), with four digits: a step is 19 percent."""
-    return float(f"{2 ** (round(math.log2(value) * 4) / 4):.4g}")
+    """The nearest of the powers of 2**(1/8), with four digits: a step is 9 percent."""
+    return float(f"{2 ** (round(math.log2(value) * 8) / 8):.4g}")

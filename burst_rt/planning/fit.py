@@ -8,15 +8,16 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
 from burst_rt.scheduler import Cost
-from burst_rt.scheduler.simulator import Link, Rate
+from burst_rt.scheduler.simulator import Link, Nics, Rate
 
-__all__ = ["Sample", "fit_link", "fit_rate", "fit_rates"]
+__all__ = ["Sample", "fit_cards", "fit_link", "fit_rate", "fit_rates"]
 
 # Maximum difference of the relative errors of equally good fits.
 _ROUNDING = 1e-9
@@ -95,6 +96,18 @@ def fit_link(seconds_by_size: Mapping[int, float]) -> Link:
         largest = max(seconds_by_size)
         latency_s, byte = 0.0, seconds_by_size[largest] / largest
     return Link(latency_s, 1 / byte, 1.0, "full")
+
+
+def fit_cards(link: Link, alone_per_s: float, num_ranks: int) -> Nics:
+    """The network cards that the ranks of a host share.
+
+    link: to another host, while all `num_ranks` ranks of each host send. alone_per_s: bytes a
+    second while one of them sends. A rank that is twice as fast alone shares its card with one
+    other.
+    """
+    together_per_s = num_ranks * link.bytes_per_s
+    count = min(max(round(together_per_s / alone_per_s), 1), num_ranks)
+    return Nics(count, replace(link, bytes_per_s=together_per_s / count))
 
 
 def _fit(

@@ -26,8 +26,8 @@ from burst_rt.planning.masks import Mask
 from burst_rt.planning.whole import deal_whole
 
 __all__ = [
-    "BALANCED", "FOLLOWING", "KINDS", "WHOLE", "Block", "Layout", "blocks_of", "make_layout",
-    "mask_for_layout",
+    "BALANCED", "FOLLOWING", "KINDS", "WHOLE", "Block", "Layout", "blocks_of", "joined",
+    "make_layout", "mask_for_layout", "stretches",
 ]  # fmt: skip
 
 # Runs of positions of one shard that travel together, in order.
@@ -126,6 +126,23 @@ def blocks_of(runs: Block, count: int) -> tuple[Block, ...]:
     ends = list(accumulate(map(len, runs)))
     cut = min(range(len(runs)), key=lambda run: abs(2 * ends[run] - ends[-1])) + 1
     return runs[:cut], runs[cut:]
+
+
+def stretches(runs: Block) -> list[Block]:
+    """The runs, those together that follow each other without a gap; see `joined`."""
+    together: list[list[range]] = []
+    for run in runs:
+        last = together[-1][-1] if together else range(0)
+        if together and run.step == last.step and run.start == last.stop:
+            together[-1].append(run)
+        else:
+            together.append([run])
+    return list(map(tuple, together))
+
+
+def joined(runs: Block) -> range:
+    """The positions of runs that follow each other without a gap."""
+    return range(runs[0].start, runs[-1].stop, runs[0].step)
 
 
 @lru_cache(maxsize=64)

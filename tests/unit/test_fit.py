@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from burst_rt.planning.fit import Sample, fit_link, fit_rate, fit_rates
+from burst_rt.planning.fit import Sample, fit_cards, fit_link, fit_rate, fit_rates
 from burst_rt.scheduler import Cost
+from burst_rt.scheduler.simulator import Link, Nics
 
 
 def _tile(n: int, causal: bool = False) -> Cost:
@@ -122,3 +124,23 @@ def test_a_link_whose_large_messages_took_no_longer_has_the_largest_ones_speed()
     found = fit_link({1 << 10: 9e-3, 1 << 16: 9e-3, 1 << 22: 8e-3})
     assert found.bytes_per_s == pytest.approx((1 << 22) / 8e-3)
     assert found.latency_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "alone_per_s", "count", "per_s"),
+    [
+        (2, 25e6, 2, 25e6),  # a card each
+        (2, 50e6, 1, 50e6),  # one for both
+        (2, 20e6, 2, 25e6),  # measured while something else sent
+        (2, 90e6, 1, 50e6),
+        (8, 50e6, 4, 50e6),
+        (8, 200e6, 1, 200e6),
+        (1, 30e6, 1, 25e6),
+    ],
+)
+def test_cards_from_a_rank_that_sends_alone(
+    num_ranks: int, alone_per_s: float, count: int, per_s: float
+) -> None:
+    """Each rank has 25 MB/s while all send."""
+    link = Link(1e-4, 25e6, 1.0, "full", work_byte_s=1e-9)
+    assert fit_cards(link, alone_per_s, num_ranks) == Nics(count, replace(link, bytes_per_s=per_s))

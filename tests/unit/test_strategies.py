@@ -27,11 +27,11 @@ from graphs import (
 from spec import seen
 from tolerances import BALANCE
 
-from burst_rt import Causal, Documents, Full
+from burst_rt import Causal, Documents, Full, SlidingWindow
 from burst_rt.errors import InternalError
 from burst_rt.planning import sides
 from burst_rt.planning.choose import choose
-from burst_rt.planning.layouts import KINDS
+from burst_rt.planning.layouts import KINDS, make_layout
 from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.operations import BackwardTile, FinishRows, ForwardTile, MergeRows
 from burst_rt.planning.problem import Problem
@@ -164,6 +164,17 @@ def test_sums_that_begin_in_a_used_slot_look_at_nothing_of_it(
     p = problem(64, 64, 6, mask=Documents(cuts), kinds=("contiguous", "contiguous"))
     program = choose(p, strategy, forward=forward).program
     check_world([program.graph(rank) for rank in range(6)])
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "striped"])
+def test_a_band_is_not_cut_where_a_shards_runs_follow_each_other(kind: str) -> None:
+    p = problem(4096, 4096, 4, mask=SlidingWindow(255 if kind == "contiguous" else 1023))
+    p = replace(p, **dict.fromkeys(("q_layout", "kv_layout"), make_layout(kind, 4096, 4)))
+    ring = backward_ring(p, queries_travel=True)
+    own = [ring.pieces(1, block, 1) for block in range(2)]
+    # Rows are counted along a block, columns along the shard: 512 and 1,024.
+    assert own[1] == (Piece(0, 512, 257, 1024, Shape.BAND, 512 * 256),)
+    assert [piece.shape for piece in own[0]] == [Shape.LOWER, Shape.BAND]
 
 
 def _shorter(graphs: list[Graph], end: Endpoint, side: str) -> list[Graph]:

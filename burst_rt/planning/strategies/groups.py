@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from burst_rt.errors import InputError
-from burst_rt.planning.layouts import Layout, blocks_of
+from burst_rt.planning.layouts import Layout, blocks_of, joined, stretches
 from burst_rt.planning.problem import Problem
 
 __all__ = ["most_slices", "of_groups", "of_slice"]
@@ -110,15 +110,5 @@ def _group_runs(runs: _Runs, size: int) -> _Runs:
         members = [run for own in runs[first : first + size] for run in own if run]
         members.sort(key=lambda run: run.start)
         parts = blocks_of(tuple(members) or (range(0),), 2)
-        groups.append(tuple(run for part in parts for run in _joined(part)))
+        groups.append(tuple(joined(runs) for part in parts for runs in stretches(part)))
     return tuple(groups)
-
-
-def _joined(runs: tuple[range, ...]) -> list[range]:
-    joined: list[range] = []
-    for run in runs:
-        if joined and joined[-1].step == run.step == 1 and joined[-1].stop == run.start:
-            joined.append(range(joined.pop().start, run.stop))
-        else:
-            joined.append(run)
-    return joined

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from burst_rt.errors import InternalError
-from burst_rt.planning.layouts import Block, blocks_of
+from burst_rt.planning.layouts import Block, blocks_of, joined, stretches
 from burst_rt.planning.masks import Piece, Rule, Shape
 from burst_rt.planning.needs import Needed, Rows, union_of
 from burst_rt.planning.problem import Problem
@@ -25,6 +25,9 @@ from burst_rt.planning.strategies.routes import Route
 __all__ = ["Hops", "SumHop", "num_blocks", "num_tokens"]
 
 _T = TypeVar("_T")
+# Positions that follow each other, and the runs that they are, by number among all runs of a side.
+# A mask leaves fewer pieces of them than of their runs.
+_Stretches: TypeAlias = "tuple[tuple[range, slice], ...]"
 
 
 class SumHop(NamedTuple):
@@ -80,17 +83,22 @@ class Hops:
         return stop - start
 
     @cached_property
-    def _first_runs(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        """Numbers among all runs of a side: of each travelling block's first run, by owner and
-        block; of each resident shard's first run, by rank.
-        """
-        numbers, at = [], 0
-        for blocks in self.travelling:
-            starts = list(accumulate(map(len, blocks), initial=at))
-            at = starts.pop()
-            numbers.append(tuple(starts))
-        residents = list(accumulate(map(len, self.resident), initial=0))
-        return tuple(numbers), tuple(residents[:-1])
+    def _stretches(self) -> tuple[tuple[tuple[_Stretches, ...], ...], tuple[_Stretches, ...]]:
+        """Of the travelling blocks, by owner and block; of the resident shards, by rank."""
+        at, has_spans = 0, self.problem.mask.has_spans
+
+        def next_ones(runs: Block) -> _Stretches:
+            nonlocal at
+            found = []
+            # A mask without spans only says whether anything of a range is seen: short ranges.
+            for touching in stretches(runs) if has_spans else [(run,) for run in runs]:
+                found.append((joined(touching), slice(at, at + len(touching))))
+                at += len(touching)
+            return tuple(found)
+
+        moving = tuple(tuple(map(next_ones, blocks)) for blocks in self.travelling)
+        at = 0
+        return moving, tuple(map(next_ones, self.resident))
 
     def forget(self) -> None:
         """See `Program.forget`."""
@@ -118,19 +126,19 @@ class Hops:
             rows, columns = lengths if queries_travel else reversed(lengths)
             full = Piece(0, rows, 0, columns, Shape.RECTANGLE, rows * columns)
             return (full,) if rows and columns else ()
-        numbers, residents = self._first_runs
+        travelling, residents = self._stretches
         meet = problem.needs.met if queries_travel else problem.needs.met.T
         needed = self.needed[owner][block][rank]
         pieces: list[Piece] = []
         start = 0
-        for number, moved in enumerate(moving, numbers[owner][block]):
+        for moved, numbers in travelling[owner][block]:
             first = 0
-            for resident, stays in enumerate(staying, residents[rank]):
+            for stays, others in residents[rank]:
                 q, kv, rows, columns = (
                     (moved, stays, start, first) if queries_travel else (stays, moved, first, start)
                 )
-                for of_runs in problem.pieces(q, kv) if meet[number, resident] else ():
-                    for piece in _arrived(_moved(of_runs, rows, columns), needed, queries_travel):
+                for of_both in problem.pieces(q, kv) if meet[numbers, others].any() else ():
+                    for piece in _arrived(_moved(of_both, rows, columns), needed, queries_travel):
                         touching = bool(pieces) and _touch(pieces[-1], piece)
                         pieces.append(_joined(pieces.pop(), piece) if touching else piece)
                 first += len(stays)
