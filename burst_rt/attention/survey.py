@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from statistics import median
+from statistics import mean, median
 
 import psutil
 import torch
@@ -128,8 +128,8 @@ def _measured(runtime: Runtime) -> Hardware:
     rates = {
         name: _scaled(rate, task_s, max(1.0, scale)) for name, rate in fit_rates(samples).items()
     }
-    inside = _link(runtime, 1, per_node, slowdown)[0] if per_node > 1 else None
-    nics = _nics(runtime, slowdown) if per_node < world else None
+    inside = _link(runtime, 1, per_node)[0] if per_node > 1 else None
+    nics = _nics(runtime) if per_node < world else None
     link = inside or (None if nics is None else nics.link)
     assert link is not None
     return Hardware(
@@ -239,10 +239,10 @@ def _slowest_s(runtime: Runtime, run: Callable[[], object]) -> float:
     return float(max(all_gather(runtime, time.perf_counter() - started_s)))
 
 
-def _nics(runtime: Runtime, slowdown: float) -> Nics:
+def _nics(runtime: Runtime) -> Nics:
     """The cards between a rank and its counterparts on the other hosts."""
     per_node, world = runtime.machine.ranks_per_node, runtime.world_size
-    link, size, all_s = _link(runtime, per_node, world, slowdown)
+    link, size, all_s = _link(runtime, per_node, world)
     if per_node == 1:
         return Nics(1, link)
     alone = _exchanging(runtime, per_node, world, size, sends=lambda rank: rank % per_node == 0)
@@ -251,7 +251,7 @@ def _nics(runtime: Runtime, slowdown: float) -> Nics:
     return replace(nics, link=replace(nics.link, bytes_per_s=_rounded(nics.link.bytes_per_s)))
 
 
-def _link(runtime: Runtime, step: int, ring: int, slowdown: float) -> tuple[Link, int, float]:
+def _link(runtime: Runtime, step: int, ring: int) -> tuple[Link, int, float]:
     """The link to the rank `step` further on, in rings of `ring` neighbouring ranks, used both ways
     by all ranks at once; the largest message's bytes, and its seconds.
     """
@@ -274,7 +274,7 @@ def _link(runtime: Runtime, step: int, ring: int, slowdown: float) -> tuple[Link
     byte_s = (took[last] - small_s) / (last - smallest)
     per_s = 1 / byte_s if byte_s > 0 else last / took[last]
     latency_s = max(latency_s - smallest / per_s, 1e-6)
-    work_s = _work_byte_s(runtime, step, ring, last, took[last]) / slowdown
+    work_s = _work_byte_s(runtime, step, ring, last, took[last])
     link = Link(
         _rounded(latency_s), _rounded(per_s), 1.0, "full",
         work_byte_s=_rounded(work_s) if work_s > 0 else None,
@@ -283,9 +283,10 @@ def _link(runtime: Runtime, step: int, ring: int, slowdown: float) -> tuple[Link
 
 
 def _work_byte_s(runtime: Runtime, step: int, ring: int, size: int, message_s: float) -> float:
-    """Seconds that a message takes from the tiles beside it, for a byte sent or received.
+    """Seconds of a core that a message takes from the tiles beside it, for a byte sent or received.
 
-    All ranks compute and exchange. message_s: what a message of this size takes alone.
+    All ranks compute and exchange. message_s: what a message of this size takes alone. Processor
+    time tells, in the mean of all ranks: how long a tile takes varies by more than a message costs.
     """
     run = _whole_tile(runtime)
     tile_s = _seconds(runtime, lambda: [run() for _ in range(4)], 1) / 4
@@ -294,9 +295,21 @@ def _work_byte_s(runtime: Runtime, step: int, ring: int, size: int, message_s: f
         _exchanging(runtime, step, ring, size, [run] * times, sends=sends)
         for sends in (lambda _: False, lambda _: True)
     )
-    pairs = [(_slowest_s(runtime, plain), _slowest_s(runtime, beside)) for _ in range(_REPEATS + 1)]
+    pairs = [
+        (_processor_s(runtime, plain), _processor_s(runtime, beside)) for _ in range(_REPEATS + 1)
+    ]
     more_s = median(with_s - without_s for without_s, with_s in pairs[1:])
     return max(0.0, more_s) / (2 * size)
+
+
+def _processor_s(runtime: Runtime, run: Callable[[], object]) -> float:
+    """Seconds of processor time that a function takes, in the mean of all ranks, which all run
+    it.
+    """
+    all_gather(runtime, None)  # a common start
+    started_s = time.process_time()
+    run()
+    return float(mean(all_gather(runtime, time.process_time() - started_s)))
 
 
 def _exchanging(

@@ -21,6 +21,10 @@ from burst_rt.transport import Transport
 
 __all__ = ["HostDriver", "flat_bytes", "raw_bytes"]
 
+# For so many seconds an operation of arithmetic, and at most so many seconds, a task waits for the
+# ranks to agree on the call: a fiftieth to a fifth of what it takes.
+_PATIENCE_S, _MOST_PATIENCE_S = 2e-12, 5e-3
+
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, as transports take it.
@@ -72,8 +76,17 @@ class HostDriver(BaseDriver):
             self._landed = events
         self._say_alive(time.perf_counter())
 
+    def _waits_to_agree(self, task: Task) -> bool:
+        """Whether a task does not begin yet: messages leave once the ranks have agreed, which takes
+        several rounds, and a long task looks after them only between its parts.
+        """
+        if self._control is None:
+            return False
+        patience_s = min(task.cost.flops * _PATIENCE_S, _MOST_PATIENCE_S)
+        return time.perf_counter() - self._issued_s[self._control.id] < patience_s
+
     def _work(self) -> list[Event]:
-        if not self._queue:
+        if not self._queue or self._waits_to_agree(self._queue[0]):
             return []
         task = self._queue.pop(0)
         self._running = task

@@ -34,7 +34,7 @@ from burst_rt.launch.measure.timing import (
     slowest_s,
 )
 from burst_rt.launch.plan.doubts import BusyCores, doubts
-from burst_rt.planning.fit import Sample, fit_link, fit_rates
+from burst_rt.planning.fit import Sample, fit_cards, fit_link, fit_rates
 from burst_rt.planning.machines import to_toml
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node
@@ -125,7 +125,7 @@ class Calibration:
         )
         link = inside or outside
         assert link is not None
-        nics = None if outside is None else Nics(self.per_node, outside)
+        nics = None if outside is None else self.cards(outside)
         return Hardware(
             self._name(),
             Device(self._memory_bytes(), fit_rates(samples)),
@@ -189,8 +189,18 @@ class Calibration:
                 if repeat:
                     yield Sample("linear", cost, took)
 
-    def link(self, step: int, ring: int) -> Link:
-        """The link to the rank `step` further on, in rings of `ring` neighbouring ranks."""
+    def cards(self, outside: Link) -> Nics:
+        """The cards of a host; one rank of each host sends alone. outside: where all ranks send."""
+        if self.per_node == 1:
+            return Nics(1, outside)
+        alone = self.link(self.per_node, self.ctx.world_size, every=self.per_node)
+        return fit_cards(outside, alone.bytes_per_s, self.per_node)
+
+    def link(self, step: int, ring: int, every: int = 1) -> Link:
+        """The link to the rank `step` further on, in rings of `ring` neighbouring ranks.
+
+        every: the first of so many neighbouring ranks sends, the others do not.
+        """
         rank = self.ctx.rank
         first = rank - rank % ring
 
@@ -202,7 +212,9 @@ class Calibration:
         exchanges = {
             size: partial(
                 self.ctx.pipeline(
-                    partial(_exchange, ctx=self.ctx, step=step, ring=ring, size_bytes=size)
+                    partial(
+                        _exchange, ctx=self.ctx, step=step, ring=ring, size_bytes=size, every=every
+                    )
                 ).run,
                 buffers={
                     name: torch.empty(size, dtype=torch.uint8, device=where)
@@ -266,14 +278,17 @@ def _samples(ranks: Sequence[tuple[Graph, Sequence[Span]]], suffix: str) -> Iter
                 yield Sample(name, task.cost, span.ended_s - span.started_s)
 
 
-def _exchange(rank: int, ctx: burst_rt.Context, step: int, ring: int, size_bytes: int) -> Graph:
+def _exchange(
+    rank: int, ctx: burst_rt.Context, step: int, ring: int, size_bytes: int, every: int
+) -> Graph:
     g = GraphBuilder(rank, ctx.world_size, ctx.lanes)
     out, into = (
         g.buffer(name, size_bytes=size_bytes, initialised=name == "out") for name in ("out", "in")
     )
     first = rank - rank % ring
     after, before = (first + (rank - first + way) % ring for way in (step, -step))
-    g.exchange("exchange", sends=[(out, after)], recvs=[(into, before)], tag=0)
+    if rank % every == 0:
+        g.exchange("exchange", sends=[(out, after)], recvs=[(into, before)], tag=0)
     return g.build()
 
 

@@ -91,8 +91,8 @@ def _start(
 
 @pytest.mark.parametrize("by", ["mpirun", "torchrun"])
 def test_a_job_measures_the_network_between_its_hosts(tmp_path: Path, by: By) -> None:
-    # Two ranks share 25 MB/s, and do not always send together where others use the machine.
-    rates = []
+    # Two ranks share 25 MB/s, one card. What they get varies where others use the machine.
+    figures = []
     with hosts(2, tmp_path, "200mbit") as here:
         for attempt in range(3):
             cache = str(tmp_path / str(attempt))
@@ -103,10 +103,11 @@ def test_a_job_measures_the_network_between_its_hosts(tmp_path: Path, by: By) ->
             machine = parse_hardware(said[said.index("name =") :], "said")
             assert machine.node.ranks == 2
             assert machine.nics is not None
-            rates.append((machine.nics.link.bytes_per_s, machine.node.link.bytes_per_s))
-            if 6e6 < rates[-1][0] < 19e6 and rates[-1][1] > 2 * rates[-1][0]:
+            assert machine.nics.link.bytes_per_s < machine.node.link.bytes_per_s / 2
+            figures.append((machine.nics.count, machine.nics.link.bytes_per_s))
+            if figures[-1][0] == 1 and 12e6 < figures[-1][1] < 38e6:
                 return
-    raise AssertionError(f"bytes per second between and within hosts: {rates}")
+    raise AssertionError(f"cards, and bytes per second of one: {figures}")
 
 
 class _End(NamedTuple):

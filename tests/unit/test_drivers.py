@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from burst_rt.drivers import DriverOptions, HostDriver, Watch
+from burst_rt.drivers import DriverOptions, HostDriver, Watch, host
 from burst_rt.drivers import watch as watch_module
 from burst_rt.errors import (
     BurstError,
@@ -25,7 +25,7 @@ from burst_rt.errors import (
     Stalled,
 )
 from burst_rt.planning.operations import Delta
-from burst_rt.scheduler import Graph, GraphBuilder, Op, Schedule, Trace, check_world, run
+from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Schedule, Trace, check_world, run
 from burst_rt.transport import LocalTransport, LocalWorld, NoticeKind
 
 # Longer than anything here takes on the slowest machine; a wait that reaches it has failed.
@@ -403,6 +403,39 @@ def test_work_that_needs_no_message_runs_before_the_opening_has_ended() -> None:
     assert spans["tile"].started_s < spans["agree"].ended_s
     # The tile's progress polls the opening, too.
     assert rank.opening.num_tests > 5
+
+
+class _Rounds(_Opening):
+    """Decides when it is asked for the third time."""
+
+    def test(self) -> bool:
+        return super().test() and self.num_tests >= 3
+
+
+@pytest.mark.parametrize(("flops", "waits"), [(0, False), (10**6, False), (10**13, True)])
+def test_a_long_task_waits_a_moment_for_the_opening(
+    flops: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_MOST_PATIENCE_S", _LONG_S)
+    g = GraphBuilder(0, 2)
+    agreed, out = g.buffer("agreed"), g.buffer("out", initialised=True)
+    g.compute("agree", Op("agree"), writes=[agreed], lane="control")
+    g.compute("tile", Op("sleep", (0.01,)), accumulates=[out], cost=Cost(flops=flops))
+    rank = _Rank(LocalWorld(2), g.build(), opening=_Rounds())
+    rank.run()
+    spans = {span.name: span for span in rank.driver.trace}
+    assert (spans["agree"].ended_s <= spans["tile"].started_s) == waits
+
+
+def test_a_long_task_waits_no_longer_than_a_moment() -> None:
+    g = GraphBuilder(0, 2)
+    agreed, out = g.buffer("agreed"), g.buffer("out", initialised=True)
+    g.compute("agree", Op("agree"), writes=[agreed], lane="control")
+    g.compute("tile", Op("sleep", (0.01,)), accumulates=[out], cost=Cost(flops=10**15))
+    rank = _Rank(LocalWorld(2), g.build(), opening=_Opening(after_s=1.0))
+    rank.run()
+    spans = {span.name: span for span in rank.driver.trace}
+    assert spans["tile"].ended_s < spans["agree"].ended_s
 
 
 # Ranks that leave.
