@@ -21,11 +21,11 @@ from burst_rt.launch.measure.report import Cell, median, publish
 from burst_rt.launch.plan.model import forecast_model, published_mask
 from burst_rt.launch.plan.models import parse_model
 from burst_rt.launch.plan.question import Question
-from burst_rt.planning.choose import forecast
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.ranking import forecast
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["Anchor", "anchors", "command"]

@@ -26,11 +26,12 @@ from burst_rt.launch.measure.options import OUT
 from burst_rt.launch.measure.report import Cell, publish
 from burst_rt.launch.plan.layers import SpreadLayer
 from burst_rt.launch.plan.models import MODELS, Model, parse_model
-from burst_rt.planning.choose import choose, fastest_strategy
+from burst_rt.planning.choose import choose
 from burst_rt.planning.forecast import Forecast, of_choice
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Full, Mask
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.ranking import fastest_strategy
 from burst_rt.scheduler import Op, Task
 from burst_rt.scheduler.simulator import Hardware, simulate
 from burst_rt.serving.chunks import BatchRows, CachedMask, Dealt

@@ -34,8 +34,9 @@ from burst_rt.launch.measure.timing import (
     slowest_s,
 )
 from burst_rt.launch.where import machine_options
-from burst_rt.planning.choose import CANDIDATES, choose, fastest_strategy, forecast
+from burst_rt.planning.choose import CANDIDATES, choose
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.ranking import fastest_strategy, forecast
 from burst_rt.runtime.calibrated import HARDWARE_VARIABLE, calibrated_path, find_hardware
 from burst_rt.runtime.facts import resolve_device
 from burst_rt.scheduler.simulator import Hardware

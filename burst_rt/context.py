@@ -22,7 +22,7 @@ from burst_rt.errors import BurstError, InputError
 from burst_rt.job import launched
 from burst_rt.job.ending import error_line, exit_code_of
 from burst_rt.kernels import KERNELS, PARTIALS
-from burst_rt.planning.choose import LAYOUTS_UP_TO
+from burst_rt.planning.choose import FORECAST_UP_TO
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.recurrences import RECURRENCE_KERNELS, RecurrenceSizes
 from burst_rt.runtime.calibrated import HARDWARE_VARIABLE
@@ -367,8 +367,8 @@ def init(
 def _surveys(asked: bool | None, runtime: Runtime, *, threads: bool) -> bool:
     """Whether the ranks of a new context measure their machine; the same on every rank."""
     machine = runtime.machine
-    # Nothing is forecast for more ranks.
-    if not 1 < runtime.world_size <= LAYOUTS_UP_TO:
+    # For more ranks bytes decide, if hops differ.
+    if not 1 < runtime.world_size <= FORECAST_UP_TO:
         return False
     if machine.hardware is not None or machine.choice.staged:
         return False

@@ -13,10 +13,12 @@ from graphs import problem
 
 from burst_rt import Causal, Documents, Mask, Prefix, SlidingWindow
 from burst_rt.errors import InputError
-from burst_rt.planning.choose import CANDIDATES, FORECAST_UP_TO, LAYOUTS, fastest_layout, forecast
+from burst_rt.planning.choose import CANDIDATES
+from burst_rt.planning.chooser import LAYOUTS, RANKED_UP_TO, fastest_layout
 from burst_rt.planning.layouts import KINDS, make_layout
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.ranking import forecast
 
 __all__ = ["Mix", "check_fastest_layout", "mix", "packed_problem"]
 
@@ -76,7 +78,7 @@ def check_fastest_layout(drawn: Mix) -> None:
     for plain in KINDS:
         layout = make_layout(plain, seq_len, world_size)
         spread = replace(given, q_layout=layout, kv_layout=layout)
-        if world_size > FORECAST_UP_TO:
+        if world_size > RANKED_UP_TO:
             runs = [
                 forecast(spread, "auto", hardware, forward=forward, ranks_per_node=world_size)
                 for forward in (True, False)
@@ -84,8 +86,9 @@ def check_fastest_layout(drawn: Mix) -> None:
             assert seconds[plain] == sum(run.time_s for run in runs)
             continue
         best_s = sum(min(_forecasts(spread, forward=forward)) for forward in (True, False))
-        # Of strategies within 2 percent the one that sends least is taken.
-        assert best_s <= seconds[plain] <= 1.02 * best_s
+        # Of strategies within 2 percent the one that sends least is taken; above 16 ranks those are
+        # not looked at that are no more than 2 percent faster.
+        assert best_s <= seconds[plain] <= 1.02 ** (1 + (world_size > 16)) * best_s
 
 
 def _forecasts(given: Problem, *, forward: bool) -> list[float]:

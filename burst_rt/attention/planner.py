@@ -25,7 +25,7 @@ import torch
 from burst_rt.attention.predict import predicted_s
 from burst_rt.attention.recent import Recent
 from burst_rt.kernels import Kernel, KernelChoice, Work, pick
-from burst_rt.planning.choose import Chooser
+from burst_rt.planning.chooser import Chooser
 from burst_rt.planning.layouts import Layout
 from burst_rt.planning.operations import BackwardTile, Delta, ForwardTile
 from burst_rt.planning.problem import Problem

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from burst_rt.planning.layouts import Layout
 from burst_rt.planning.masks import Rule
 from burst_rt.planning.strategies import Choice, Program, Ring
+from burst_rt.planning.strategies.hybrid import Hybrid
 from burst_rt.planning.strategies.routes import OneRing
 from burst_rt.scheduler import Graph, Schedule
 from burst_rt.scheduler.simulator import Hardware, Rotated, simulate
@@ -20,6 +21,7 @@ from burst_rt.scheduler.trace import exposed
 
 __all__ = [
     "Forecast",
+    "fold_of",
     "memory_bytes",
     "of_choice",
     "schedules_of",
@@ -53,27 +55,31 @@ def of_choice(choice: Choice, hardware: Hardware) -> Forecast:
     """The forecast of a program that has been chosen."""
     program = choice.program
     world = program.problem.world_size
-    schedules = schedules_of(program)
     in_detail = world <= _SPANS_UP_TO
+    fold = 1 if in_detail else fold_of(program, hardware)
+    schedules = schedules_of(program, fold)
     device = hardware.device
     run = simulate(
         schedules,
-        hardware,
+        hardware.folded() if fold > 1 else hardware,
         seconds=lambda task: device.seconds(task, choice.kernel),
         spans=in_detail,
     )
     # Ranks that share a schedule hold the same buffers. Where spans are kept, each rank's own graph
     # is needed.
-    graphs = [
-        program.graph(rank) if isinstance(given, Rotated) else given.graph
-        for rank, given in enumerate(schedules)
-        if in_detail or not isinstance(given, Rotated) or rank == 0
-    ]
+    graphs: dict[int, Graph] = {}
+    for rank, given in zip(range(0, world, fold), schedules, strict=True):
+        if not isinstance(given, Rotated):
+            graphs[rank] = given.graph
+        elif not given.shift:
+            graphs[rank] = given.schedule.graph
+        elif in_detail:
+            graphs[rank] = program.graph(rank)
     if in_detail:
-        exposed_s = max(idle.exposed_s for idle in exposed(graphs, run.spans))
+        exposed_s = max(idle.exposed_s for idle in exposed([*graphs.values()], run.spans))
     else:
         exposed_s = max(rank.idle_s for rank in run.ranks)
-    memory = max(memory_bytes(choice, rank, graph) for rank, graph in enumerate(graphs))
+    memory = max(memory_bytes(choice, rank, graph) for rank, graph in graphs.items())
     sent = max(rank.sent_bytes for rank in run.ranks)
     return Forecast(
         choice.strategy,
@@ -86,9 +92,28 @@ def of_choice(choice: Choice, hardware: Hardware) -> Forecast:
     )
 
 
-def schedules_of(program: Program) -> list[Schedule | Rotated]:
-    """The schedules of all ranks. Where all ranks do the same, they share one schedule."""
+def fold_of(program: Program, hardware: Hardware) -> int:
+    """The number of consecutive ranks that do the same at the same time; one is simulated.
+
+    Ranks of a node do where they spread the heads among themselves, and only there.
+    """
+    problem, per_node = program.problem, hardware.node.ranks
+    if not isinstance(program, Hybrid) or program.across:
+        return 1
+    if not program.group_size == per_node < problem.world_size or hardware.folded() is None:
+        return 1
+    return per_node if problem.q_layout.has_even_shards and problem.kv_layout.has_even_shards else 1
+
+
+def schedules_of(program: Program, fold: int = 1) -> list[Schedule | Rotated]:
+    """The schedules of all ranks. Where all ranks do the same, they share one schedule.
+
+    fold: see `fold_of`.
+    """
     world = program.problem.world_size
+    if fold > 1:
+        firsts = range(0, world, fold)
+        return [Rotated(Schedule.of(program.graph(rank)), 0, fold) for rank in firsts]
     first = Schedule.of(program.graph(0))
     if world > 1 and _all_alike(program):
         return [Rotated(first, rank) for rank in range(world)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 from burst_rt.errors import InputError
@@ -26,8 +26,8 @@ from burst_rt.planning.masks import Mask
 from burst_rt.planning.whole import deal_whole
 
 __all__ = [
-    "BALANCED", "FOLLOWING", "KINDS", "WHOLE", "Block", "Layout", "blocks_of", "joined",
-    "make_layout", "mask_for_layout", "stretches",
+    "BALANCED", "FOLLOWING", "KINDS", "WHOLE", "Block", "Layout", "blocks_of",
+    "make_layout", "mask_for_layout", "one_range", "stretches",
 ]  # fmt: skip
 
 # Runs of positions of one shard that travel together, in order.
@@ -38,6 +38,8 @@ BALANCED, WHOLE = "balanced", "whole"
 FOLLOWING = (BALANCED, WHOLE)
 
 RUNS_PER_RANK = 2
+# Shards whose lengths differ by this share of the longest take the same time.
+_SAME_SHARDS = 1e-3
 # What the busiest rank of a layout of whole documents may have above its share, where no machine
 # says how much pays.
 TOLERANCE = 0.05
@@ -65,6 +67,12 @@ class Layout:
     def shard_len(self, rank: int) -> int:
         """Number of tokens in a rank's shard."""
         return sum(map(len, self.runs[rank]))
+
+    @cached_property
+    def has_even_shards(self) -> bool:
+        """Whether shards have as many tokens, or nearly: what a rank does takes the same time."""
+        lengths = [self.shard_len(rank) for rank in range(self.world_size)]
+        return max(lengths) - min(lengths) <= max(lengths) * _SAME_SHARDS
 
 
 def make_layout(
@@ -129,7 +137,7 @@ def blocks_of(runs: Block, count: int) -> tuple[Block, ...]:
 
 
 def stretches(runs: Block) -> list[Block]:
-    """The runs, those together that follow each other without a gap; see `joined`."""
+    """The runs, those together that follow each other without a gap; see `one_range`."""
     together: list[list[range]] = []
     for run in runs:
         last = together[-1][-1] if together else range(0)
@@ -140,7 +148,7 @@ def stretches(runs: Block) -> list[Block]:
     return list(map(tuple, together))
 
 
-def joined(runs: Block) -> range:
+def one_range(runs: Block) -> range:
     """The positions of runs that follow each other without a gap."""
     return range(runs[0].start, runs[-1].stop, runs[0].step)
 

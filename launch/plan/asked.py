@@ -17,7 +17,7 @@ from burst_rt.launch.plan.question import ACTIVATIONS, Activations, Phase, Quest
 from burst_rt.launch.plan.shards import OPTIMIZERS, SHARDS, Shard
 from burst_rt.launch.plan.words import MASK_HELP, fitting_mask, parse_tokens
 from burst_rt.launch.train.config import require_transformers
-from burst_rt.planning.choose import LAYOUTS
+from burst_rt.planning.chooser import LAYOUTS
 from burst_rt.planning.machines import load_hardware
 from burst_rt.scheduler.simulator import Hardware
 

@@ -1,12 +1,7 @@
-"""What one direction of a layer takes: simulated, or at least, for answers that cannot win.
-
-A device is busy for the time of its own tasks, and a card or a link for the bytes that pass it. The
-longest of these is a bound of a simulated run, in which tasks also wait for each other.
-"""
+"""What one direction of a layer takes: simulated, or at least, for answers that cannot win."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,11 +9,11 @@ from typing import NamedTuple, TypeAlias
 
 from burst_rt.launch.plan.layers import SpreadLayer
 from burst_rt.launch.plan.steady import MOST_IDLE, SIMULATED_UP_TO
-from burst_rt.scheduler import COMPUTE, Graph
+from burst_rt.planning.bounds import bound_of
+from burst_rt.scheduler import Graph
 from burst_rt.scheduler.simulator import Hardware
-from burst_rt.scheduler.simulator.network import Network, Resource
 
-__all__ = ["Known", "LayerPass", "Taken", "bound_of"]
+__all__ = ["Known", "LayerPass", "Taken"]
 
 
 class Taken(NamedTuple):
@@ -78,14 +73,14 @@ class LayerPass:
             return bound
         shortest = replace(self, layer=self.layer.shorter[0])
         simulated = shortest.simulated(hardware, known)
-        more_s = max(0.0, simulated.time_s - bound_of(shortest, hardware).time_s)
+        more_s = max(0.0, simulated.time_s - _bound_of(shortest, hardware).time_s)
         return bound._replace(time_s=bound.time_s + more_s, idle_s=bound.idle_s + more_s)
 
     def bounded(self, hardware: Hardware) -> Taken:
         """At least what it takes."""
         if self.layer.steady is not None:
             return self._extended(lambda shorter: shorter.bounded(hardware))
-        return bound_of(self, hardware)
+        return _bound_of(self, hardware)
 
     def _extended(self, taken: Callable[[LayerPass], Taken]) -> Taken:
         """What the pass takes, as shorter rings tell. taken: what a shorter one takes."""
@@ -110,29 +105,10 @@ class LayerPass:
         return layer, tiles, self.forward, self.again
 
 
-def bound_of(run: LayerPass, hardware: Hardware) -> Taken:
-    """At least what it takes, by the first and the last rank of a node in the middle."""
+def _bound_of(run: LayerPass, hardware: Hardware) -> Taken:
     layer = run.layer
-    world, per_node = layer.num_spread * layer.copies, hardware.node.ranks
-    first = world // 2 // per_node * per_node
-    ranks = {first, min(first + per_node, world) - 1}
     kernel = None if layer.sizes.attention is None else layer.choice(forward=run.forward).kernel
-    network, passing = Network(hardware, world), Counter[Resource]()
-    busy_s, sent_bytes = 0.0, 0
-    for rank in ranks:
-        base = rank - rank % layer.num_spread
-        graph = run.graph(rank - base)
-        tasks = [task for task in graph.tasks if task.lane == COMPUTE.name]
-        busy_s = max(busy_s, sum(hardware.device.seconds(task, kernel) for task in tasks))
-        sent_bytes = max(sent_bytes, graph.wire_bytes)
-        for task in graph.tasks:
-            for to, messages in ((True, task.sends), (False, task.recvs)):
-                for message in messages:
-                    peer = (message.peer + base) % world
-                    if to or peer not in ranks:  # else its sender has counted it
-                        ends = (rank, peer) if to else (peer, rank)
-                        _, resources = network.between(*ends, staged=False)
-                        passing.update(dict.fromkeys(resources, message.size_bytes))
-    wire_s = max((size / resource.per_s for resource, size in passing.items()), default=0.0)
-    time_s = max(busy_s, wire_s)
+    time_s, busy_s, sent_bytes = bound_of(
+        run.graph, hardware, layer.num_spread, copies=layer.copies, kernel=kernel
+    )
     return Taken(time_s, time_s - busy_s, sent_bytes, False)

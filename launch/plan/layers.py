@@ -36,8 +36,9 @@ from typing import NamedTuple
 
 from burst_rt.launch.plan.layer_graph import LayerGraph
 from burst_rt.launch.plan.layer_sizes import HALVES, TENSOR_PARALLEL, LayerShape, Spread
-from burst_rt.launch.plan.steady import SAME_SHARDS, Steady, steady_of
-from burst_rt.planning.forecast import working_bytes
+from burst_rt.launch.plan.steady import steady_of
+from burst_rt.planning.forecast import fold_of, working_bytes
+from burst_rt.planning.steady import Steady
 from burst_rt.planning.strategies.hybrid import Hybrid
 from burst_rt.scheduler import HOST_LANES, Graph, Lane, Schedule
 from burst_rt.scheduler.simulator import Hardware, Rotated, Simulated, simulate
@@ -189,31 +190,18 @@ class SpreadLayer(Spread):
         if self.sizes.recurrence is not None or self.sizes.attention is None:
             return 0
         program = self.program(forward=forward)
-        across = isinstance(program, Hybrid) and program.across and self._is_even
+        across = isinstance(program, Hybrid) and program.across and self.layout.has_even_shards
         return program.ring_size if across else 0
 
-    @property
-    def _is_even(self) -> bool:
-        """Whether all ranks have as many tokens, or nearly."""
-        lengths = [self.layout.shard_len(rank) for rank in range(self.layout.world_size)]
-        return max(lengths) - min(lengths) <= max(lengths) * SAME_SHARDS
-
     def _fold(self, hardware: Hardware, forward: bool) -> int:
-        """The number of consecutive ranks that do the same at the same time; one is simulated.
-
-        Ranks of a node do where they spread the heads among themselves, and only there.
-        """
-        per_node = hardware.node.ranks
-        spreads_heads = self.strategy.partition(":")[0] == "hybrid"
-        if not spreads_heads or self.tensor > 1 or self.ranks_per_node != per_node:
+        """See `fold_of`."""
+        if self.strategy.partition(":")[0] != "hybrid" or self.tensor > 1:
             return 1
-        if not self._is_even:
+        if self.ranks_per_node != hardware.node.ranks:
             return 1
         if self.sizes.recurrence is not None or self.sizes.attention is None:
             return 1
-        program = self.program(forward=forward)
-        spread = isinstance(program, Hybrid) and program.group_size == per_node < self.world_size
-        return per_node if spread and hardware.folded() is not None else 1
+        return fold_of(self.program(forward=forward), hardware)
 
     def sent_bytes(self, rank: int, *, forward: bool) -> int:
         """Bytes that a rank sends in one direction, counted from the graph, so always exact.

@@ -42,7 +42,8 @@ from burst_rt.launch.plan.steady import SIMULATED_UP_TO
 from burst_rt.launch.plan.steps import Total, handover_seconds, of_step
 from burst_rt.launch.plan.sublayers import Attention
 from burst_rt.launch.plan.words import parse_mask
-from burst_rt.planning.choose import CANDIDATES, LAYOUTS
+from burst_rt.planning.choose import CANDIDATES
+from burst_rt.planning.chooser import LAYOUTS
 from burst_rt.planning.masks import Causal, Mask, SlidingWindow
 from burst_rt.planning.strategies import check_name
 from burst_rt.scheduler import Cost

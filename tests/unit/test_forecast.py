@@ -13,18 +13,29 @@ from graphs import Window, problem
 from burst_rt.errors import InputError
 from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.naive import UntiledKernel
-from burst_rt.planning.choose import (
-    CANDIDATES,
-    choose,
-    fastest_strategy,
-    forecast,
-    rank_strategies,
-    typical,
+from burst_rt.planning import ranking
+from burst_rt.planning.choose import CANDIDATES, choose
+from burst_rt.planning.chooser import Chooser
+from burst_rt.planning.forecast import (
+    fold_of,
+    memory_bytes,
+    of_choice,
+    schedules_of,
+    untiled_bytes,
 )
-from burst_rt.planning.forecast import memory_bytes, schedules_of, untiled_bytes
 from burst_rt.planning.layouts import make_layout
-from burst_rt.planning.masks import BlockSparse, Causal, Documents, Mask, Prefix
+from burst_rt.planning.machines import load_hardware
+from burst_rt.planning.masks import (
+    BlockSparse,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    Prefix,
+    SlidingWindow,
+)
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.ranking import fastest_strategy, forecast, rank_strategies, typical
 from burst_rt.scheduler import Schedule
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Node, Rate, Rotated, simulate
 
@@ -218,3 +229,93 @@ def test_plans_say_whether_tiles_are_computed_under_the_mask_itself() -> None:
         assert CpuKernel().scratch_bytes(
             forward, torch.float32, masked
         ) > CpuKernel().scratch_bytes(forward, torch.float32, plain)
+
+
+def _of_nodes(rate: float) -> Hardware:
+    """Nodes of 8 GPUs, each with a card of so many bytes a second."""
+    machine = load_hardware("h100-sxm")
+    assert machine.nics is not None
+    link = replace(machine.nics.link, bytes_per_s=rate)
+    return replace(machine, nics=replace(machine.nics, link=link))
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(4095)])
+def test_what_cannot_win_by_its_bound_is_not_simulated(
+    forward: bool, mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = _problem(24, 24 << 10, mask=mask)
+    for rate in (1e9, 12.5e9, 50e9):
+        machine = _of_nodes(rate)
+        ranked = rank_strategies(given, machine, forward=forward, ranks_per_node=8)
+        with monkeypatch.context() as changed:
+            changed.setattr(ranking, "_EVERY_UP_TO", 24)
+            every = rank_strategies(given, machine, forward=forward, ranks_per_node=8)
+        assert ranked.strategy == every.strategy
+        assert ranked.seconds.items() <= every.seconds.items()
+        assert len(ranked.seconds) < len(every.seconds)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_one_rank_of_a_node_tells_about_all_that_share_its_heads(forward: bool) -> None:
+    given, machine = _problem(24, 24 << 10, mask=Causal()), _of_nodes(12.5e9)
+    choice = choose(given, "hybrid", forward=forward, ranks_per_node=8)
+    assert fold_of(choice.program, machine) == 8
+    told = of_choice(choice, machine)
+    run = simulate(schedules_of(choice.program), machine, seconds=machine.device.seconds)
+    assert told.time_s == pytest.approx(run.end_s, rel=1e-4)
+    assert told.sent_bytes == max(rank.sent_bytes for rank in run.ranks)
+    held = [memory_bytes(choice, r, choice.program.graph(r)) for r in range(24)]
+    assert told.memory_bytes == max(held)
+    # Rings, smaller groups, and shards of different lengths.
+    for strategy, seq_len in (("ring-kv", 24 << 10), ("hybrid:4", 24 << 10), ("hybrid", 2001)):
+        other = choose(
+            _problem(24, seq_len, mask=Causal()), strategy, forward=forward, ranks_per_node=8
+        )
+        assert fold_of(other.program, machine) == 1
+
+
+def test_a_slow_network_between_nodes_decides_in_a_world_of_64() -> None:
+    """Fewest bytes would be a ring's, which waits for the slowest link in every hop."""
+    machine = _of_nodes(12.5e9)
+    given = _problem(64, 1 << 19, mask=Causal())
+    by_bytes = choose(given, "auto", forward=True, ranks_per_node=8)
+    taken = Chooser(machine, 8, 4).choose(given, "auto", forward=True)
+    assert (by_bytes.strategy, taken.strategy) == ("ring-kv", "two-level:8")
+    assert of_choice(taken, machine).time_s < 0.8 * of_choice(by_bytes, machine).time_s
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize(("mask", "kind"), [(Causal(), "zigzag"), (Full(), "contiguous")])
+def test_shorter_rings_tell_what_the_whole_would(
+    forward: bool, mask: Mask, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = problem(
+        64 << 12, 64 << 12, 64, mask=mask, kinds=(kind, kind), heads=(8, 8), head_dim=64,
+        input_bytes=2,
+    )  # fmt: skip
+    machine = _of_nodes(12.5e9)
+    told = rank_strategies(given, machine, forward=forward, ranks_per_node=8)
+    monkeypatch.setattr(ranking, "_WHOLE_UP_TO", 64)
+    whole = rank_strategies(given, machine, forward=forward, ranks_per_node=8)
+    assert told.strategy == whole.strategy
+    # Off by most where ranks wait much.
+    assert told.seconds == pytest.approx(
+        {name: whole.seconds[name] for name in told.seconds}, rel=0.03
+    )
+
+
+def test_very_large_worlds_are_forecast_where_hops_are_alike() -> None:
+    machine = _of_nodes(12.5e9)
+    chooser = Chooser(machine, 8, 4)
+    taken = chooser.choose(_problem(512, 1 << 20, mask=Causal()), "auto", forward=True)
+    assert taken.strategy == "hybrid:8"
+    assert taken.seconds is not None
+    assert taken.seconds["hybrid:8"] > 0
+    # Hops differ under a window, so that bytes decide.
+    assert (
+        chooser.choose(
+            _problem(512, 1 << 20, mask=SlidingWindow(4095)), "auto", forward=True
+        ).seconds
+        is None
+    )

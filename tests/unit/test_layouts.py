@@ -14,8 +14,8 @@ from worlds import Case
 import burst_rt
 from burst_rt import BlockSparse, Causal, Context, Documents
 from burst_rt.errors import InputError
-from burst_rt.planning import choose as choose_module
-from burst_rt.planning.choose import fastest_layout
+from burst_rt.planning import chooser
+from burst_rt.planning.chooser import fastest_layout
 from burst_rt.planning.layouts import KINDS, Layout, make_layout
 from burst_rt.planning.problem import Problem
 from burst_rt.recurrence import RecurrenceSizes
@@ -147,7 +147,7 @@ def test_auto_is_one_layout_on_all_ranks(machine: str, monkeypatch: pytest.Monke
         asked.append(problem.head_dim)
         return fastest_layout(problem, *args, **options)
 
-    monkeypatch.setattr(choose_module, "fastest_layout", counted)
+    monkeypatch.setattr(chooser, "fastest_layout", counted)
 
     def layouts(ctx: Context) -> list[Layout]:
         options: dict[str, Any] = {"heads": (6, 3), "head_dim": 32, "dtype": torch.float32}

@@ -32,7 +32,7 @@ from burst_rt.launch.plan.model import (
 )
 from burst_rt.launch.plan.models import MODELS, parse_model
 from burst_rt.launch.plan.words import parse_mask, parse_tokens
-from burst_rt.planning.choose import LAYOUTS
+from burst_rt.planning.chooser import LAYOUTS
 from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.planning.masks import Causal, Chunked, Documents, First, Full, Prefix, SlidingWindow
 from burst_rt.scheduler.simulator import Hardware

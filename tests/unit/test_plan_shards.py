@@ -26,7 +26,7 @@ from burst_rt.launch.plan.model import (
 )
 from burst_rt.launch.plan.models import parse_model
 from burst_rt.launch.plan.shards import OPTIMIZERS, SHARDS, Shard, held_bytes, ring_bytes
-from burst_rt.planning.choose import LAYOUTS
+from burst_rt.planning.chooser import LAYOUTS
 from burst_rt.planning.machines import load_hardware
 from burst_rt.scheduler.simulator import Hardware
 

@@ -22,9 +22,10 @@ from burst_rt.kernels import sum_dtype
 from burst_rt.launch.plan.layers import SpreadLayer
 from burst_rt.launch.plan.model import Question, forecast_model
 from burst_rt.launch.plan.models import parse_model
-from burst_rt.planning.choose import choose, forecast
+from burst_rt.planning.choose import choose
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.operations import TileOperation
+from burst_rt.planning.ranking import forecast
 from burst_rt.planning.strategies import Hybrid
 from burst_rt.planning.strategies.table import TABLE, Direction
 from burst_rt.scheduler import NCCL_LANES, Graph, Schedule, check_world

@@ -31,7 +31,7 @@ from burst_rt import Causal, Documents, Full, SlidingWindow
 from burst_rt.errors import InternalError
 from burst_rt.planning import sides
 from burst_rt.planning.choose import choose
-from burst_rt.planning.layouts import KINDS, make_layout
+from burst_rt.planning.layouts import KINDS
 from burst_rt.planning.masks import Mask, Piece, Relation, Shape
 from burst_rt.planning.operations import BackwardTile, FinishRows, ForwardTile, MergeRows
 from burst_rt.planning.problem import Problem
@@ -168,8 +168,8 @@ def test_sums_that_begin_in_a_used_slot_look_at_nothing_of_it(
 
 @pytest.mark.parametrize("kind", ["contiguous", "striped"])
 def test_a_band_is_not_cut_where_a_shards_runs_follow_each_other(kind: str) -> None:
-    p = problem(4096, 4096, 4, mask=SlidingWindow(255 if kind == "contiguous" else 1023))
-    p = replace(p, **dict.fromkeys(("q_layout", "kv_layout"), make_layout(kind, 4096, 4)))
+    mask = SlidingWindow(255 if kind == "contiguous" else 1023)
+    p = problem(4096, 4096, 4, mask=mask, kinds=(kind, kind))
     ring = backward_ring(p, queries_travel=True)
     own = [ring.pieces(1, block, 1) for block in range(2)]
     # Rows are counted along a block, columns along the shard: 512 and 1,024.

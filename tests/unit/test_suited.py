@@ -10,7 +10,7 @@ from graphs import Window
 from mixes import check_fastest_layout, mix, packed_problem
 
 from burst_rt import Causal, Documents, Full, Mask, PrefixTree, SlidingWindow
-from burst_rt.planning.choose import fastest_layout
+from burst_rt.planning.chooser import fastest_layout
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.recurrences import RecurrenceSizes

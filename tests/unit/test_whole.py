@@ -17,7 +17,7 @@ import burst_rt.hf
 from burst_rt import Causal, Context, Documents, burst_attention
 from burst_rt.errors import InputError
 from burst_rt.planning.balance import load_of
-from burst_rt.planning.choose import whole_layout
+from burst_rt.planning.chooser import whole_layout
 from burst_rt.planning.layouts import Layout, make_layout
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.problem import Problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from burst_rt.errors import InputError
-from burst_rt.planning.layouts import Layout, blocks_of, joined, stretches
+from burst_rt.planning.layouts import Layout, blocks_of, one_range, stretches
 from burst_rt.planning.problem import Problem
 
 __all__ = ["most_slices", "of_groups", "of_slice"]
@@ -110,5 +110,5 @@ def _group_runs(runs: _Runs, size: int) -> _Runs:
         members = [run for own in runs[first : first + size] for run in own if run]
         members.sort(key=lambda run: run.start)
         parts = blocks_of(tuple(members) or (range(0),), 2)
-        groups.append(tuple(joined(runs) for part in parts for runs in stretches(part)))
+        groups.append(tuple(one_range(runs) for part in parts for runs in stretches(part)))
     return tuple(groups)

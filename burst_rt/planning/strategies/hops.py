@@ -16,7 +16,7 @@ from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from burst_rt.errors import InternalError
-from burst_rt.planning.layouts import Block, blocks_of, joined, stretches
+from burst_rt.planning.layouts import Block, blocks_of, one_range, stretches
 from burst_rt.planning.masks import Piece, Rule, Shape
 from burst_rt.planning.needs import Needed, Rows, union_of
 from burst_rt.planning.problem import Problem
@@ -84,17 +84,17 @@ class Hops:
 
     @cached_property
     def _stretches(self) -> tuple[tuple[tuple[_Stretches, ...], ...], tuple[_Stretches, ...]]:
-        """Of the travelling blocks, by owner and block; of the resident shards, by rank."""
+        """Those of travelling blocks, by owner and block, and of resident shards, by rank."""
         at, has_spans = 0, self.problem.mask.has_spans
 
         def next_ones(runs: Block) -> _Stretches:
             nonlocal at
-            found = []
+            ranges = []
             # A mask without spans only says whether anything of a range is seen: short ranges.
             for touching in stretches(runs) if has_spans else [(run,) for run in runs]:
-                found.append((joined(touching), slice(at, at + len(touching))))
+                ranges.append((one_range(touching), slice(at, at + len(touching))))
                 at += len(touching)
-            return tuple(found)
+            return tuple(ranges)
 
         moving = tuple(tuple(map(next_ones, blocks)) for blocks in self.travelling)
         at = 0
