@@ -29,7 +29,7 @@ from burst_rt.kernels import Work, pick
 from burst_rt.kernels.speed import TileProblem, chip_and_versions, seconds_in_turn
 from burst_rt.planning.fit import Sample, fit_cards, fit_rates
 from burst_rt.planning.machines import parse_hardware, to_toml
-from burst_rt.planning.masks import Causal, Full, SlidingWindow
+from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
 from burst_rt.planning.strategies.ring_builder import tile_cost
 from burst_rt.remembered import recall, remember
 from burst_rt.runtime.calibrated import fit_to_job
@@ -50,9 +50,12 @@ _LINK_S = 0.8
 _MESSAGE_BYTES = (1 << 14, 1 << 18, 1 << 22)
 _REPEATS = 3
 _PAIRS = 12  # so often a small message and none take turns
-_TOKENS = (1024, 128)  # a tile has so many queries and keys
-_HEADS = 4  # for each thread: one call of a kernel does several
 _MASKS = (Full(), Causal(), SlidingWindow(64), SlidingWindow(512))
+# Tiles: mask, number of queries and of keys, and heads for each thread. The first is a large one
+# without a mask. What a call costs beside its cells shows in small ones, and in those of one head.
+_TILES: tuple[tuple[Mask, int, int], ...] = (
+    *product(_MASKS, (1024, 128), (4,)), (Full(), 512, 1), (Full(), 128, 1),
+)  # fmt: skip
 _HEAD_DIM = 64
 _DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _NUMBERS = (1 << 10, 1 << 22)  # two tensors of so many are added
@@ -100,7 +103,7 @@ def _key(runtime: Runtime) -> dict[str, str] | None:
         return None
     return chip_and_versions(machine.device) | {
         "ranks": str(runtime.world_size), "transport": machine.choice.name,
-        "cores": str(psutil.cpu_count()), "tiles": f"{_HEADS} heads, {_MASKS}",
+        "cores": str(psutil.cpu_count()), "tiles": str(_TILES),
     }  # fmt: skip
 
 
@@ -146,12 +149,16 @@ def _samples(device: torch.device) -> list[tuple[str, list[int], float]]:
     costs: dict[str, Cost] = {}
     runs: dict[str, Callable[[], object]] = {}
     for name, products in (("forward", 2), ("backward", 5)):
-        for mask, tokens in product(_MASKS, _TOKENS):
+        for mask, tokens, heads in _TILES:
             work = Work(device, dtype, _HEAD_DIM, mask, forward=name == "forward", ring_size=2)
-            tile = TileProblem(work, tokens=tokens, alone=False, heads=_HEADS)
+            tile = TileProblem(work, tokens=tokens, alone=False, heads=heads)
             kernel = pick(work._replace(tiles=(tile.pieces,))).kernel
-            which = f"{name} {mask!r} {tokens}"
-            costs[which] = tile_cost(tile.pieces, 2 * products * tile.num_heads * _HEAD_DIM, 0)
+            which = f"{name} {mask!r} {tokens} {heads}"
+            numbers = tile.num_heads * _HEAD_DIM  # of a token
+            token_bytes = numbers * dtype.itemsize
+            costs[which] = tile_cost(
+                tile.pieces, 2 * products * numbers, token_bytes, 2 * token_bytes
+            )
             runs[which] = partial(tile.run, kernel)
     for numbers in _NUMBERS:
         x, y = (torch.zeros(numbers, device=device) for _ in range(2))
@@ -171,8 +178,9 @@ def _samples(device: torch.device) -> list[tuple[str, list[int], float]]:
 def _whole_tile(runtime: Runtime) -> Callable[[], object]:
     """What does a tile without a mask."""
     device = runtime.device
-    work = Work(device, _DTYPES[device.type], _HEAD_DIM, Full(), forward=True, ring_size=2)
-    tile = TileProblem(work, tokens=_TOKENS[0], alone=False, heads=_HEADS)
+    mask, tokens, heads = _TILES[0]
+    work = Work(device, _DTYPES[device.type], _HEAD_DIM, mask, forward=True, ring_size=2)
+    tile = TileProblem(work, tokens=tokens, alone=False, heads=heads)
     return partial(tile.run, pick(work).kernel)
 
 

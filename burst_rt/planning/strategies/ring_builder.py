@@ -321,11 +321,9 @@ class RingBuilder:
         of_q, of_v = self.ring.operation.flops
         per_head = of_q * problem.head_dim + of_v * problem.v_head_dim
         per_cell = per_head * problem.num_heads * problem.batch
-        rows = sum(p.q_stop - p.q_start for p in pieces)
-        columns = sum(p.kv_stop - p.kv_start for p in pieces)
         kv = problem.k_token_bytes + problem.v_token_bytes
-        moved = rows * problem.q_token_bytes + columns * kv + zeroed_bytes
-        return tile_cost(pieces, per_cell, moved)
+        cost = tile_cost(pieces, per_cell, problem.q_token_bytes, kv)
+        return cost._replace(size_bytes=cost.size_bytes + zeroed_bytes)
 
     def _returns_at(self, hop: int) -> dict[Role, Buffer]:
         """The parts in which sums that come back after a hop are received.
@@ -374,15 +372,21 @@ class RingBuilder:
         )
 
 
-def tile_cost(pieces: Sequence[Piece], per_cell: int, moved_bytes: int) -> Cost:
-    """What a tile costs, of which a mask leaves these pieces. per_cell: operations for a cell."""
+def tile_cost(pieces: Sequence[Piece], per_cell: int, row_bytes: int, column_bytes: int) -> Cost:
+    """What a tile costs, of which a mask leaves these pieces. per_cell: operations for a cell.
+
+    row_bytes, column_bytes: bytes of a query, and of a key and its value.
+    """
+    rows = sum(p.q_stop - p.q_start for p in pieces)
+    columns = sum(p.kv_stop - p.kv_start for p in pieces)
     cells = sum(p.num_cells for p in pieces)
     masked = sum(p.num_cells for p in pieces if p.shape is not Shape.RECTANGLE)
     # Triangles, bands and stairs have an edge, along which blocks are computed in part.
     edged = (p for p in pieces if p.shape not in (Shape.RECTANGLE, Shape.MASKED))
     edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in edged)
     edge = sum(length * min(length, _EDGE) for length in edges)
-    return Cost(cells * per_cell, moved_bytes, masked * per_cell, edge * per_cell)
+    moved = rows * row_bytes + columns * column_bytes
+    return Cost(cells * per_cell, moved, masked * per_cell, edge * per_cell)
 
 
 def dsinks(g: GraphBuilder, problem: Problem) -> list[Part]:
