@@ -4,8 +4,10 @@ wrong one is refused by name.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -14,9 +16,12 @@ import pytest
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.planning.machines import load_hardware, to_toml
+from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
+from burst_rt.planning.strategies.ring_builder import tile_cost
 from burst_rt.scheduler import Cost, GraphBuilder, Op
 from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node, Rate, Switch
 
+_RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _SHIPPED = ["a100-pcie", "a100-sxm", "b200-sxm", "gb200-nvl72", "h100-sxm", "h200-sxm", "mi300x"]
 _RATE = Rate(launch_s=1e-6, flops_per_s=1e12, bytes_per_s=1e11, efficiency=0.5)
 _LINK = Link(latency_s=0.0, bytes_per_s=1e10, efficiency=0.75, duplex="half")
@@ -75,6 +80,43 @@ def test_figures_that_tell_the_shipped_machines_apart() -> None:
     pcie = load_hardware("a100-pcie").node
     assert pcie.host_link is None
     assert pcie.link.efficiency < 0.5 < load_hardware("a100-sxm").node.link.efficiency
+
+
+_MEASURED: dict[str, Callable[[int], Mask]] = {
+    "full": lambda tokens: Full(),
+    "causal": lambda tokens: Causal(),
+    "window of 1,024": lambda tokens: SlidingWindow(1023),
+    "window of 4,096": lambda tokens: SlidingWindow(4095),
+}
+
+
+@pytest.mark.parametrize("table", ["gpu-kernels-h100", "gpu-masks-h100"])
+def test_the_file_of_an_h100_has_the_speeds_that_were_measured(table: str) -> None:
+    """From 16K tokens on, whatever the mask: those of a cell, and what an edge costs."""
+    written = json.loads((_RESULTS / f"{table}.json").read_text(encoding="utf-8"))
+    *_, rows = written.values()
+    rates = load_hardware("h100-sxm").device.rates
+    compared = 0
+    for row in rows:
+        if row["mask"] not in _MEASURED or row.get("head_dim", 128) != 128:
+            continue
+        if row["tokens"] < 16384 and row["mask"] != "full":
+            continue  # few blocks keep a GPU busy badly
+        tokens = range(row["tokens"])
+        pieces = _MEASURED[row["mask"]](len(tokens)).pieces(tokens, tokens)
+        speeds = (
+            {row["direction"]: row["triton TFLOP/s"]}
+            if "direction" in row
+            else {way: row[f"{way} TFLOP/s"] for way in ("forward", "backward")}
+        )
+        for way, measured in speeds.items():
+            # 16 heads of 128.
+            cost = tile_cost(pieces, (4 if way == "forward" else 10) * 2048, 4096, 8192)
+            assert cost.flops / rates[way].seconds(cost) == pytest.approx(
+                measured * 1e12, rel=0.1
+            ), (row, way)
+            compared += 1
+    assert compared >= 8
 
 
 @pytest.mark.parametrize(

@@ -377,14 +377,16 @@ def tile_cost(pieces: Sequence[Piece], per_cell: int, row_bytes: int, column_byt
 
     row_bytes, column_bytes: bytes of a query, and of a key and its value.
     """
-    rows = sum(p.q_stop - p.q_start for p in pieces)
-    columns = sum(p.kv_stop - p.kv_start for p in pieces)
+    rows = num_rows(union_of(p[:2] for p in pieces))
+    columns = num_rows(union_of(p[2:4] for p in pieces))
     cells = sum(p.num_cells for p in pieces)
     masked = sum(p.num_cells for p in pieces if p.shape is not Shape.RECTANGLE)
-    # Triangles, bands and stairs have an edge, along which blocks are computed in part.
-    edged = (p for p in pieces if p.shape not in (Shape.RECTANGLE, Shape.MASKED))
-    edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in edged)
-    edge = sum(length * min(length, _EDGE) for length in edges)
+    # Triangles and stairs have an edge, along which blocks are computed in part; bands have two.
+    edge = 0
+    for p in pieces:
+        if p.shape not in (Shape.RECTANGLE, Shape.MASKED):
+            length = min(p.q_stop - p.q_start, p.kv_stop - p.kv_start)
+            edge += (1 + (p.shape is Shape.BAND)) * length * min(length, _EDGE)
     moved = rows * row_bytes + columns * column_bytes
     return Cost(cells * per_cell, moved, masked * per_cell, edge * per_cell)
 
