@@ -167,6 +167,7 @@ class Plan(KernelPlan):
         choice, memory = self.choice, self.memory(tables=tables)
         others = ", ".join(f"{strategy} {size:,}" for strategy, size in choice.candidates.items())
         forecast = ", ".join(f"{n} {s:.3g} s" for n, s in (choice.seconds or {}).items())
+        name = "" if self.hardware is None else self.hardware.name
         about = self.key.problem.mask.alike
         of = "" if about == self.key.problem.mask else f" under {about!r}, which is alike"
         lines = (
@@ -174,7 +175,7 @@ class Plan(KernelPlan):
             f"{choice.program}",
             f"  bytes all ranks send: {others}; this rank sends {self.bytes_sent():,}",
             f"  scores: {scores}" if (scores := str(self.key.problem.scores)) else "",
-            f"  forecast{of}: {forecast}" if forecast else "",
+            f"  forecast{of}: {forecast} ({name})" if forecast else "",
             f"  kernel {self.kernel.name}: {self.picked.reason}",
             f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots "
             f"{memory.slots:,}, sums {memory.sums:,}, "

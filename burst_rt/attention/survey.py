@@ -154,7 +154,7 @@ def _samples(device: torch.device) -> list[tuple[str, list[int], float]]:
             tile = TileProblem(work, tokens=tokens, alone=False, heads=heads)
             kernel = pick(work._replace(tiles=(tile.pieces,))).kernel
             which = f"{name} {mask!r} {tokens} {heads}"
-            numbers = tile.num_heads * _HEAD_DIM  # of a token
+            numbers = tile.num_heads * _HEAD_DIM  # a token has so many
             token_bytes = numbers * dtype.itemsize
             costs[which] = tile_cost(
                 tile.pieces, 2 * products * numbers, token_bytes, 2 * token_bytes

@@ -1,13 +1,14 @@
 """The machine file that a job plans with.
 
 `burst-rt calibrate` writes a file for this user. The environment variable BURST_RT_HARDWARE may
-name another: a shipped machine ("h100-sxm"), the path of a file, or "none". Rank 0's choice holds
-for all ranks.
+name another: a shipped machine ("h100-sxm"), the path of a file, or "none". Without either, GPUs
+that a shipped file describes are known by their name. Rank 0's choice holds for all ranks.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +20,19 @@ from burst_rt.remembered import cache_folder
 if TYPE_CHECKING:
     from burst_rt.scheduler.simulator import Hardware
 
-__all__ = ["HARDWARE_VARIABLE", "calibrated_path", "find_hardware", "fit_to_job", "plan_with"]
+__all__ = [
+    "HARDWARE_VARIABLE", "calibrated_path", "find_hardware", "fit_to_job", "plan_with",
+    "shipped_machine",
+]  # fmt: skip
 
 HARDWARE_VARIABLE = "BURST_RT_HARDWARE"
+# The shipped machines, by a word of their GPU's name as the driver tells it.
+_GPUS = {
+    "A100": "a100-sxm", "H100": "h100-sxm", "H200": "h200-sxm", "B200": "b200-sxm",
+    "GB200": "gb200-nvl72", "MI300X": "mi300x",
+}  # fmt: skip
+# GPUs with one of these words are linked in another way, or have less memory.
+_OTHERS = {"PCIE", "NVL", "40GB"}
 
 
 def calibrated_path(device_type: str) -> Path:
@@ -35,17 +46,31 @@ def plan_with(path: Path) -> None:
         os.environ.setdefault(HARDWARE_VARIABLE, str(path))
 
 
-def find_hardware(device_type: str) -> Hardware | None:
-    """The machine to plan with, or None where nothing was calibrated or BURST_RT_HARDWARE=none.
+def shipped_machine(gpu: str) -> Hardware | None:
+    """The shipped machine with GPUs of a name ("NVIDIA H100 80GB HBM3"), or None.
 
-    Raises ConfigError for a file that is wrong or cannot be read, or that is named and not there.
+    The network between nodes is the vendor's reference for this machine: yours may be slower.
+    """
+    words = set(re.split("[ -]", gpu.upper()))
+    for word in words & _GPUS.keys():
+        if not words & _OTHERS:
+            machine = load_hardware(_GPUS[word])
+            return replace(machine, name=f"{machine.name}, by the name of the GPU")
+    return None
+
+
+def find_hardware(device_type: str, gpu: str = "") -> Hardware | None:
+    """The machine to plan with, or None where none is known or BURST_RT_HARDWARE=none.
+
+    gpu: the name of this rank's GPU, if it has one. Raises ConfigError for a file that is wrong or
+    cannot be read, or that is named and not there.
     """
     named = os.environ.get(HARDWARE_VARIABLE)
     if named == "none":
         return None
     path = named or calibrated_path(device_type)
     try:
-        return load_hardware(path) if named or Path(path).is_file() else None
+        return load_hardware(path) if named or Path(path).is_file() else shipped_machine(gpu)
     except InputError as error:
         raise ConfigError(
             f"{HARDWARE_VARIABLE}={named}: {error.message}" if named else error.message

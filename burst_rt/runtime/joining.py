@@ -216,7 +216,8 @@ def _word(
         facts = asdict(facts_of(computes_on, connections.meeting))
         # All ranks plan with the same machine file, or they would plan differently.
         first = connections.control.rank == 0 and connections.control.size > 1
-        planned = find_hardware(computes_on.type) if first else None
+        gpu = torch.cuda.get_device_name(computes_on) if computes_on.type == "cuda" else ""
+        planned = find_hardware(computes_on.type, gpu) if first else None
         hardware = to_toml(planned) if planned else ""
         folder = job_folder()
         job = new_job_name() if folder is None else folder.name

@@ -23,7 +23,7 @@ from burst_rt import Causal, Context
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
 from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.runtime import joining
-from burst_rt.runtime.calibrated import fit_to_job
+from burst_rt.runtime.calibrated import calibrated_path, find_hardware, fit_to_job
 from burst_rt.runtime.choosing import AUTO, REFUSED, GroupFacts, choose_transport
 from burst_rt.runtime.connections import LocalRank
 from burst_rt.runtime.facts import Facts, facts_of, resolve_device
@@ -397,6 +397,41 @@ def test_a_machine_file_is_fitted_to_the_job() -> None:
     assert spread.node.ranks == 4
 
 
+@pytest.mark.parametrize(
+    ("gpu", "machine"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H200", "h200-sxm"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm"),
+        ("NVIDIA B200", "b200-sxm"),
+        ("NVIDIA GB200", "gb200-nvl72"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("", None),
+    ],
+)
+def test_gpus_are_known_by_their_name_where_nothing_else_is(
+    gpu: str, machine: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("BURST_RT_HARDWARE", raising=False)
+    found = find_hardware("cuda", gpu)
+    if machine is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found == replace(load_hardware(machine), name=f"{machine}, by the name of the GPU")
+    measured = replace(load_hardware("a100-pcie"), name="measured")
+    calibrated_path("cuda").parent.mkdir(parents=True, exist_ok=True)
+    calibrated_path("cuda").write_text(to_toml(measured), encoding="utf-8")
+    assert find_hardware("cuda", gpu) == measured
+    monkeypatch.setenv("BURST_RT_HARDWARE", "none")
+    assert find_hardware("cuda", gpu) is None
+
+
 def test_auto_plans_on_more_ranks_than_the_file_was_measured_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,7 +444,7 @@ def test_auto_plans_on_more_ranks_than_the_file_was_measured_with(
     def attend(ctx: Context) -> None:
         layout = ctx.layout(64)
         x = torch.ones(1, layout.shard_len, 2, 16)
-        assert "forecast" in str(burst_rt.explain(x, x, x, layout=layout))
+        assert " s (h100-sxm)" in str(burst_rt.explain(x, x, x, layout=layout))
         burst_rt.burst_attention(x, x, x, layout=layout)
 
     burst_rt.run_local(4, attend)
