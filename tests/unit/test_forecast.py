@@ -239,13 +239,14 @@ def _of_nodes(rate: float) -> Hardware:
     return replace(machine, nics=replace(machine.nics, link=link))
 
 
-@pytest.mark.parametrize("forward", [True, False])
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(4095)])
+@pytest.mark.parametrize(
+    ("mask", "forward"), [(Causal(), True), (Causal(), False), (SlidingWindow(4095), True)]
+)
 def test_what_cannot_win_by_its_bound_is_not_simulated(
-    forward: bool, mask: Mask, monkeypatch: pytest.MonkeyPatch
+    mask: Mask, forward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = _problem(24, 24 << 10, mask=mask)
-    for rate in (1e9, 12.5e9, 50e9):
+    for rate in (1e9, 50e9):
         machine = _of_nodes(rate)
         ranked = rank_strategies(given, machine, forward=forward, ranks_per_node=8)
         with monkeypatch.context() as changed:
@@ -291,12 +292,12 @@ def test_shorter_rings_tell_what_the_whole_would(
     forward: bool, mask: Mask, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = problem(
-        64 << 12, 64 << 12, 64, mask=mask, kinds=(kind, kind), heads=(8, 8), head_dim=64,
+        48 << 12, 48 << 12, 48, mask=mask, kinds=(kind, kind), heads=(8, 8), head_dim=64,
         input_bytes=2,
     )  # fmt: skip
     machine = _of_nodes(12.5e9)
     told = rank_strategies(given, machine, forward=forward, ranks_per_node=8)
-    monkeypatch.setattr(ranking, "_WHOLE_UP_TO", 64)
+    monkeypatch.setattr(ranking, "_WHOLE_UP_TO", 48)
     whole = rank_strategies(given, machine, forward=forward, ranks_per_node=8)
     assert told.strategy == whole.strategy
     # Off by most where ranks wait much.

@@ -14,6 +14,7 @@ from burst_rt import Context
 from burst_rt.attention import survey as surveys
 from burst_rt.planning.machines import parse_hardware, to_toml
 from burst_rt.runtime.machine import Machine
+from burst_rt.scheduler.simulator import Hardware
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +88,14 @@ def test_later_jobs_and_groups_find_the_figures(
 def test_damaged_figures_are_measured_again(
     text: str, measured: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _run(2)
+    first = parse_hardware(_run(2)[0], "here")
     (file,) = (tmp_path / "burst_rt").glob("survey-*.json")
+
+    def told(runtime: Any) -> Hardware:
+        measured.append(runtime.rank)
+        return first
+
+    monkeypatch.setattr(surveys, "_measured", told)  # measuring takes seconds
     written = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(written | {"answer": text}), encoding="utf-8")
     monkeypatch.setattr(surveys, "_figures", None)
