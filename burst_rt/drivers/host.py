@@ -21,8 +21,8 @@ from burst_rt.transport import Transport
 
 __all__ = ["HostDriver", "flat_bytes", "raw_bytes"]
 
-# A task waits so many seconds for each of its operations, and at most so many seconds, for the ranks
-# to agree on the call. A core does an operation in 10 to 100e-12 s.
+# A task waits so many seconds for each of its operations, and at most so many seconds, for ranks to
+# agree on the call. A core does an operation in 10 to 100e-12 s.
 _PATIENCE_S, _MOST_PATIENCE_S = 2e-12, 5e-3
 
 
