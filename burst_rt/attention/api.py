@@ -102,10 +102,11 @@ def burst_attention(
     dropout_p: 0. Dropout is refused: attention is exact here.
     strategy: "ring-kv", "burst", "ring-q", "bidirectional", "two-level[:N]", "direct",
         "all-to-all", "hybrid[:N]", "sliced[:N]" (see `planning.strategies`), or "auto". Where
-        the machine is known (`burst-rt calibrate`, BURST_RT_HARDWARE), "auto" takes the strategy
-        with the fastest forecast, but never "sliced"; above 256 ranks only where all hops take the
-        same time. Elsewhere "auto" takes "ring-kv", "burst", "direct" or, for few queries and many
-        keys, "ring-q", whichever sends the fewest bytes. `explain` tells the choice.
+        the machine is known (measured by `init` or `burst-rt calibrate`, named by BURST_RT_HARDWARE
+        or by its GPU), "auto" takes the strategy with the fastest forecast, but never "sliced";
+        above 256 ranks only where all hops take the same time. Elsewhere "auto" takes "ring-kv",
+        "burst", "direct" or, for few queries and many keys, "ring-q", whichever sends the fewest
+        bytes. `explain` tells the choice.
     return_lse: whether lse is returned too.
 
     Returns out, contiguous, `[batch, tokens, heads, v's head_dim]` in q's dtype; with return_lse

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from burst_rt.planning.ranking import Ranking
     from burst_rt.scheduler.simulator import Hardware
 
-__all__ = ["LAYOUTS", "LAYOUTS_UP_TO", "RANKED_UP_TO", "Chooser", "fastest_layout", "whole_layout"]
+__all__ = ["LAYOUTS", "LAYOUTS_UP_TO", "Chooser", "fastest_layout", "whole_layout"]
 
 # The layouts that are chosen from; among equals the first is taken.
 LAYOUTS = ("zigzag", "contiguous", "striped", BALANCED)
-# The largest world with forecasts of layouts. Forecasts of four layouts take about five seconds on
-# 16 ranks, fifteen on 32, eight on 64.
+# The largest world with forecasts of layouts. Forecasts of four layouts take about four seconds on
+# 16 ranks, three on 32, fifteen on 64.
 LAYOUTS_UP_TO = 64
 # Without forecasts, a layout counts as even if its cells exceed the most even one's by at most this
 # share.
@@ -40,8 +40,6 @@ _WORK = (2, 5)
 _WHOLE_UP_TO = 16
 # What the busiest rank may have above its share, if documents are dealt whole; the best is taken.
 _TOLERANCES = (TOLERANCE, 0.15, 0.4, 0.9)
-# The largest world in which a layout's forecast is that of its best strategy.
-RANKED_UP_TO = 32
 
 
 class Chooser:
@@ -113,12 +111,11 @@ def fastest_layout(
     """The problem with the layout under which it is forecast to end first, and all forecasts.
 
     A forecast is the sum of forward and backward, each with the strategy that a planner takes under
-    the mask itself: up to 32 ranks the best one (see `fastest_strategy`), else the one that sends
-    the fewest bytes. problem: with as many keys as queries, in any layout. Where no machine is
-    known, and above 64 ranks, nothing is forecast: among the layouts whose cells are within 5
-    percent of the most even one's, the one that sends the fewest bytes is taken. recurrences: the
-    layers that take turns with a layer of attention; they add their time and bytes, and leave out
-    striped layouts.
+    the mask itself (see `fastest_strategy`). problem: with as many keys as queries, in any layout.
+    Where no machine is known, and above 64 ranks, nothing is forecast: among the layouts whose
+    cells are within 5 percent of the most even one's, the one that sends the fewest bytes is taken.
+    recurrences: the layers that take turns with a layer of attention; they add their time and
+    bytes, and leave out striped layouts.
     """
     spread = {}
     for kind in [kind for kind in LAYOUTS if kind != "striped" or not recurrences]:
@@ -193,14 +190,10 @@ def whole_layout(
 
 def _seconds(problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int) -> float:
     """Seconds forecast for a direction with the strategy that a planner takes."""
-    from burst_rt.planning.ranking import forecast, rank_strategies
+    from burst_rt.planning.ranking import rank_strategies
 
-    if problem.world_size <= RANKED_UP_TO:
-        ranking = rank_strategies(problem, hardware, forward=forward, ranks_per_node=ranks_per_node)
-        return ranking.time_s
-    return forecast(
-        problem, "auto", hardware, forward=forward, ranks_per_node=ranks_per_node
-    ).time_s
+    ranking = rank_strategies(problem, hardware, forward=forward, ranks_per_node=ranks_per_node)
+    return ranking.time_s
 
 
 def _most_even(problems: Mapping[str, Problem]) -> list[str]:

@@ -80,8 +80,8 @@ def fastest_strategy(
     """The program that is forecast to end first, among those that fit into memory.
 
     If no program fits, the choice is among all of them. Forecasts within 2 percent count as equal;
-    among those, the program that sends the fewest bytes is taken. ranking: the ranking of
-    `typical(problem)`; None makes it.
+    among those, up to 16 ranks, the program that sends the fewest bytes is taken. ranking: the
+    ranking of `typical(problem)`; None makes it.
     """
     like = typical(problem)
     ranking = ranking or rank_strategies(
@@ -131,7 +131,9 @@ def rank_strategies(
     given = _contenders(problem, hardware, forward=forward, ranks_per_node=ranks_per_node)
     finalists = _finalists([*given], problem.world_size)
     able = [one for one in finalists if one.forecast.fits] or finalists
-    limit_s = min(one.forecast.time_s for one in able) * (1 + _SAME)
+    # In larger worlds candidates that count as equal have been left out.
+    same = _SAME if problem.world_size <= _EVERY_UP_TO else 0.0
+    limit_s = min(one.forecast.time_s for one in able) * (1 + same)
     quick = (one for one in able if one.forecast.time_s <= limit_s)
     taken = min(quick, key=lambda one: one.forecast.sent_bytes)
     candidates: dict[str, int] = {}
