@@ -25,8 +25,5 @@ def test_each_figure_has_a_source_and_none_is_fitted() -> None:
     assert not any("LLaMA-7B" in each.what and each.what.split(", ")[2] in fitted for each in table)
 
 
-def test_steps_of_long_sequences_are_forecast_within_a_tenth() -> None:
-    """Where the kernel's own speed is known."""
-    steps = [anchor for anchor in anchors() if "a step on" in anchor.what]
-    assert len(steps) == 7
-    assert max(abs(anchor.error_percent) for anchor in steps) < 10
+def test_all_are_forecast_within_a_tenth() -> None:
+    assert max(abs(anchor.error_percent) for anchor in anchors()) < 10
