@@ -63,8 +63,8 @@ class LiveBytes(TorchDispatchMode):
 def peak_bytes(call: RecurrenceCall, *, forward: bool) -> int:
     """The most bytes that a direction takes at a time on this rank beyond inputs and results.
 
-    Slots are counted, and all that the stages make, in program order. Takes milliseconds, a second
-    at first.
+    Slots are counted, and all that the stages make, in program order. Takes about a second of
+    processor time for each 25,000 tokens of this rank, and with the fla kernel none.
     """
     plan = call.forward_plan if forward else call.backward_plan
     slots = sum(part.size_bytes for part in (*plan.slots, *plan.chunks))

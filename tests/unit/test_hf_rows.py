@@ -77,6 +77,47 @@ def test_rows_of_different_lengths_generate_what_one_process_does(name: str) -> 
 _LLAMA = make_decoder("Llama", "burst_rt")
 
 
+def _scores_of_a_row(
+    ctx: burst_rt.Context, model: Any, others: tuple[int, int], new: list[list[int]]
+) -> torch.Tensor:
+    """Of a request's next tokens, beside rows with `others` tokens that get `new` ones."""
+    model = deepcopy(model)
+    one, rows = (
+        burst_rt.hf.Cache(model, ctx, capacity=2100, batch=batch, block=16) for batch in (1, 3)
+    )
+    scores, token = [], 5
+    with torch.inference_mode():
+        for row, length in enumerate((70, *others)):
+            if length:
+                one.reset()
+                model(_prompt(length), **{CACHE: one})
+                rows.copy(row, one)
+        for _ in range(3):
+            scores.append(rows.extend([[token], *new])[0].clone())
+            token = int(scores[-1].argmax())
+    return torch.stack(scores)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_bits_of_a_row_do_not_depend_on_the_others(name: str, world_size: int) -> None:
+    """So what a request gets does not depend on what else is served; experts do (of a layer that
+    routes tokens, each computes those that it gets at once).
+    """
+    model = make_decoder(name, "burst_rt")
+    alone, *beside = (
+        burst_rt.run_local(
+            world_size,
+            lambda ctx, case=case: _scores_of_a_row(ctx, model, *case),
+            timeout_s=120,
+        )[0]
+        for case in (((0, 0), [[], []]), ((300, 23), [[7], [9]]), ((1, 2000), [[], [3]]))
+    )  # fmt: skip
+    assert alone.abs().sum() > 0
+    for scores in beside:
+        assert torch.equal(scores, alone)
+
+
 def _refused(ctx: burst_rt.Context, call: Callable[[Any, Any], object]) -> str:
     """The error of every rank, after which both caches work."""
     model = deepcopy(_LLAMA)
