@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from burst_rt.launch.mpirun import MpiLauncher
 from burst_rt.launch.run import kill_job
 
-__all__ = ["PROBE_DEADLINE_S", "ProbeAnswer", "ask_command", "ask_job", "ask_python"]
+__all__ = [
+    "ALONE", "PROBE_DEADLINE_S", "ProbeAnswer", "ask_command", "ask_job", "ask_python",
+]  # fmt: skip
 
 PROBE_DEADLINE_S = 20.0
+# The beginning of a program whose print() is its whole output: what libraries write to standard
+# output, where UCX has its log, goes to standard error.
+ALONE = "import os, sys; sys.stdout = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1)\n"
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def ask_command(
 
 def ask_python(source: str, *, deadline_s: float = PROBE_DEADLINE_S) -> ProbeAnswer:
     """What a program in Python prints; blocks as `ask_command` does."""
-    return ask_command([sys.executable, "-P", "-c", source], deadline_s=deadline_s)
+    return ask_command([sys.executable, "-P", "-c", ALONE + source], deadline_s=deadline_s)
 
 
 def ask_job(launcher: MpiLauncher, program: Sequence[str], *, deadline_s: float) -> ProbeAnswer:

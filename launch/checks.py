@@ -19,7 +19,14 @@ from typing import TypeAlias
 import psutil
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.asking import PROBE_DEADLINE_S, ProbeAnswer, ask_command, ask_job, ask_python
+from burst_rt.launch.asking import (
+    ALONE,
+    PROBE_DEADLINE_S,
+    ProbeAnswer,
+    ask_command,
+    ask_job,
+    ask_python,
+)
 from burst_rt.launch.mpirun import MpiLauncher, find_launcher, mpirun_path, num_usable_cores
 from burst_rt.transport.probe import note_answer
 
@@ -161,12 +168,12 @@ def _mpirun(machine: Inspection) -> _Result:
 
 
 # The number and its newline in one piece: pieces of two ranks may mix.
-_HELLO = "from mpi4py import MPI; print(f'{MPI.COMM_WORLD.allreduce(1)}\\n', end='')"
-_HELLO_TORCHRUN = """
+_HELLO = ALONE + "from mpi4py import MPI; print(f'{MPI.COMM_WORLD.allreduce(1)}\\n', end='')"
+_HELLO_TORCHRUN = f"""{ALONE}
 import torch
 import burst_rt
 with burst_rt.init(device="cpu") as ctx:
-    print(f"{int(ctx.all_reduce(torch.ones(1)))}\\n", end="")
+    print(f"{{int(ctx.all_reduce(torch.ones(1)))}}\\n", end="")
 """
 
 
@@ -335,7 +342,8 @@ def probe_device_mpi(launcher: MpiLauncher, device: str, device_name: str) -> st
 
     That takes some seconds. The answer is remembered for jobs to come.
     """
-    words = [sys.executable, "-P", "-m", "burst_rt.transport.probe", device]
+    rank = "import runpy; runpy.run_module('burst_rt.transport.probe', run_name='__main__')"
+    words = [sys.executable, "-P", "-c", ALONE + rank, device]
     answer = ask_job(launcher, words, deadline_s=_TORCH_DEADLINE_S)
     library = ask_python(_MPI_LIBRARY)
     if not library.error:

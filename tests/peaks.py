@@ -15,7 +15,7 @@ from resident import peak, resident
 import burst_rt
 from burst_rt import recurrence
 
-TOKENS, HEADS, WIDTH = 8192, 4, 64
+TOKENS, HEADS, WIDTH = 4096, 4, 64
 
 
 def measure(name: str, *inputs: torch.Tensor, tree: burst_rt.PrefixTree | None = None) -> None:
@@ -69,6 +69,6 @@ for dtype in (torch.float32, torch.bfloat16):
     heads, b, c = (y.to(dtype) for y in (random(16, 32), random(1, 32), random(1, 32)))
     measure("state_space", heads, dt[..., :16].clone(), -torch.rand(16), b, c, torch.rand(16))
 # Wide states of short segments: those that are kept for the backward are a fifth of the memory.
-tree = burst_rt.PrefixTree([64] * 128, [-1, *[node // 2 for node in range(127)]])
+tree = burst_rt.PrefixTree([64] * 64, [-1, *[node // 2 for node in range(63)]])
 wide = [random(1, 256) for _ in range(3)]
 measure("gated_delta_rule", *wide, g[..., :1].clone(), beta[..., :1].clone(), tree=tree)
