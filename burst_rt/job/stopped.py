@@ -39,13 +39,14 @@ def end_if_stopped(waited_s: float, rank: int) -> None:
         os.waitpid(_watcher, 0)
     _watcher, _limit_s = 0, limit_s
     # -I -S: starts in 10 ms. The watcher is in the rank's process group, so that a signal to the
-    # group stops both.
+    # group stops both. Without the launcher's variables nobody takes it for a rank.
+    needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     numbers = [str(os.getpid()), str(os.getppid()), str(limit_s), str(rank)]
     no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
     no_output = (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)
     with suppress(OSError):
         _watcher = os.posix_spawn(
-            sys.executable, [sys.executable, "-I", "-S", __file__, *numbers], os.environ,
+            sys.executable, [sys.executable, "-I", "-S", __file__, *numbers], needed,
             file_actions=[no_input, no_output],
         )  # fmt: skip
 

@@ -101,6 +101,8 @@ def test_a_watcher_ends_with_its_rank_and_holds_none_of_its_files() -> None:
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         assert os.readlink(files / "3") == "anon_inode:[pidfd]"
+        # Nobody takes it for a rank, which launchers tell by variables.
+        assert watcher.environ().keys() <= {"LD_LIBRARY_PATH"}
         rank.kill()
         assert _end(launcher)[0] == str(-signal.SIGKILL)
         watcher.wait(10)
