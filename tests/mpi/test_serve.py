@@ -389,13 +389,14 @@ def test_many_clients_lose_nothing_and_memory_is_flat(model: Path, tmp_path: Pat
 def test_keys_and_a_queue_with_a_bound(model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first\nsecond\n")
     options = ["--api-key-file", "keys", "--rows", "1", "--queue", "1", "--body-mib", "1"]
+    options += ["--capacity", "4000"]
     with _serving(model, tmp_path, *options) as served:
         for key in ("none", "firs", "first2"):
             with pytest.raises(openai.AuthenticationError, match="expected a key"):
                 served.client(key).models.list()
         assert [x.id for x in served.client("second").models.list()] == ["letters"]
         client = served.client("first")
-        given: dict[str, Any] = {"model": "letters", "max_tokens": 500, "temperature": 0}
+        given: dict[str, Any] = {"model": "letters", "max_tokens": 3900, "temperature": 0}
         held = [client.completions.create(prompt=prompt, stream=True, **given) for prompt in "ab"]
         next(iter(held[0]))  # is written, and the other one waits
         with pytest.raises(openai.RateLimitError, match="too many requests wait"):
@@ -407,10 +408,10 @@ def test_keys_and_a_queue_with_a_bound(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_ends_the_server_and_its_requests(model: Path, tmp_path: Path) -> None:
-    with _serving(model, tmp_path) as served:
+    with _serving(model, tmp_path, "--capacity", "4000") as served:
         parts = iter(
             served.client().completions.create(
-                model="letters", prompt="x", max_tokens=590, temperature=0, stream=True
+                model="letters", prompt="x", max_tokens=3990, temperature=0, stream=True
             )
         )
         next(parts)
@@ -425,10 +426,10 @@ def test_a_rank_that_dies_ends_the_server_and_its_requests(model: Path, tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_server(model: Path, tmp_path: Path, number: signal.Signals) -> None:
-    with _serving(model, tmp_path) as served:
+    with _serving(model, tmp_path, "--capacity", "4000") as served:
         parts = iter(
             served.client().completions.create(
-                model="letters", prompt="x", max_tokens=590, temperature=0, stream=True
+                model="letters", prompt="x", max_tokens=3990, temperature=0, stream=True
             )
         )
         next(parts)
