@@ -105,14 +105,14 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(name: str, world_size: in
     routes tokens, each computes those that it gets at once).
     """
     model = make_decoder(name, "burst_rt")
-    alone, *beside = (
-        burst_rt.run_local(
-            world_size,
-            lambda ctx, case=case: _scores_of_a_row(ctx, model, *case),
-            timeout_s=120,
-        )[0]
-        for case in (((0, 0), [[], []]), ((300, 23), [[7], [9]]), ((1, 2000), [[], [3]]))
-    )  # fmt: skip
+    cases: list[tuple[tuple[int, int], list[list[int]]]] = [
+        ((0, 0), [[], []]), ((300, 23), [[7], [9]]), ((1, 2000), [[], [3]]),
+    ]  # fmt: skip
+
+    def run(ctx: burst_rt.Context) -> list[torch.Tensor]:
+        return [_scores_of_a_row(ctx, model, *case) for case in cases]
+
+    alone, *beside = burst_rt.run_local(world_size, run, timeout_s=120)[0]
     assert alone.abs().sum() > 0
     for scores in beside:
         assert torch.equal(scores, alone)
