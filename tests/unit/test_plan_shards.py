@@ -60,17 +60,17 @@ def test_what_is_sent_by_hand() -> None:
     assert ring_bytes(3200, 100, 32, 1) == (3100, 0)
 
 
-@pytest.mark.parametrize("context", [None, 4, 8, 12, 16])
+@pytest.mark.parametrize("context", [None, 4, 6, 8, 12])
 def test_sharded_weights_are_gathered_twice_and_gradients_scattered(context: int | None) -> None:
-    """On 48 ranks of 6 nodes, whatever ranks share a sequence."""
+    """On 24 ranks of 3 nodes, whatever ranks share a sequence."""
     about = Question(_SMALL, 4800, "train", shard="zero1", context=context, activations="kept")
     whole, sharded = (
-        forecast_model(replace(about, shard=shard), "ring-kv", 48, _H100)
+        forecast_model(replace(about, shard=shard), "ring-kv", 24, _H100)
         for shard in ("zero1", "fsdp")
     )
     ((count, _),) = _SMALL.layers
     weights = count * 2 * _SMALL.layer.num_weights()
-    once = weights * 7 // 8 + weights * 5 // (6 * 8)
+    once = weights * 7 // 8 + weights * 2 // (3 * 8)
     # Unsharded, the gradients are reduced and gathered.
     assert sharded.sent_bytes - whole.sent_bytes == pytest.approx(once, rel=1e-3)
     assert sharded.memory_bytes < whole.memory_bytes
