@@ -1,4 +1,4 @@
-"""Published figures of other systems beside the planner's forecasts; none is fitted to them.
+"""Published figures of other systems beside the planner's forecasts, which are fitted to none.
 
 Machines are the files of `burst_rt/planning/machines`. Where another kernel computed attention, its
 speed is the one that this project measured beside its own ("Tile kernels on an H100" in

@@ -21,7 +21,6 @@ from burst_rt.attention.state import AttentionState
 from burst_rt.errors import BurstError, InputError
 from burst_rt.job import launched
 from burst_rt.job.ending import error_line, exit_code_of
-from burst_rt.job.reports import job_folder
 from burst_rt.job.stopped import end_if_stopped
 from burst_rt.kernels import KERNELS, PARTIALS
 from burst_rt.planning.choose import FORECAST_UP_TO
@@ -363,8 +362,7 @@ def init(
         recurrence_kernel=recurrence_kernel,
     )  # fmt: skip
     follow(runtime, joined.presence, asked=telemetry, within_s=within_s)
-    # `burst-rt run` looks after the ranks of its own host itself.
-    if runtime.world_size > 1 and joined.presence.thread is None and job_folder() is None:
+    if runtime.world_size > 1 and joined.presence.thread is None:
         end_if_stopped(timeout_s + stall_s, runtime.rank)
     return Context(runtime, attention)
 

@@ -18,7 +18,7 @@ __all__ = [
 PROBE_DEADLINE_S = 20.0
 # The beginning of a program whose print() is its whole output: what libraries write to standard
 # output, where UCX has its log, goes to standard error.
-ALONE = "import os, sys; sys.stdout = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1)\n"
+ALONE = "import os, sys; sys.stdout = os.fdopen(os.dup(1), 'w', 1); os.dup2(2, 1)\n"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def ask_command(
         process.wait()
         return ProbeAnswer(error=f"no answer within {deadline_s:.0f} s")
     if process.returncode != 0:
-        lines = [line for line in err.splitlines() if line.strip(" -")]
+        lines = [line for line in err.splitlines() if line.strip(" -") and " UCX " not in line]
         # The launcher's words about a failed rank come last, but the rank's own error says more.
         telling = (
             [line for line in lines if "Error" in line and "ChildFailedError" not in line]

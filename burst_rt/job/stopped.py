@@ -1,9 +1,9 @@
 """A rank that stays stopped for longer than any other rank waits for it is killed.
 
 Nothing of a stopped process (SIGSTOP) runs, and mpirun, srun and torchrun wait for it without end:
-after its last call nobody else notices. So a small process watches each rank. It counts only the
-seconds in which it runs itself and the rank's launcher is not stopped, and thus leaves a suspended
-job alone. Standard library only: the watching process runs this file.
+after its last call nobody else notices. So a small process watches each rank. It counts the seconds
+in which it runs itself, but the rank has not run at all, and nobody has stopped the rank's
+launcher: a suspended job is left alone. Standard library only: the watcher runs this file.
 """
 
 from __future__ import annotations
@@ -19,77 +19,111 @@ __all__ = ["end_if_stopped"]
 _PERIOD_S = 1.0
 # Beyond what the other ranks wait: those that still wait for the rank are to name it first.
 _MARGIN_S = 10.0
+# The watcher's descriptor of the pipe by which it is told how long it waits.
+_PIPE = 3
+# In the background of a shell that ends at once, so that it is no child of the rank: a program may
+# wait for its children until there are none.
+_START = '"$@" &'
 
-_watcher = 0  # a process id
-_limit_s = 0.0
+_told: tuple[int, int] | None = None  # the process that has a watcher, and its end of the pipe
 
 
 def end_if_stopped(waited_s: float, rank: int) -> None:
     """Has this process killed once it has been stopped for `waited_s` + 10 s. Does not block.
 
     The longest time of several calls counts. Does nothing on a kernel without pidfd (before Linux
-    5.3), and where no process can be started.
+    5.3), where no process can be started, and in the first process of a container, which its own
+    processes cannot kill.
     """
-    global _watcher, _limit_s
-    limit_s = waited_s + _MARGIN_S
-    if not hasattr(os, "pidfd_open") or limit_s <= _limit_s:
+    global _told
+    if not hasattr(os, "pidfd_open") or os.getpid() == 1:
         return
-    if _watcher:
-        os.kill(_watcher, signal.SIGKILL)
-        os.waitpid(_watcher, 0)
-    _watcher, _limit_s = 0, limit_s
-    # -I -S: starts in 10 ms. The watcher is in the rank's process group, so that a signal to the
-    # group stops both. Without the launcher's variables nobody takes it for a rank.
-    needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    numbers = [str(os.getpid()), str(os.getppid()), str(limit_s), str(rank)]
-    no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
-    no_output = (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)
+    limit_s = str(waited_s + _MARGIN_S)
     with suppress(OSError):
-        _watcher = os.posix_spawn(
-            sys.executable, [sys.executable, "-I", "-S", __file__, *numbers], needed,
-            file_actions=[no_input, no_output],
-        )  # fmt: skip
+        if _told is not None and _told[0] == os.getpid():
+            os.write(_told[1], f"{limit_s}\n".encode())
+            return
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        try:
+            _start(reads, limit_s, str(rank))
+            _told = os.getpid(), writes
+        finally:
+            os.close(reads)
+
+
+def _start(reads: int, *told: str) -> None:
+    """Starts the watcher, in the rank's process group: a signal that stops the group stops both."""
+    # -I -S: it starts in 10 ms.
+    program = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(os.getppid()), *told]
+    # Without the launcher's variables nobody takes it for a rank.
+    needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    shell = os.posix_spawn(
+        "/bin/sh", ["sh", "-c", _START, "sh", *program], needed,
+        file_actions=[
+            (os.POSIX_SPAWN_DUP2, reads, _PIPE),
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+        ],
+    )  # fmt: skip
+    with suppress(ChildProcessError):  # a program that ignores SIGCHLD
+        os.waitpid(shell, 0)
 
 
 def _watch(rank_pid: int, launcher_pid: int, limit_s: float, rank: str) -> None:
-    """Blocks until the rank has ended, or kills it."""
+    """Blocks until the rank has ended or runs another program, or kills it."""
     try:
         process = os.pidfd_open(rank_pid)
     except OSError:
         return
-    stopped_s = 0.0
-    while not select.select([process], [], [], _PERIOD_S)[0]:
-        alone = _is_stopped(rank_pid) and not _is_stopped(launcher_pid)
+    stopped_s, switches = 0.0, -1
+    while True:
+        ready, _, _ = select.select([process, _PIPE], [], [], _PERIOD_S)
+        if process in ready:
+            return
+        if _PIPE in ready:
+            limits = os.read(_PIPE, 4096).split()
+            if not limits:
+                return
+            limit_s = max(limit_s, *map(float, limits))
+            continue
+        before, switches = switches, _switches_if_stopped(rank_pid)
+        alone = 0 <= switches == before and _switches_if_stopped(launcher_pid) < 0
         stopped_s = stopped_s + _PERIOD_S if alone else 0.0
         if stopped_s >= limit_s:
-            print(
-                f"burst-rt: rank {rank}: process {rank_pid} has been stopped by a signal (SIGSTOP, "
-                f"say) for {limit_s:g} s, longer than other ranks wait for it, and is killed; "
-                "SIGCONT would have let it go on",
-                file=sys.stderr,
-                flush=True,
-            )
-            with suppress(ProcessLookupError):
+            with suppress(OSError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
+                print(
+                    f"burst-rt: rank {rank}: process {rank_pid} had been stopped by a signal "
+                    f"(SIGSTOP, say) for {limit_s:g} s, longer than other ranks wait for it, and "
+                    "was killed; SIGCONT would have let it go on",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process; False for one that a debugger holds."""
+def _switches_if_stopped(pid: int) -> int:
+    """How often a process has been switched to, if a signal has stopped it; -1 for one that is not
+    stopped, or that a debugger holds.
+    """
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read()
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            said = dict(line.split(":", 1) for line in file if ":" in line)
     except OSError:
-        return False
-    # The name, in brackets, may hold anything.
-    return fields.rpartition(")")[2].split()[0] == "T"
+        return -1
+    if said["State"].split()[0] != "T":
+        return -1
+    return int(said["voluntary_ctxt_switches"]) + int(said["nonvoluntary_ctxt_switches"])
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Signals that the group gets are the rank's, which may handle them and go on.
+    for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "ALRM"):
+        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
     # Sockets of the rank's libraries: peers see by them that the rank has ended.
-    for name in os.listdir("/proc/self/fd"):
+    for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            if int(name) > 2:
-                os.close(int(name))
+            if int(number) > _PIPE:
+                os.close(int(number))
     _watch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])

@@ -89,12 +89,12 @@ def _wait_for_steps(folder: Path, num_steps: int, process: subprocess.Popen[str]
 
 
 def _ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks below a launcher: those of its processes that train, and below which none does."""
-    trains = {
-        child: bool({"burst_rt.launch.train", "train"} & {*child.cmdline()})
+    """The ranks below a launcher: those of its processes that train and have no children."""
+    found = [
+        child
         for child in psutil.Process(process.pid).children(recursive=True)
-    }
-    found = [x for x, does in trains.items() if does and not any(map(trains.get, x.children()))]
+        if {"burst_rt.launch.train", "train"} & {*child.cmdline()} and not child.children()
+    ]
     assert found
     return found
 

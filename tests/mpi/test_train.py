@@ -27,7 +27,6 @@ from warm import Preloaded
 import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
-from burst_rt.job import stopped
 from burst_rt.job.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.mpirun import find_launcher
 from burst_rt.launch.train.checkpoint import find_checkpoint
@@ -390,8 +389,7 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     ranks = [
         child
         for child in children
-        if child.cmdline()[:1] == [sys.executable]
-        and not {HUB_MODULE, stopped.__file__} & {*child.cmdline()}
+        if child.cmdline()[:1] == [sys.executable] and HUB_MODULE not in child.cmdline()
     ]
     assert len(ranks) == 2
     return ranks

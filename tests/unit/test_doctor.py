@@ -4,11 +4,13 @@ or a library.
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch import checks, doctor
-from burst_rt.launch.asking import ProbeAnswer
+from burst_rt.launch.asking import ALONE, ProbeAnswer, ask_command, ask_python
 from burst_rt.launch.checks import Finding
 
 
@@ -127,3 +129,13 @@ def test_one_launcher_that_works_is_enough(states: str, expected: str, says: str
     found = doctor._ways(findings)
     assert [finding.state for finding in found] == expected.split()
     assert doctor._summary(found).startswith(f"A CPU job {says}")
+
+
+def test_what_a_library_writes_is_no_answer() -> None:
+    """UCX has its log on standard output, and its last line may come after the reason."""
+    log = "os.write(1, b'[1.0] [host:1:0] ucp_context.c:2463 UCX INFO Version\\n')\n"
+    assert ask_python(f"{log}print('said')\n{log}").text == "said"
+    assert ask_python(f"{log}print('said', file=sys.stderr)\n{log}sys.exit(3)").error == "said"
+    # A process that crashes takes no line with it.
+    crashing = [sys.executable, "-P", "-c", f"{ALONE}print('said')\nos._exit(0)"]
+    assert ask_command(crashing, deadline_s=20).text == "said"
