@@ -63,6 +63,7 @@ _PREFILLS = {
 # not compared (table 6, 8K tokens): two nodes, two turns, take 999 ms, half of one node's 1,740 ms
 # is 870.
 _TURN_S = (0.999 - 1.740 / 2) / (2 * 126)
+_STAGES = 16  # Llama 3's pipeline has as many, and as many micro-batches
 _SMALL = "layers=28,dim=1024,heads=16,kv_heads=8,head_dim=128,ffn=3072,vocab=151936"
 
 
@@ -95,6 +96,33 @@ def _prefill(tokens: int, nodes: int) -> float:
     question = Question(parse_model("llama-3-405b"), tokens, "first-token", tensor=8)
     seconds = _seconds(question, "ring-kv", 8 * nodes, load_hardware("h100-sxm"))
     return seconds + (nodes > 1) * question.model.num_layers * nodes * _TURN_S
+
+
+def _llama_step() -> float:
+    """The speed of a step with 16 ranks a sequence, in percent of that of one without.
+
+    Both have the same bubbles. By the paper, keys and values are gathered before a layer attends,
+    and nothing hides that; their gradients are taken to go back in the same way. It cites what its
+    operations are (arXiv 2204.02311, appendix B): 6 for each weight and token, and all scores.
+    """
+    model, hardware = parse_model("llama-3-405b"), load_hardware("h100-sxm")
+    layer = model.layer
+    assert hardware.nics is not None
+    link = hardware.nics.link
+
+    def speed(tokens: int, context: int) -> float:
+        question = Question(
+            model, tokens, "train", tensor=8, pipeline=_STAGES, context=context,
+            micro_batches=_STAGES, activations="kept",
+        )  # fmt: skip
+        others = 2 * 2 * tokens * (1 - 1 / context) * layer.num_kv_heads // 8 * layer.head_dim
+        exposed = 2 * others / (link.bytes_per_s * link.efficiency)
+        rounds = (2 * _STAGES - 1) * model.num_layers / _STAGES
+        seconds = _seconds(question, "direct", 16_384, hardware) + rounds * exposed
+        scores = 12 * model.num_layers * layer.num_heads * layer.head_dim * tokens
+        return (6 * model.num_weights + scores) * tokens / context / seconds
+
+    return 100 * speed(131_072, 16) / speed(8192, 1)
 
 
 def _trl(model: str, tokens: int, world: int, kernel: str = "cuDNN") -> float:
@@ -171,6 +199,10 @@ def anchors() -> Iterator[Anchor]:
         "Qwen3-8B, a step on 8 H100, 1M tokens, FlashAttention-2", _CUDNN, "s", 606.0,
         partial(_trl, "qwen3-8b", 1 << 20, 8, "FlashAttention-2"), 3.8,
     )  # fmt: skip
+    yield Anchor(
+        "Llama 3 405B, a step on 16,384 H100, 131,072 tokens on 16 ranks, over 8,192 on one",
+        "arXiv 2407.21783, table 4 (380 and 400 TFLOP/s)", "%", 95.0, _llama_step, 7.8,
+    )  # fmt: skip
     for name, kind, forward, both, errors in (
         ("ring", "contiguous", 51.4, 52.5, (-6.2, -0.3)),
         ("zigzag ring", "zigzag", 81.7, 89.8, (-0.4, 2.2)),
@@ -232,7 +264,7 @@ def command(out: Path | None) -> None:
 
 def _kind(anchor: Anchor) -> str:
     if "a step on" in anchor.what:
-        return "steps of training, 1M to 4M tokens, 8 to 32 H100"
+        return "steps of training, 128K to 4M tokens, 8 to 16,384 H100"
     if "first token" in anchor.what:
         return "first tokens, Llama 3 405B on 8 to 128 H100, LLaMA-7B on 8 A100"
     return "ring-flash-attention on 8 A100, share of one GPU's speed"
