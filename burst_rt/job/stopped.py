@@ -29,11 +29,11 @@ _told: tuple[int, int] | None = None  # the process that has a watcher, and its 
 
 
 def end_if_stopped(waited_s: float, rank: int) -> None:
-    """Has this process killed once it has been stopped for `waited_s` + 10 s. Does not block.
+    """Has this process killed once it has been stopped for `waited_s` + 10 s.
 
-    The longest time of several calls counts. Does nothing on a kernel without pidfd (before Linux
-    5.3), where no process can be started, and in the first process of a container, which its own
-    processes cannot kill.
+    Waits a few milliseconds for a shell, in the first call. The longest time of several calls
+    counts. Does nothing on a kernel without pidfd (before Linux 5.3), where no process can be
+    started, and in the first process of a container, which its own processes cannot kill.
     """
     global _told
     if not hasattr(os, "pidfd_open") or os.getpid() == 1:
