@@ -40,6 +40,18 @@ with burst_rt.init(device="cpu") as ctx:
     print(f"rank {ctx.rank} of {int(total)} on {socket.gethostname()}\\n", end="", flush=True)
 """
 
+_STOPPED = """
+import os, signal
+import burst_rt
+from burst_rt.job import stopped
+stopped._MARGIN_S = 1.0
+with burst_rt.init(timeout_s=2.0, stall_s=1.0, survey=False) as ctx:
+    rank = ctx.rank
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("well", flush=True)
+"""
+
 # Waits until the page shows four live ranks, and prints what it shows.
 _LOOK = """
 import sys
@@ -109,6 +121,20 @@ def test_slurm_starts_requeues_and_kills(tmp_path: Path) -> None:
             time.sleep(0.1)
     manifest = find_checkpoint(run)[1].manifest
     assert manifest.step >= int(stopped[1])
+
+
+def test_a_rank_that_stays_stopped_under_srun_is_killed(tmp_path: Path) -> None:
+    """The only rank of its host: no other process of the job could end it."""
+    (tmp_path / "program.py").write_text(_STOPPED, encoding="utf-8")
+    with hosts(2, tmp_path) as here:
+        command = ["srun", "--nodes=2", "--ntasks=2", "--mpi=pmix", sys.executable, "program.py"]
+        job = slurm(here).start(*command)
+        assert job.wait(_WAIT_S) == 137, job.text
+        here.wait_until_empty(_WAIT_S, but=("slurm", "munged"))
+    assert re.search(
+        r"rank 1: process \d+ had been stopped by a signal \(SIGSTOP, say\) for 4 s", job.text
+    )
+    assert job.text.count("well") == 1
 
 
 def test_the_page_s_job_script_puts_a_failed_job_back(tmp_path: Path) -> None:
