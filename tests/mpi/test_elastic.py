@@ -133,32 +133,27 @@ def test_torchrun_goes_on_with_the_agent_that_is_left(tmp_path: Path, losses: li
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    agent = [
-        sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2",
-        "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
-        # Sooner than the 15 s and 30 s that these are otherwise. Within 3 s an agent on a machine
-        # with much other work gives no sign, and the other one takes it for lost.
-        "--rdzv-conf=keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=3",
-    ]  # fmt: skip
-    with _running([*agent, *_TRAIN], tmp_path) as first:
-        # The first agent to come has the store.
-        while not _listens(port):
-            assert first.poll() is None, first.communicate()
-            time.sleep(0.05)
-        with _running([*agent, *_TRAIN], tmp_path) as second:
-            _wait_for_steps(tmp_path, 25, first)
-            second.kill()
-            code, out, err = _end(first)
+
+    def agent(has_store: bool) -> list[str]:
+        # Torch's 15 s and 30 s would make the test long. Within 3 s an agent on a machine with much
+        # other work gives no sign, or starts that much later.
+        conf = f"is_host={has_store},keep_alive_interval=2,keep_alive_max_attempt=4"
+        return [
+            sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=1:2",
+            "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{port}",
+            f"--rdzv-conf={conf},last_call_timeout=6", *_TRAIN,
+        ]  # fmt: skip
+
+    with _running(agent(True), tmp_path) as first, _running(agent(False), tmp_path) as second:
+        _wait_for_steps(tmp_path, 25, first)
+        second.kill()
+        code, out, err = _end(first)
     assert code == 0, (out, err)
     assert "ranks: 4 (2 data x 2 context)" in out
     assert "resuming after step" in out
     assert "ranks: 2 (1 data x 2 context)" in out
     assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-4)
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 _SRUN = """#!/bin/bash
