@@ -80,12 +80,16 @@ def command(
         for head_dim in head_dims
         # Where lines of work have several runs, kernels that have no lines are left out.
         for kind in (KINDS if single else TUNED)
+        if kind != "backward"  # without a producer it is two others
         # Only these are compiled with and without a mask.
         for masked in ((False, True) if kind in TUNED else (False,))
     ]
     if options["loads"] is None:
         requests += [
-            request._replace(loads="producer") for request in requests if _takes_producer(request)
+            request._replace(kind=kind, loads="producer")
+            for kind in ("forward", "backward")
+            for request in requests
+            if request.kind == "forward" and _takes_producer(request._replace(kind=kind))
         ]
     publish(
         ", ".join((f"kernels compiled ahead of time, {options['dtype']}", *options["scores"])),
@@ -96,7 +100,7 @@ def command(
 
 
 def _takes_producer(request: Request) -> bool:
-    """Whether there is a second kernel for this request: see `takes_producer`."""
+    """Whether there is a kernel with a producer for this request: see `takes_producer`."""
     head_dims = (request.head_dim, request.v_head_dim or request.head_dim)
     return takes_producer(
         request.kind,

@@ -55,7 +55,9 @@ _SUMS = {
 # Pointers to tensors that are float32 where the kernel adds to them.
 _GRADIENTS = {"p_dq", "p_dk", "p_dv"}
 # Pointers to tables.
-_TABLES = {"p_spans", "p_lines", "p_runs", "p_rows", "p_columns", "p_seen"}
+_TABLES = {
+    "p_spans", "p_lines", "p_runs", "p_rows", "p_columns", "p_seen", "p_lasts", "p_counts",
+}  # fmt: skip
 # Patterns in SASS: products on the tensor cores of each generation; waits for HGMMA; loads by the
 # copy engine; accesses to local memory, where registers spill to.
 _INSTRUCTIONS = {
@@ -186,15 +188,9 @@ def _compile(request: Request) -> Compiled:
     if config.loads == "producer":
         from triton.experimental.gluon._runtime import GluonASTSource as Source
 
-        from burst_rt.kernels.triton.forward_hopper import (
-            NUM_WARPS,
-            forward_hopper_kernel,
-            meta_of_hopper,
-        )
-
-        kernel, meta = forward_hopper_kernel, meta_of_hopper(meta)
+        kernel, meta, num_warps = _with_producer(request.kind, meta)
         constants["STAGES"] = config.num_stages
-        options = {"num_warps": NUM_WARPS}
+        options = {"num_warps": num_warps}
     else:
         from triton.compiler import ASTSource as Source
 
@@ -276,6 +272,19 @@ def _kernel(kind: str) -> triton.runtime.JITFunction:
     }[kind]  # fmt: skip
 
 
+def _with_producer(kind: str, meta: Meta) -> tuple[Any, Meta, int]:
+    """The kernel in Gluon, its constants, and the warps that it is started with."""
+    if kind == "backward":
+        from burst_rt.kernels.triton import backward_hopper as backward
+
+        return (
+            backward.backward_hopper_kernel, backward.meta_of_backward(meta), backward.NUM_WARPS
+        )  # fmt: skip
+    from burst_rt.kernels.triton import forward_hopper as forward
+
+    return forward.forward_hopper_kernel, forward.meta_of_hopper(meta), forward.NUM_WARPS
+
+
 def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and bools
     ends, even = request.only, not request.ragged
     v_head_dim = request.v_head_dim or request.head_dim
@@ -290,6 +299,8 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
         "NEED_DK": True, "NEED_DV": True,
         # Cells of masks without spans are done in parts, which add up.
         "ADDS": not ends or request.width == CELLS,
+        # A backward in one pass writes sums.
+        "WIDE": not ends or request.width == CELLS or request.kind == "backward",
         "HAS_DLSE": True, "DESCRIBED": config.loads == "descriptors", "INTERPRET": False,
     }  # fmt: skip
 
@@ -300,7 +311,7 @@ def _type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
     if name == "p_spans" and constants["WIDTH"] == CELLS:
         return "*i8"
     if name.startswith("p_"):
-        wide = name in _SUMS or (name in _GRADIENTS and constants["ADDS"])
+        wide = name in _SUMS or (name in _GRADIENTS and constants["WIDE"])
         return "*i32" if name in _TABLES else "*fp32" if wide else f"*{dtype}"
     return _SCALARS.get(name, "i32")
 

@@ -30,7 +30,7 @@ import burst_rt
 from burst_rt import Context
 from burst_rt.attention.state import AttentionState
 from burst_rt.drivers.device import TorchDevice
-from burst_rt.kernels.triton import kernel as triton_kernel
+from burst_rt.kernels.triton import TritonKernel, chosen
 from burst_rt.runtime.choosing import TransportChoice
 from burst_rt.runtime.machine import Machine
 from burst_rt.runtime.runtime import Runtime
@@ -202,10 +202,10 @@ def stub_triton(asked: Counter[str]) -> Iterator[None]:
     forget_all()
     with (
         mock.patch.object(driver, "_active", _stub_driver(asked)),
-        mock.patch.object(triton_kernel, "_interpreting", return_value=False),
-        mock.patch.object(triton_kernel, "_arch_or_none", return_value=90),
-        mock.patch.object(triton_kernel, "_processors", return_value=132),
-        mock.patch.object(triton_kernel.TritonKernel, "refuses", return_value=None),
+        mock.patch.object(chosen, "interpreting", return_value=False),
+        mock.patch.object(chosen, "arch_or_none", return_value=90),
+        mock.patch.object(chosen, "processors", return_value=132),
+        mock.patch.object(TritonKernel, "refuses", return_value=None),
     ):
         yield
     forget_all()
@@ -213,11 +213,11 @@ def stub_triton(asked: Counter[str]) -> Iterator[None]:
 
 def forget_all() -> None:
     """Lets go of kernels that were compiled for a driver."""
-    from burst_rt.kernels.triton import delta, dkdv, dq, forward, forward_hopper
+    from burst_rt.kernels.triton import backward_hopper, delta, dkdv, dq, forward, forward_hopper
 
     for kernel in (
         delta.delta_kernel, dkdv.dkdv_kernel, dq.dq_kernel, forward.forward_kernel,
-        forward_hopper.forward_hopper_kernel,
+        forward_hopper.forward_hopper_kernel, backward_hopper.backward_hopper_kernel,
     ):  # fmt: skip
         kernel.device_caches.clear()
 

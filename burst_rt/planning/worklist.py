@@ -19,7 +19,8 @@ from burst_rt.errors import InternalError
 from burst_rt.planning.masks import Mask, Spans, columns_seen
 
 __all__ = [
-    "MOST_VECTORS", "ColumnSpans", "WorkList", "bounds_of", "column_spans", "work_list",
+    "MOST_VECTORS", "ColumnSpans", "OrderedWork", "WorkList", "bounds_of", "column_spans",
+    "ordered_work", "work_list",
 ]  # fmt: skip
 
 Integers = np.ndarray[Any, np.dtype[np.int32]]
@@ -83,6 +84,25 @@ class WorkList(NamedTuple):
     def single(self) -> bool:
         """Whether no line has more than one full run and one partial run."""
         return bool((np.diff(self.lines[..., 1:]) <= 1).all())
+
+
+class OrderedWork(NamedTuple):
+    """The blocks of a tile that are seen, for blocks of columns that add to blocks of rows in turn.
+
+    Blocks of columns take their turns by descending number.
+
+    Worked example: the 5 x 5 cells of `WorkList`. The columns' block 0 is seen by row blocks 0, in
+    part, 1 and 2, in full; the rows' block 1 sees columns' blocks up to 1:
+
+        lines = [[[0, 1, 3, 3], [1, 2, 3, 3], [2, 2, 2, 3]]]
+        lasts = [[0, 1, 2]]
+    """
+
+    # int32 `[batch or 1, blocks of columns, 4]`: first block of rows that sees the columns, first
+    # one that sees them in full, one after the last of these, and one after the last block of rows.
+    lines: Integers
+    lasts: Integers  # int32 `[batch or 1, blocks of rows]`: last block of columns that is seen
+    masked: bool  # whether a block is seen in part
 
 
 def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]) -> ColumnSpans:
@@ -182,6 +202,48 @@ def work_list(
     return WorkList(
         index.reshape(batch, num_lines, 4).astype(np.int32), runs.astype(np.int32), masked
     )
+
+
+def ordered_work(spans: ColumnSpans, block_rows: int, block_columns: int) -> OrderedWork | None:
+    """The work of a tile, for blocks of columns that take turns; None where it has gaps.
+
+    There is a gap where a block that is not seen lies between two that are, in a line of rows or of
+    columns. Of several runs of full blocks in a line of columns, those but the longest count as
+    partial.
+    """
+    kinds = _blocks(spans, block_rows, block_columns)
+    seen = kinds > 0
+    first, end = _bounds_of(seen, 1)
+    whole, cut = _longest(kinds == _FULL, first)
+    first_seen, lasts = _bounds_of(seen, 2)
+    if (seen.sum(1) != end - first).any() or (seen.sum(2) != lasts - first_seen).any():
+        return None
+    lines = np.stack([first, whole, cut, end], -1).astype(np.int32)
+    masked = bool(((end - first) != (cut - whole)).any())
+    return OrderedWork(lines, (lasts - 1).astype(np.int32), masked)
+
+
+def _bounds_of(seen: np.ndarray[Any, np.dtype[np.bool_]], axis: int) -> tuple[Any, Any]:
+    """The first place that is set along an axis, and one after the last; 0 and 0 if none is."""
+    any_set = seen.any(axis)
+    first = seen.argmax(axis)
+    end = seen.shape[axis] - np.flip(seen, axis).argmax(axis)
+    return np.where(any_set, first, 0), np.where(any_set, end, 0)
+
+
+def _longest(
+    full: np.ndarray[Any, np.dtype[np.bool_]], otherwise: np.ndarray[Any, Any]
+) -> tuple[Any, Any]:
+    """The bounds of the longest run that is set along the rows of each column; empty if none is."""
+    batch, down, across = full.shape
+    whole, cut = otherwise.copy(), otherwise.copy()
+    runs = np.zeros((batch, across), np.int64)  # how many are set up to a row, one after another
+    for row in range(down):
+        runs = np.where(full[:, row], runs + 1, 0)
+        longer = runs > cut - whole
+        cut = np.where(longer, row + 1, cut)
+        whole = np.where(longer, row + 1 - runs, whole)
+    return whole, cut
 
 
 def _blocks(

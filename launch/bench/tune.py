@@ -49,7 +49,10 @@ _MOST_PROCESSES = 12
 # Seconds until a busy device counts as stuck: a tile takes milliseconds.
 _STUCK_S = 10.0
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NEEDS = {"forward": (True, True, True), "dq": (True, False, False), "dkdv": (False, True, True)}
+_NEEDS = {
+    "forward": (True, True, True), "dq": (True, False, False), "dkdv": (False, True, True),
+    "backward": (True, True, True),
+}  # fmt: skip
 
 
 class Trial(NamedTuple):
@@ -145,9 +148,14 @@ def main(
     arch = arch_of(torch.cuda.get_device_capability(device))
     tuning = Tuning(device, dtype, repeats)
     searches = [
-        Search(head_dim, kind, candidates(kind, arch, head_dim, _DTYPES[dtype].itemsize))
+        search
         for head_dim in head_dims
-        for kind in TUNED
+        for kind in (*TUNED, "backward")
+        if (
+            search := Search(
+                head_dim, kind, candidates(kind, arch, head_dim, _DTYPES[dtype].itemsize)
+            )
+        ).configs
     ]
     end_s = time.monotonic() + limit_s
     _compile_all(tuning, searches, limit_s / 2)

@@ -1,20 +1,22 @@
-"""The forward kernel with a producer on a Hopper GPU: tiles and rings against the float64 spec.
+"""Hopper's own kernels on a Hopper GPU: tiles and rings against the float64 spec.
 
-Triton's interpreter cannot run it, so nothing else shows what it computes. The most telling come
-first. Most of the time is compiling: 2 s a kernel.
+The stand-in of tests/interpreted/test_hopper.py shows the rest, but neither layouts nor what the
+machine does. The most telling come first. Most of the time is compiling: 2 s a kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
+import hopper
 import pytest
 import torch
-from spec import Attention, errors_of, relative_error
+from hopper import BACKWARD, BASE, FORWARD, assert_right, launches_of
+from spec import relative_error
 from tolerances import ERROR
-from worlds import Case, attend_over_threads
 
-from burst_rt import BlockSparse, Causal, Documents, First, SlidingWindow
-from burst_rt.kernels.triton.configs import default_config
-from burst_rt.kernels.triton.tuned import trial_of
+from burst_rt import SlidingWindow
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,104 +26,79 @@ pytestmark = [
     ),
 ]
 
-_BF16 = Case(
-    1000, heads=2, head_dim=128, dtype=torch.bfloat16, mask=Causal(), needs_grad=(False,) * 3
-)
-
-
-def _blocks() -> BlockSparse:
-    """Up to four blocks of 64 keys a row, apart from each other: runs of one block."""
-    seen = torch.zeros(16, 16, dtype=torch.bool)
-    for row in range(16):
-        for column in (0, 3 * row, 5 * row + 7, row):
-            seen[row, column % 16] = True
-    return BlockSparse(seen, 64)
-
-
-_CASES = {
-    "causal": _BF16,
-    "full, whole blocks": _BF16.but(q_len=512, mask=None),
-    "window, grouped heads": _BF16.but(
-        q_len=700, heads=4, kv_heads=2, batch=2, mask=SlidingWindow(200)
-    ),
-    "first and window": _BF16.but(mask=Causal() & (First(70) | SlidingWindow(100))),
-    "blocks": _BF16.but(mask=_blocks()),
-    "documents of each row": _BF16.but(
-        batch=2, mask=Causal() & Documents([[300, 700], [128, 500, 372]])
-    ),
-    "sinks": _BF16.but(q_len=300, sinks=True),
-    "float16, full, ragged": _BF16.but(q_len=333, kv_len=457, dtype=torch.float16, mask=None),
-    "three tokens": _BF16.but(q_len=3),
-}
+attend = partial(hopper.attend, device="cuda")
+_FORWARD_ONLY = (False,) * 3
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Inside, calls ask for the kernel; the number of queries of each tile that it gets."""
-    from burst_rt.kernels.triton import forward_hopper as module
-
-    real, seen = module.launch_forward_hopper, list[int]()
-
-    def launch(*args: object) -> None:
-        seen.append(args[2].q_len)  # type: ignore[attr-defined]  # TileArguments
-        real(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "launch_forward_hopper", launch)
-    return seen
+def launches() -> Iterator[list[int]]:
+    with launches_of("forward") as seen:
+        yield seen
 
 
-def _attend(world_size: int, case: Case, producer: bool = True) -> Attention:
-    config = default_config("forward", 90, case.head_dim, 2, producer=producer)
-    with trial_of("forward", config):
-        return attend_over_threads(world_size, case, device="cuda", kernel="triton", timeout_s=60)
+@pytest.fixture
+def launches_back() -> Iterator[list[int]]:
+    with launches_of("backward") as seen:
+        yield seen
 
 
-def _assert_right(found: Attention, case: Case) -> None:
-    for field, error in errors_of(found, case.truth).items():
-        assert error < ERROR[torch.float32 if field == "lse" else case.dtype], (field, error)
-
-
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("name", FORWARD)
 def test_a_tile_against_the_spec(name: str, launches: list[int]) -> None:
-    case = _CASES[name]
-    _assert_right(_attend(1, case), case)
+    case = FORWARD[name].but(needs_grad=_FORWARD_ONLY)
+    assert_right(attend(1, case), case)
     assert launches == [case.q_len]
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_in_one_pass_against_the_spec(name: str, launches_back: list[int]) -> None:
+    case = BACKWARD[name]
+    assert_right(attend(1, case, backward=True), case)
+    assert launches_back == [case.q_len]
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "striped", "contiguous"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_rings_against_the_spec(world_size: int, kind: str, launches: list[int]) -> None:
-    """Several tiles a row: the state is read and written."""
-    case = _BF16.but(heads=4, kv_heads=2, kind=kind, strategy="ring-kv")
-    _assert_right(_attend(world_size, case), case)
+def test_rings_against_the_spec(
+    world_size: int, kind: str, launches: list[int], launches_back: list[int]
+) -> None:
+    """Several tiles a row: states and sums are read and written."""
+    case = BASE.but(q_len=1000, heads=4, kv_heads=2, kind=kind, strategy="ring-kv")
+    assert_right(attend(world_size, case, backward=True), case)
     assert len(launches) >= world_size
+    assert len(launches_back) >= world_size
 
 
 def test_a_ring_under_a_window(launches: list[int]) -> None:
     """Lines with nothing to do, with several runs, and both, in tiles of a ring."""
-    case = _BF16.but(mask=SlidingWindow(150), strategy="burst")
-    _assert_right(_attend(4, case), case)
+    case = BASE.but(q_len=1000, mask=SlidingWindow(150), strategy="burst")
+    assert_right(attend(4, case, backward=True), case)
     assert launches
 
 
-def test_the_same_bits_every_time(launches: list[int]) -> None:
-    first, *others = (_attend(2, _BF16) for _ in range(4))
+def test_the_same_bits_every_time(launches: list[int], launches_back: list[int]) -> None:
+    """With more programs than the GPU runs at once, so that they wait for each other."""
+    case = BASE.but(q_len=6000, heads=8)
+    first, *others = (attend(2, case, backward=True) for _ in range(4))
     for other in others:
-        assert torch.equal(first.out, other.out)
-        assert torch.equal(first.lse, other.lse)
+        for field in ("out", "lse", "dq", "dk", "dv"):
+            assert torch.equal(getattr(first, field), getattr(other, field)), field
     assert launches
+    assert launches_back
 
 
 @pytest.mark.parametrize("name", ["causal", "window, grouped heads"])
-def test_as_the_other_kernel_does(name: str, launches: list[int]) -> None:
-    case = _CASES[name]
-    found, right = _attend(1, case), _attend(1, case, producer=False)
-    assert len(launches) == 1
-    assert relative_error(found.out, right.out) < ERROR[case.dtype]
+def test_as_the_other_kernels_do(name: str, launches: list[int], launches_back: list[int]) -> None:
+    case = BACKWARD[name].but(q_len=1000)
+    found, right = attend(1, case, backward=True), attend(1, case, forward=False)
+    assert len(launches) == len(launches_back) == 1
+    for field in ("out", "dq", "dk", "dv"):
+        apart = relative_error(getattr(found, field), getattr(right, field))
+        assert apart < ERROR[case.dtype], field
     assert relative_error(found.lse, right.lse) < ERROR[torch.float32]
 
 
-def test_other_calls_go_to_the_other_kernel(launches: list[int]) -> None:
-    case = _BF16.but(q_len=200, softcap=20.0)
-    _assert_right(_attend(1, case), case)
+def test_other_calls_go_to_the_other_kernels(launches: list[int], launches_back: list[int]) -> None:
+    case = BASE.but(q_len=200, softcap=20.0)
+    assert_right(attend(1, case, backward=True), case)
     assert not launches
+    assert not launches_back

@@ -24,8 +24,8 @@ from tolerances import ERROR, PRODUCTS
 from burst_rt import Causal, Full, Mask
 from burst_rt.errors import InternalError
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
+from burst_rt.kernels.triton.chosen import config_for
 from burst_rt.kernels.triton.configs import Config
-from burst_rt.kernels.triton.kernel import _config
 from burst_rt.kernels.triton.launch import uses_descriptors
 from burst_rt.kernels.triton.tuned import TUNED, trial_of
 
@@ -245,7 +245,7 @@ def described(call: Call) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for kind in TUNED:
-            config = _config(kind, call.q)._replace(loads="descriptors")
+            config = config_for(kind, call.q)._replace(loads="descriptors")
             assert uses_descriptors(config, *call[:4])
             stack.enter_context(trial_of(kind, config))
         yield

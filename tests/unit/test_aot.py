@@ -255,6 +255,25 @@ def test_a_producer(requests: list[Request]) -> None:
         assert not found.serialized, found
 
 
+@_sampled(
+    Request("backward", 90, 128, masked, dtype, loads="producer", only=only)
+    for masked in (False, True)
+    for only in (False, True)
+    for dtype in ("bf16", "fp16")
+)
+def test_a_backward_in_one_pass(requests: list[Request]) -> None:
+    """Hopper's backward whose warps have roles: nothing spills in a loop, and products overlap."""
+    for found in _compile(requests):
+        # One register of the adder, before its loop.
+        assert found.spills <= 2, found
+        assert found.registers == 168, found
+        assert 0 < found.shared_bytes <= ARCHES[90], found
+        # Eight for each of five products in the loop, and the first scores.
+        assert found.instructions["HGMMA"] == 8 * 5, found
+        assert found.instructions["TMA"] >= 6, found  # k, v, and the halves of q and dout
+        assert not found.serialized, found
+
+
 # Compressed spans on Blackwell: a kernel to which ptxas (of triton 3.7) gives 128 registers.
 _SPILLS_OF_SEVERAL = {("forward", 100, 64, COMPRESSED): 80}
 # Timed on an H100 under windows and blocks.

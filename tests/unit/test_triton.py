@@ -208,6 +208,9 @@ def test_another_stream_waits_for_the_copy(
         ({"width": CELLS}, False),
         ({"width": COMPRESSED}, False),
         ({"plain": False}, False),
+        ({"kind": "backward"}, True),
+        ({"kind": "backward", "width": 2}, False),
+        ({"kind": "backward", "arch": 100}, False),
     ],
 )
 def test_which_calls_can_have_a_producer(changes: dict[str, Any], taken: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,14 +82,32 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
         assert config.num_stages >= 2
 
 
+def test_a_backward_in_one_pass_is_tried_where_calls_can_have_one(chip: Path) -> None:
+    """None has it by default, nor where it was not the faster one."""
+    from burst_rt.kernels.triton.chosen import one_pass_config
+
+    two, one = candidates("backward", 90, 128, 2)
+    assert (two.loads, one.loads) == ("pointers", "producer")
+    for others in ((90, 64, 2), (90, 128, 4), (100, 128, 2)):
+        assert candidates("backward", *others) == []
+    call: Any = (_CUDA, (128, 128), torch.bfloat16)
+    assert one_pass_config(*call) is None
+    for found, taken in ((two, None), (one, one)):
+        with trial_of("backward", found):
+            assert one_pass_config(*call) == taken
+        assert keep("backward", _CUDA, 128, torch.bfloat16, found)
+        assert one_pass_config(*call) == taken
+    assert one_pass_config(_CUDA, (128, 64), torch.bfloat16) is None
+
+
 def test_a_producer_where_the_call_can_have_one(chip: Path) -> None:
     """It has one by default. What was measured, or is tried, comes first, and a configuration with
     a producer leaves other calls as they are.
     """
-    from burst_rt.kernels.triton.kernel import _cuts_of
+    from burst_rt.kernels.triton.chosen import cuts_of
 
     def configs(producer: bool) -> list[Config]:
-        cut, *found = _cuts_of("forward", _CUDA, 128, torch.bfloat16, producer)
+        cut, *found = cuts_of("forward", _CUDA, 128, torch.bfloat16, producer)
         assert [cut.blocks, cut.several] == [config.blocks for config in found]
         return found
 
@@ -124,7 +143,7 @@ def test_the_fastest_is_taken_if_it_is_worth_it() -> None:
 
 
 def test_what_was_measured_is_used_and_told(chip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from burst_rt.kernels.triton.kernel import _config
+    from burst_rt.kernels.triton.chosen import config_for
 
     # What a launcher asks with; the tensor itself needs no device.
     class OnCuda:
@@ -132,11 +151,11 @@ def test_what_was_measured_is_used_and_told(chip: Path, monkeypatch: pytest.Monk
 
     x: torch.Tensor = OnCuda()  # type: ignore[assignment]
     work = Work(_CUDA, torch.bfloat16, 128, Causal(), ring_size=2)
-    assert _config("forward", x) == default_config("forward", 90, 128, 2)
+    assert config_for("forward", x) == default_config("forward", 90, 128, 2)
     assert "tuned" not in pick(work, "triton").reason
     found = Config(64, 128, 4, 2, "descriptors")
     assert keep("forward", _CUDA, 128, torch.bfloat16, found)
-    assert _config("forward", x) == found
+    assert config_for("forward", x) == found
     told = (
         "asked for by name; blocks tuned on this machine: forward 64 x 128, 4 warps, 2 stages, "
         "descriptors"
@@ -150,8 +169,8 @@ def test_what_was_measured_is_used_and_told(chip: Path, monkeypatch: pytest.Monk
     assert config_of("forward", torch.device("cpu"), 128, torch.bfloat16) is None
     # A trial comes before both.
     with trial_of("forward", Config(32, 32, 4, 1)):
-        assert _config("forward", x) == Config(32, 32, 4, 1)
-    assert _config("forward", x) == found
+        assert config_for("forward", x) == Config(32, 32, 4, 1)
+    assert config_for("forward", x) == found
     module._recalled.cache_clear()
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "another chip")
     assert config_of("forward", _CUDA, 128, torch.bfloat16) is None

@@ -34,6 +34,7 @@ from burst_rt.planning.worklist import (
     WorkList,
     _compressed,
     column_spans,
+    ordered_work,
     work_list,
 )
 
@@ -179,6 +180,47 @@ def test_the_worked_example() -> None:
     found = work_list(column_spans(Causal(), (range(5),), (range(5),)), 2, 2)
     assert found.lines.tolist() == [[[2, 0, 1, 2], [1, 2, 3, 4], [0, 4, 4, 5]]]
     assert found.runs.tolist() == [[0, 2], [2, 3], [0, 1], [1, 2], [0, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_ordered_work_is_what_the_cells_say(seed: int) -> None:
+    tile = _drawn(seed)
+    rng = random.Random(seed)
+    m, n = rng.choice((1, 2, 4, 7, 16)), rng.choice((1, 2, 4, 7, 16))
+    expected = _expected(tile.spans, tile.cells, m, n)
+    found = ordered_work(tile.spans, m, n)
+    gaps = [
+        bool((np.diff(np.flatnonzero(line)) > 1).any())
+        for batch in expected
+        for line in (*batch, *batch.T)
+    ]
+    assert (found is None) == any(gaps), tile.told
+    if found is None:
+        return
+    assert found.lines.dtype == found.lasts.dtype == np.int32
+    partial = False
+    for row, blocks in enumerate(expected):
+        lines, lasts = (x[row % len(x)] for x in (found.lines, found.lasts))
+        for column, (first, whole, cut, end) in enumerate(lines):
+            seen = np.flatnonzero(blocks[:, column])
+            assert seen.tolist() == list(range(first, end)), tile.told
+            full = blocks[:, column] == _FULL
+            assert full[whole:cut].all(), tile.told
+            # No longer run is full, where all that are not in this one are compared.
+            runs = "".join("1" if each else "0" for each in full).split("0")
+            assert cut - whole == max(map(len, runs)), tile.told
+            partial |= (first, end) != (whole, cut)
+        for number, last in enumerate(lasts):
+            seen = np.flatnonzero(blocks[number])
+            assert last == (seen[-1] if len(seen) else -1), tile.told
+    assert found.masked == partial
+
+
+def test_the_worked_example_of_ordered_work() -> None:
+    found = ordered_work(column_spans(Causal(), (range(5),), (range(5),)), 2, 2)
+    assert found is not None
+    assert found.lines.tolist() == [[[0, 1, 3, 3], [1, 2, 3, 3], [2, 2, 2, 3]]]
+    assert found.lasts.tolist() == [[0, 1, 2]]
 
 
 def test_rows_that_see_the_same_share_their_spans() -> None:

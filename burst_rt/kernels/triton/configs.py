@@ -31,8 +31,9 @@ __all__ = [
     "takes_producer",
 ]  # fmt: skip
 
-# The kernels.
-KINDS = ("forward", "dq", "dkdv", "delta", "decode", "combine")
+# The kernels. "backward" is `backward_hopper.py` if its configuration has a producer; else it is
+# "dq" and "dkdv", by their own configurations.
+KINDS = ("forward", "dq", "dkdv", "delta", "decode", "combine", "backward")
 
 # Values of a kernel's WIDTH other than the number of spans a row: see `work.py`.
 COMPRESSED, CELLS = 0, -1
@@ -44,7 +45,8 @@ ARCHES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 # How blocks of the inputs are loaded. "pointers": every thread loads by its own pointers.
 # "descriptors": the copy engine of Hopper and later chips loads, through tensor descriptors (TMA).
-# "producer": so it does, and warps that do nothing else tell it to (`forward_hopper.py`).
+# "producer": so it does, and warps that do nothing else tell it to (`forward_hopper.py`,
+# `backward_hopper.py`).
 Loads = Literal["pointers", "descriptors", "producer"]
 
 
@@ -107,6 +109,10 @@ _SEVERAL: dict[tuple[str, int], tuple[Config | None, ...]] = {
 # take more. These two have run on a GPU under every kind of mask, over rings, and with sinks.
 _PRODUCER = Config(128, 128, 8, 2, "producer")
 _PRODUCER_SEVERAL = Config(128, 64, 8, 3, "producer")
+
+# Hopper's backward in one pass, which has not run on a GPU yet, and that in two.
+_ONE_PASS = Config(64, 128, 8, 2, "producer")
+_TWO_PASSES = Config(64, 64, 4, 2)
 
 # 32-bit inputs, multiplied on the ordinary cores at full precision: the same for every chip.
 _SINGLE = {
@@ -172,19 +178,21 @@ def takes_producer(
     width: int = 1,
     plain: bool = True,
 ) -> bool:
-    """Whether a call can have a producer: the one place that decides between the two forwards.
+    """Whether a call can have a producer: the one place that decides between the two forwards, and
+    between a backward in one pass and one in two.
 
     kind, arch, input_bytes: as for `default_config`. head_dims: of q and k, and of v. width: WIDTH
     of `work.py`. plain: whether there is no softcap and no ALiBi, and the copy engine can read the
-    inputs. All else goes to `forward.py`.
+    inputs. All else goes to `forward.py`, `dq.py` and `dkdv.py`.
     """
     return (
-        kind == "forward"
+        kind in ("forward", "backward")
         and arch == 90
         # At 64 channels the other forward is faster.
         and head_dims == (128, 128)
         and input_bytes == 2
         and width not in (COMPRESSED, CELLS)
+        and (kind == "forward" or width == 1)
         and plain
     )
 
@@ -204,6 +212,8 @@ def default_config(
     of one element of the inputs. several: for what `takes_more`. producer: with one, for what
     `takes_producer`.
     """
+    if kind == "backward":
+        return _ONE_PASS if producer else _TWO_PASSES
     if producer:
         return _PRODUCER_SEVERAL if several else _PRODUCER
     if arch is None:

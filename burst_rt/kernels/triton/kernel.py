@@ -7,9 +7,7 @@ before it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -31,14 +29,8 @@ from burst_rt.kernels.base import (
 )
 from burst_rt.kernels.conditions import too_old
 from burst_rt.kernels.decode import Partial, SeenColumns
-from burst_rt.kernels.triton.configs import (
-    CELLS,
-    Config,
-    arch_of,
-    default_config,
-    takes_more,
-    takes_producer,
-)
+from burst_rt.kernels.triton import chosen
+from burst_rt.kernels.triton.configs import CELLS, Config, takes_more, takes_producer
 from burst_rt.kernels.triton.launch import (
     LOG2_E,
     OfBackward,
@@ -53,10 +45,10 @@ from burst_rt.kernels.triton.launch import (
 from burst_rt.kernels.triton.parts import ascending_groups, in_order, places_of_parts, slices_of
 from burst_rt.kernels.triton.start import Launch, keep_launch, restart, start
 from burst_rt.kernels.triton.tables import (
-    CutOfTile,
     bytes_of_tables,
     cells_table,
     lists_for,
+    ordered_lists,
     positions_of_tile,
     same_tables,
     spans_of_tile,
@@ -91,7 +83,7 @@ class TritonKernel(Kernel):
 
         The device is a GPU, or a CPU under TRITON_INTERPRET=1.
         """
-        wanted = "cpu" if _interpreting() else "cuda"
+        wanted = "cpu" if chosen.interpreting() else "cuda"
         if work.device.type != wanted:
             why = (
                 "TRITON_INTERPRET=1 is set"
@@ -114,12 +106,13 @@ class TritonKernel(Kernel):
         return True
 
     def writes_gradients(self, work: Work, tile: TileShape) -> bool:
-        """See `Kernel.writes_gradients`: under a mask with spans."""
-        return work.mask.has_spans
+        """See `Kernel.writes_gradients`: in two passes, under a mask with spans."""
+        one_pass = chosen.one_pass_config(work.device, work.head_dims, work.dtype)
+        return work.mask.has_spans and one_pass is None
 
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether block sizes come from `burst-rt bench tune`."""
-        kinds = ("forward",) if work.forward else ("dq", "dkdv")
+        kinds = ("forward",) if work.forward else ("dq", "dkdv", "backward")
         head_dim = max(work.head_dims)
         found = {kind: config_of(kind, work.device, head_dim, work.dtype) for kind in kinds}
         if not any(found.values()):
@@ -189,10 +182,10 @@ class TritonKernel(Kernel):
             return
         from burst_rt.kernels.triton.decode import launch_decode
 
-        config, device = _config("decode", qkv.q, qkv.v), into.lse.device
+        config, device = chosen.config_for("decode", qkv.q, qkv.v), into.lse.device
         start(
-            device, launch_decode, qkv, seen, scale, softcap, into, config, _processors(device),
-            _interpreting(),
+            device, launch_decode, qkv, seen, scale, softcap, into, config,
+            chosen.processors(device), chosen.interpreting(),
         )  # fmt: skip
 
     def delta(self, results: Results, rows: PairOfRows, kept: Kept | None = None) -> None:
@@ -209,8 +202,10 @@ class TritonKernel(Kernel):
         from burst_rt.kernels.triton.delta import launch_delta
 
         check_dense(top, delta)
-        config = _config("delta", dout)
-        launch = start(top.device, launch_delta, results, (top, delta), config, _interpreting())
+        config = chosen.config_for("delta", dout)
+        launch = start(
+            top.device, launch_delta, results, (top, delta), config, chosen.interpreting()
+        )
         if kept is not None:
             keep_launch(kept, kind, pointers, layouts, launch)
 
@@ -264,7 +259,14 @@ class TritonKernel(Kernel):
 
         check_dense(upstream.lse, upstream.delta)
         device, given = qkv.q.device, grads
-        if _interpreting() and tile.only:
+        one_pass = None if cells is not None else _one_pass(qkv, upstream, tile, grads)
+        if one_pass is not None:
+            from burst_rt.kernels.triton.backward_hopper import launch_backward_hopper
+
+            start(device, launch_backward_hopper, qkv, upstream, grads, *one_pass)
+            tile.progress()
+            return
+        if chosen.interpreting() and tile.only:
             # As in the forward: torch rounds, where the interpreter would cut digits off.
             wide = (None if x is None else torch.empty_like(x, dtype=torch.float32) for x in given)
             grads = Gradients(*wide)
@@ -293,12 +295,12 @@ class TritonKernel(Kernel):
         Where a tile's tensors decide between two kernels that cut it differently, it counts both.
         """
         head_dim = max(work.head_dims)
-        arch = _arch_or_none(work.device)
+        arch = chosen.arch_or_none(work.device)
         cuts = [
             cut
             for kind in (("forward",) if work.forward else ("dkdv", "dq"))
             for cut in {
-                _cuts_of(kind, work.device, head_dim, work.dtype, producer)[0]
+                chosen.cuts_of(kind, work.device, head_dim, work.dtype, producer)[0]
                 for producer in (
                     False,
                     takes_producer(kind, arch, work.head_dims, work.dtype.itemsize),
@@ -311,20 +313,25 @@ class TritonKernel(Kernel):
             for columns in ascending_groups(runs)
             for part in places_of_parts(work.mask, (rows, columns), tile)
         )
-        return bytes_of_tables(work.mask, parts, cuts, positions=work.scores.alibi_slopes)
+        ordered = (
+            None
+            if work.forward
+            else chosen.one_pass_config(work.device, work.head_dims, work.dtype)
+        )
+        return bytes_of_tables(
+            work.mask, parts, cuts, positions=work.scores.alibi_slopes,
+            ordered=None if ordered is None else ordered.blocks,
+        )  # fmt: skip
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`: none, because sums stay in registers and shared memory.
 
         It does not count tensor descriptors, where they are used (at most 512 bytes a block of the
-        grid), the cells of a mask without spans (bytes of some 2**24 cells, or of 128 columns), and
-        the interpreter's temporaries.
+        grid), the counts of a backward in one pass (4 bytes a block of queries), the cells of a
+        mask without spans (bytes of some 2**24 cells, or of 128 columns), and the interpreter's
+        temporaries.
         """
         return 0
-
-
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _arguments(
@@ -337,7 +344,7 @@ def _arguments(
     width = CELLS if seen is None else seen.width
     producer = _takes_producer(kind, qkv, score_options, width)
     head_dim = max(qkv.q.shape[3], qkv.v.shape[3])
-    cut, *configs = _cuts_of(kind, device, head_dim, qkv.q.dtype, producer)
+    cut, *configs = chosen.cuts_of(kind, device, head_dim, qkv.q.dtype, producer)
     lists = lists_for(alike, cut, width, device)
     config = configs[takes_more(width, single=lists.single)]
     if cells is not None:
@@ -348,8 +355,32 @@ def _arguments(
     assert seen is not None
     arguments = TileArguments(
         seen, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
-        _interpreting(), score_options, tile.new_sums,
+        chosen.interpreting(), score_options, tile.new_sums,
         None if score_options.alibi_slopes is None else positions_of_tile(tile, device),
+    )  # fmt: skip
+    return arguments, config
+
+
+def _one_pass(
+    qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients
+) -> tuple[TileArguments, Config] | None:
+    """The arguments of the backward in one pass; None where the tile has it in two passes."""
+    q, _, v = qkv
+    config = chosen.one_pass_config(q.device, (q.shape[3], v.shape[3]), q.dtype)
+    if config is None or tile.only or any(x is None for x in grads):
+        return None
+    options = tile.score_options
+    plain = options.softcap is None and options.alibi_slopes is None
+    if not (plain and fit_descriptors(*qkv, upstream.dout)):
+        return None
+    alike = same_tables(tile)
+    spans = spans_of_tile(alike, q.device)
+    lists = ordered_lists(alike, config.blocks, q.device) if spans.width == 1 else None
+    if lists is None:
+        return None
+    arguments = TileArguments(
+        spans, lists, q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
+        chosen.interpreting(), options, tile.new_sums, None,
     )  # fmt: skip
     return arguments, config
 
@@ -359,63 +390,12 @@ def _takes_producer(kind: str, qkv: QKV, options: ScoreOptions, width: int) -> b
     q, _, v = qkv
     return kind == "forward" and takes_producer(
         kind,
-        _arch_or_none(q.device),
+        chosen.arch_or_none(q.device),
         (q.shape[3], v.shape[3]),
         q.itemsize,
         width=width,
         plain=options.softcap is None and options.alibi_slopes is None and fit_descriptors(*qkv),
     )
-
-
-def _config(kind: str, *inputs: torch.Tensor) -> Config:
-    """The configuration for the widest of these tensors."""
-    return _config_of(kind, inputs[0].device, max(x.shape[3] for x in inputs), inputs[0].dtype)
-
-
-def _config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Config:
-    arch = _arch_or_none(device)
-    return config_of(kind, device, head_dim, dtype) or default_config(
-        kind, arch, head_dim, dtype.itemsize
-    )
-
-
-def _cuts_of(
-    kind: str, device: torch.device, head_dim: int, dtype: torch.dtype, producer: bool
-) -> tuple[CutOfTile, Config, Config]:
-    """A kernel's cut of a tile, its configuration, and the configuration of calls that
-    `takes_more`. producer: whether the call can have one.
-    """
-    arch = _arch_or_none(device)
-    measured = config_of(kind, device, head_dim, dtype)
-    if measured is not None and measured.loads == "producer" and not producer:
-        measured = None
-    if measured is not None:
-        producer = measured.loads == "producer"
-    default, other = (
-        default_config(kind, arch, head_dim, dtype.itemsize, several=several, producer=producer)
-        for several in (False, True)
-    )
-    config = measured or default
-    several = config if other == default else other._replace(loads=config.loads)
-    return CutOfTile(config.blocks, kind == "dkdv", several.blocks), config, several
-
-
-def _arch_or_none(device: torch.device) -> int | None:
-    """The key of `ARCHES` for a device; None for a CPU, and so for the interpreter."""
-    return None if device.type == "cpu" else _arch(device)
-
-
-@lru_cache
-def _arch(device: torch.device) -> int:
-    return arch_of(torch.cuda.get_device_capability(device))
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    """Number of multiprocessors of a device; a few for the interpreter."""
-    if device.type == "cpu":
-        return _INTERPRETED_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _with_sums(state: State) -> State:

@@ -25,12 +25,14 @@ from burst_rt.planning.worklist import (
     WorkList,
     bounds_of,
     column_spans,
+    ordered_work,
     work_list,
 )
 
 __all__ = [
     "CutOfTile", "DecodeTable", "Lists", "SpanTable", "bytes_of_tables", "cells_table", "lists_for",
-    "lists_of", "positions_of_tile", "same_tables", "spans_of_tile", "table_of_decode",
+    "lists_of", "ordered_lists", "positions_of_tile", "same_tables", "spans_of_tile",
+    "table_of_decode",
 ]  # fmt: skip
 
 # Maximum size and number of the tables that are kept, on all devices together.
@@ -52,7 +54,7 @@ class SpanTable(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The work of a tile; the fields of `WorkList`."""
+    """The work of a tile; the fields of `WorkList`, or of `OrderedWork` with its lasts as runs."""
 
     lines: torch.Tensor
     runs: torch.Tensor
@@ -211,6 +213,27 @@ def lists_for(tile: Tile, cut: CutOfTile, width: int, device: torch.device) -> L
     return taken
 
 
+def ordered_lists(tile: Tile, blocks: tuple[int, int], device: torch.device) -> Lists | None:
+    """The work of a tile for blocks of columns that take turns, on a device. See `ordered_work`.
+
+    Does not wait for the device.
+    """
+
+    def make() -> _Kept:
+        spans = spans_of_tile(tile, device).host
+        assert spans is not None
+        found = ordered_work(spans, *blocks)
+        if found is None:
+            return _Kept(None, _upload([], device))
+        uploaded = _upload([found.lines, found.lasts], device)
+        lines, lasts = uploaded.views
+        by_row = int(len(found.lines) > 1)
+        return _Kept(Lists(lines, lasts, found.masked, False, by_row), uploaded)
+
+    table: Lists | None = _kept(("ordered", *_key(tile, device), blocks), device, make)
+    return table
+
+
 def positions_of_tile(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The positions of a tile's rows and columns, int32, on a device. Does not wait for it."""
 
@@ -247,23 +270,29 @@ def table_of_decode(seen: SeenColumns, device: torch.device) -> DecodeTable:
 
 
 def bytes_of_tables(
-    mask: Mask, places: Iterable[Places], cuts: Sequence[CutOfTile], *, positions: bool
-) -> int:
+    mask: Mask, places: Iterable[Places], cuts: Sequence[CutOfTile], *, positions: bool,
+    ordered: tuple[int, int] | None = None,
+) -> int:  # fmt: skip
     """Bytes of the tables of some tiles, or of parts of tiles where the mask has no spans.
 
-    cuts: of each kernel. positions: whether there are tables of positions.
+    cuts: of each kernel. positions: whether there are tables of positions. ordered: the blocks of
+    `ordered_lists`, if there are such.
     """
     each = set(places)
     sizes = [sum(map(len, runs)) for sides in each for runs in sides] if positions else []
     for alike in {in_place_of(mask, *sides) for sides in each}:
-        sizes += _sizes_of_tables(mask, alike, cuts)
+        sizes += _sizes_of_tables(mask, alike, cuts, ordered)
     return sum(-(-size // _ALIGNED) * _ALIGNED * np.dtype(np.int32).itemsize for size in sizes)
 
 
-def _sizes_of_tables(mask: Mask, places: Places, cuts: Iterable[CutOfTile]) -> list[int]:
+def _sizes_of_tables(
+    mask: Mask, places: Places, cuts: Iterable[CutOfTile], ordered: tuple[int, int] | None
+) -> list[int]:
     """Number of int32 elements of each table of a tile, except the tables of positions."""
     spans, whole = column_spans(mask, *places), mask.has_spans
     arrays = [spans.for_kernels()]
+    if ordered and whole and spans.width == 1 and (in_turn := ordered_work(spans, *ordered)):
+        arrays += [in_turn.lines, in_turn.lasts]
     for cut in cuts:
 
         def make(blocks: tuple[int, int], columns: bool = cut.by_columns) -> WorkList:

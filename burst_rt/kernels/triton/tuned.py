@@ -28,7 +28,7 @@ from burst_rt.remembered import recall, remember
 
 __all__ = ["TUNED", "candidates", "config_of", "keep", "trial_of"]
 
-# The kernels that are worth tuning.
+# The kernels whose blocks are worth tuning.
 TUNED = ("forward", "dq", "dkdv")
 
 # The configurations' name in `remembered`.
@@ -74,9 +74,16 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
 
     The table's own comes first. Then come those that may fit the chip's shared memory and
     registers, the largest blocks first. The estimate is generous: a configuration that does not fit
-    after all fails to compile or to start, and is skipped.
+    after all fails to compile or to start, and is skipped. "backward": in two passes, with what was
+    found for them, and in one; none where all calls take two.
     """
     producer = takes_producer(kind, arch, (head_dim, head_dim), input_bytes)
+    if kind == "backward":
+        return (
+            [default_config(kind, arch, head_dim, input_bytes, producer=x) for x in (False, True)]
+            if producer
+            else []
+        )
     default = default_config(kind, arch, head_dim, input_bytes, producer=producer)
     fitting = [
         Config(m, n, warps, stages, loads)
@@ -128,7 +135,7 @@ def _loads(arch: int, stages: int) -> tuple[Loads, ...]:
 
 @lru_cache
 def _recalled(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Config | None:
-    if kind not in TUNED or device.type != "cuda" or not torch.cuda.is_available():
+    if kind not in (*TUNED, "backward") or device.type != "cuda" or not torch.cuda.is_available():
         return None
     found = recall(_KIND, _key(kind, device, head_dim, dtype), _is_config)
     return None if found is None else Config(*found)

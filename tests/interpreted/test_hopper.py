@@ -1,0 +1,122 @@
+"""Hopper's own kernels, whose warps have roles, against the float64 spec: on the stand-in for a
+Hopper GPU, and the stand-in itself against kernels that are broken on purpose.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import gluon_standin
+import hopper
+import pytest
+import torch
+from gluon_standin import HopperError
+from hopper import BACKWARD, BASE, FORWARD, assert_right, launches_of
+
+from burst_rt import Causal, First, SlidingWindow
+from burst_rt.kernels.triton import chosen
+
+_PACKAGE = "burst_rt.kernels.triton"
+attend = partial(hopper.attend, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    _load(monkeypatch)
+    monkeypatch.setattr(chosen, "arch_or_none", lambda device: 90)
+
+
+def _load(
+    monkeypatch: pytest.MonkeyPatch, broken: dict[str, tuple[str, str]] | None = None
+) -> None:
+    modules = gluon_standin.load(broken)
+    for name in ("forward_hopper", "backward_hopper"):
+        monkeypatch.setitem(sys.modules, f"{_PACKAGE}.{name}", modules[name])
+
+
+@pytest.fixture
+def launches() -> Iterator[list[int]]:
+    with launches_of("backward") as seen:
+        yield seen
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_a_tile(name: str) -> None:
+    case = FORWARD[name].but(needs_grad=(False,) * 3)
+    with launches_of("forward") as seen:
+        assert_right(attend(1, case), case)
+    assert seen == [case.q_len]
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_in_one_pass(name: str, launches: list[int]) -> None:
+    case = BACKWARD[name]
+    assert_right(attend(1, case, backward=True), case)
+    assert launches == [case.q_len]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("zigzag", "ring-kv"), ("striped", "burst"), ("contiguous", "direct")]
+)
+def test_rings(kind: str, strategy: str, launches: list[int]) -> None:
+    """Several tiles add to the same sums, or are the first to write them."""
+    case = BASE.but(q_len=400, heads=2, kv_heads=1, kind=kind, strategy=strategy)
+    assert_right(attend(2, case, backward=True), case)
+    assert len(launches) >= 2
+
+
+def test_the_same_bits_in_any_order_of_programs(launches: list[int]) -> None:
+    case = BASE.but(q_len=500, heads=1, mask=None)
+    first, *others = (attend(1, case, backward=True) for _ in range(3))
+    for other in others:
+        for x, y in zip(first, other, strict=True):
+            assert (x is None and y is None) or torch.equal(x, y)
+    assert len(launches) == 3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        BASE.but(q_len=100, softcap=20.0),
+        BASE.but(q_len=300, mask=Causal() & (First(40) | SlidingWindow(60))),  # two spans a row
+        BASE.but(q_len=100, needs_grad=(True, False, True)),
+        BASE.but(q_len=100, head_dim=64),
+    ],
+    ids=["softcap", "two spans", "some gradients", "64 channels"],
+)
+def test_what_takes_two_passes(case: hopper.Case, launches: list[int]) -> None:
+    assert_right(attend(1, case, backward=True), case)
+    assert not launches
+
+
+# What is taken out of a kernel's source, or changed in it, and what the stand-in says. None: it may
+# say nothing, but results are wrong; NaN mostly, as what is read has not come.
+_BROKEN = [
+    ("forward_hopper", "mbarrier.wait(q_full, 0)", "pass", None),
+    ("forward_hopper", "mbarrier.arrive(buffers.k_empty.index(k_stage), count=1)", "pass", "wait"),
+    ("forward_hopper", "b_s = warpgroup_mma_wait(1", "b_s = warpgroup_mma_wait(2", "under way"),
+    ("producer", "free = phase_of(number, STAGES) ^ 1", "free = phase_of(number, STAGES)", "wait"),
+    ("producer", "return (number // STAGES) & 1", "return number & 1", None),
+    ("backward_hopper", "fence_async_shared()\n        dq_later", "dq_later", "fence"),
+    ("backward_hopper", "mbarrier.wait(kv_full, 0)", "pass", None),
+    ("backward_hopper", "phase_of(number, STAGES) ^ 1", "1", None),
+    ("backward_hopper", "mbarrier.wait(handed.empty, (number & 1) ^ 1)", "pass", None),
+    ("backward_hopper", "mbarrier.arrive(full, count=1)", "pass", "wait"),
+    ("backward_hopper", "b_dv, b_dq = warpgroup_mma_wait(1", "b_dv, b_dq = warpgroup_mma_wait(2",
+     "under way"),
+    ("backward_hopper", "turn = gl.load(p_lasts + block) - i_n", "turn = 0", "does not end"),
+    ("backward_hopper", "b_dq, mask=inside,", "b_dq,", "outside"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "old", "new", "said"), _BROKEN)
+def test_a_broken_kernel_is_noticed(
+    module: str, old: str, new: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _load(monkeypatch, {module: (old, new)})
+    monkeypatch.setattr(gluon_standin, "_DEADLINE_S", 3.0)
+    case = BASE.but(q_len=600, heads=1)
+    with pytest.raises(HopperError if said else AssertionError, match=said):
+        assert_right(attend(1, case, backward=module == "backward_hopper"), case)
