@@ -26,6 +26,22 @@ _NOTE = (
 )
 
 
+# Products of a block by kernel.
+_PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "backward": 5}
+# Multiplications and additions of 16-bit numbers that a multiprocessor's tensor cores do in a clock
+# (dense TFLOP/s of NVIDIA's data sheets, by 2 x multiprocessors x clock), by compute capability.
+_MULTIPLIED = {80: 1024, 86: 512, 90: 2048, 100: 4096}
+# Exponentials, and instructions of warps, that a multiprocessor starts in a clock (CUDA C++
+# Programming Guide, throughput of native arithmetic instructions).
+_EXPONENTIALS, _ISSUED = 16, 4
+_LIMITS_NOTE = (
+    "clocks of a multiprocessor for 1,000 cells: products on tensor cores at full rate; "
+    "exponentials; instructions of the warps that multiply, each started once. Where they overlap "
+    "without a gap, the largest is what a kernel takes; where nothing overlaps, products and "
+    "instructions together"
+)
+
+
 @click.command()
 @click.option(
     "--arch",
@@ -60,12 +76,19 @@ _NOTE = (
     help="For masks with so many spans of keys a query, and lines of work with several runs of "
     "blocks. [default: 1 span, and one run of a kind]",
 )
+@click.option(
+    "--limits",
+    is_flag=True,
+    help="Print what bounds a kernel's loop instead: clocks of tensor cores, exponentials and "
+    "instructions.",
+)
 @OUT
 def command(
     arches: tuple[str, ...],
     head_dims: tuple[int, ...],
     v_head_dim: int | None,
     spans: str | None,
+    limits: bool,
     out: Path | None,
     **options: Any,  # fields of `Request`, as click has checked them
 ) -> None:
@@ -91,12 +114,13 @@ def command(
             for request in requests
             if request.kind == "forward" and _takes_producer(request._replace(kind=kind))
         ]
-    publish(
-        ", ".join((f"kernels compiled ahead of time, {options['dtype']}", *options["scores"])),
-        [_row(compiled) for compiled in compile_all(requests)],
-        out,
-        _NOTE,
-    )
+    title = ", ".join((f"kernels compiled ahead of time, {options['dtype']}", *options["scores"]))
+    found = compile_all(requests)
+    if limits:
+        rows = [_limits_of(compiled) for compiled in found if compiled.request.kind in _PRODUCTS]
+        publish(title, rows, out, _LIMITS_NOTE)
+    else:
+        publish(title, [_row(compiled) for compiled in found], out, _NOTE)
 
 
 def _takes_producer(request: Request) -> bool:
@@ -135,4 +159,28 @@ def _row(compiled: Compiled) -> dict[str, Cell]:
         "shared, KiB": f"{compiled.shared_bytes / 1024:.0f} of {ARCHES[request.arch] // 1024}",
         "tensor cores": products + ", serialized" * compiled.serialized or "none",
         "in flight": compiled.in_flight,
+    }
+
+
+def _limits_of(compiled: Compiled) -> dict[str, Cell]:
+    """What bounds the loop of a kernel with 16-bit inputs, in clocks for 1,000 cells."""
+    request, config = compiled.request, compiled.config
+    multiplied = _PRODUCTS[request.kind] * request.head_dim / _MULTIPLIED[request.arch]
+    if request.dtype == "fp32":  # no tensor core takes part
+        multiplied = 0.0
+    cells = config.block_m * config.block_n
+    issued = (compiled.of_a_block or 0) * config.num_warps / _ISSUED / cells
+    clocks = {
+        "products": multiplied, "exponentials": 1 / _EXPONENTIALS, "instructions": issued or None
+    }  # fmt: skip
+    return {
+        "kernel": request.kind,
+        "arch": f"sm_{request.arch}",
+        "head_dim": request.head_dim,
+        "masked": _SPANS[request.width] if request.masked else "no",
+        "block": f"{config.block_m} x {config.block_n}",
+        "loads": config.loads,
+        "instructions a block": compiled.of_a_block,
+        **{name: None if clock is None else 1000 * clock for name, clock in clocks.items()},
+        "largest": max((x or 0.0, name) for name, x in clocks.items())[1],
     }

@@ -69,6 +69,8 @@ _INSTRUCTIONS = {
     "LDL": r"\bLDL\b",
     "STL": r"\bSTL\b",
 }
+# An exponential, of which a cell has one; one more a row is for sums that are scaled anew.
+_EXPONENTIAL = r"\bMUFU\.EX2\b"
 _DEADLINE_S = 600.0
 
 
@@ -107,6 +109,9 @@ class Compiled(NamedTuple):
     # Groups of loads by pointers that go on where a loop waits for a group; of several loops the
     # fewest. None: no loop waits for such loads.
     in_flight: int | None
+    # Instructions of a warp for a block, in the loop that multiplies; of several loops, as of whole
+    # and of cut blocks, the longest. None: no loop multiplies and takes exponentials.
+    of_a_block: int | None
 
     @property
     def spills(self) -> int:
@@ -211,22 +216,30 @@ def _compile(request: Request) -> Compiled:
     )
     target = GPUTarget("cuda", request.arch, 32)
     built = triton.compile(source, target=target, options=options)
-    registers, stack_bytes, counts = _read(built.asm["cubin"], request)
+    registers, stack_bytes, counts, loops = _read(built.asm["cubin"], request)
+    # Exponentials of a warp for a block. What jumps over a block's cells has fewer.
+    least = config.block_m * config.block_n // (32 * config.num_warps)
+    of_a_block = [size * least // exps for size, exps in loops if exps >= least]
+    # Kernels without a producer have a loop for whole blocks, and one for cut blocks.
+    if request.masked and config.loads != "producer" and len(of_a_block) < 2:
+        of_a_block = []
     return Compiled(
         request, config, registers, stack_bytes, built.metadata.shared, counts,
-        _in_flight(built.asm["ttgir"]),
+        _in_flight(built.asm["ttgir"]), max(of_a_block, default=None),
     )  # fmt: skip
 
 
-def _read(cubin: bytes, request: Request) -> tuple[int, int, dict[str, int]]:
-    """Registers and stack of one thread, and `Compiled.instructions`, from the machine code.
+def _read(cubin: bytes, request: Request) -> tuple[int, int, dict[str, int], list[tuple[int, int]]]:
+    """Registers and stack of one thread, `Compiled.instructions`, and the loops that multiply, from
+    the machine code. A loop is the numbers of its instructions and of its exponentials.
 
     Triton's cache keeps them, by the code itself and what is looked for: to take a kernel apart
     again costs a third of a second, most of it the start of nvdisasm.
     """
     from triton.runtime.cache import get_cache_manager
 
-    asked = hashlib.sha256(cubin + json.dumps(_INSTRUCTIONS).encode()).hexdigest()
+    looked_for = json.dumps([_INSTRUCTIONS, _EXPONENTIAL, "shortest"]).encode()
+    asked = hashlib.sha256(cubin + looked_for).hexdigest()
     kept, name = get_cache_manager(asked), "instructions.json"
     path = kept.get_file(name)
     if path is None:
@@ -238,9 +251,32 @@ def _read(cubin: bytes, request: Request) -> tuple[int, int, dict[str, int]]:
         if used is None:
             raise DeviceError(f"cuobjdump reports no resource usage for {request}")
         counts = {x: len(re.findall(pattern, sass)) for x, pattern in _INSTRUCTIONS.items()}
-        path = kept.put(json.dumps([int(used[1]), int(used[2]), counts]), name, binary=False)
-    registers, stack_bytes, counts = json.loads(Path(path).read_text(encoding="utf-8"))
-    return registers, stack_bytes, counts
+        found = [int(used[1]), int(used[2]), counts, _loops(sass)]
+        path = kept.put(json.dumps(found), name, binary=False)
+    registers, stack_bytes, counts, loops = json.loads(Path(path).read_text(encoding="utf-8"))
+    return registers, stack_bytes, counts, loops
+
+
+def _loops(sass: str) -> list[tuple[int, int]]:
+    """The innermost loops that multiply on tensor cores and take exponentials: see `_read`."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)
+    place = {int(address, 16): number for number, (address, _) in enumerate(lines)}
+    products = "|".join(_INSTRUCTIONS[name] for name in ("HMMA", "HGMMA", "tcgen05"))
+    found: list[range] = []
+    for end, (_, instruction) in enumerate(lines):
+        back = re.search(r"\bBRA\S* (?:\S+, )?(0x[0-9a-f]+)", instruction)
+        start = place.get(int(back[1], 16), end) if back else end
+        body = [text for _, text in lines[start:end]]
+        if all(any(re.search(x, text) for text in body) for x in (products, _EXPONENTIAL)):
+            found.append(range(start, end + 1))
+    # A wait that has gone on from behind the loop jumps back into it, too: the shortest are loops.
+    inner: list[range] = []
+    for loop in sorted(found, key=len):
+        if all(loop[-1] < other[0] or other[-1] < loop[0] for other in inner):
+            inner.append(loop)
+    return [
+        (len(loop), sum(bool(re.search(_EXPONENTIAL, lines[i][1])) for i in loop)) for loop in inner
+    ]
 
 
 def _in_flight(ttgir: str) -> int | None:

@@ -102,7 +102,8 @@ class _Whole:
     ) -> tuple[Callable[[], object], Callable[[], object]]:
         """Forward and backward of a tile kernel; the whole sequence is one tile.
 
-        config: what a Triton forward runs with; None: what calls take.
+        config: what a Triton forward runs with; None: what calls take. With a producer, the
+        backward is that in one pass, which adds to sums of float32.
         """
         kernel = KERNELS[name]
         mask: Mask = Causal() if self.causal else Full()
@@ -115,7 +116,13 @@ class _Whole:
         m, l, lse = (torch.empty_like(rows[0]) for _ in range(3))  # noqa: E741
         state = State(torch.empty(self.q.shape, device="cuda"), m, l, torch.empty_like(self.q), lse)
         qkv = QKV(self.q, self.k, self.v)
-        grads = Gradients(*map(torch.empty_like, qkv))  # the only tile writes its gradients
+        one_pass = config is not None and config.loads == "producer"
+        # The only tile writes its gradients.
+        grads = Gradients(
+            *(torch.zeros_like(x, dtype=torch.float32 if one_pass else x.dtype) for x in qkv)
+        )
+        back_tile = tile._replace(first=not one_pass, last=not one_pass)
+        back_config = default_config("backward", 90, self.head_dim, 2, producer=one_pass)
 
         def forward() -> None:
             with nullcontext() if config is None else trial_of("forward", config):
@@ -123,7 +130,8 @@ class _Whole:
 
         def backward() -> None:
             kernel.delta(Results(state.out, state.lse, self.dout, None), rows)
-            kernel.backward(qkv, Upstream(self.dout, rows[0], rows[1]), tile, grads)
+            with nullcontext() if config is None else trial_of("backward", back_config):
+                kernel.backward(qkv, Upstream(self.dout, rows[0], rows[1]), back_tile, grads)
 
         forward()
         return forward, backward
@@ -151,8 +159,9 @@ class _Whole:
 def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
     """TFLOP/s of every kernel, forward and backward, in bfloat16.
 
-    "triton": forward.py and the backward. "hopper": forward_hopper.py, which calls take instead
-    where it is there, unless `burst-rt bench tune` found the other one faster.
+    "triton": forward.py, and the backward in two passes. "hopper": forward_hopper.py, which calls
+    take instead where it is there, unless `burst-rt bench tune` found the other one faster; and
+    backward_hopper.py, which they take only if it found that one faster.
     """
     for head_dim in (128, 64):
         for tokens in (4096, 8192, 16384, 32768, 65536):
@@ -166,8 +175,6 @@ def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
                 }
                 for direction in (0, 1):
                     runs = {name: side[direction] for name, side in sides.items()}
-                    if direction == 1:
-                        runs.pop("hopper", None)  # both have the same backward
                     seconds = _interleaved(runs, repeats)
                     speed = {
                         name: whole.flops(direction == 0) / s / 1e12 for name, s in seconds.items()

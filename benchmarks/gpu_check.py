@@ -89,7 +89,7 @@ STEPS = (
     ),
     Step("rings against the spec", (*_PYTEST, *_SHARED, "tests/gpu/test_rings.py"), 140),
     Step(
-        "Hopper's forward against the spec",
+        "Hopper's kernels against the spec",
         (*_PYTEST, *_SHARED, "tests/gpu/test_hopper.py"),
         140,
         beside=True,

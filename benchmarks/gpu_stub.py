@@ -202,7 +202,7 @@ def stub_triton(asked: Counter[str]) -> Iterator[None]:
     forget_all()
     with (
         mock.patch.object(driver, "_active", _stub_driver(asked)),
-        mock.patch.object(chosen, "interpreting", return_value=False),
+        mock.patch.object(chosen, "under_interpreter", return_value=False),
         mock.patch.object(chosen, "arch_or_none", return_value=90),
         mock.patch.object(chosen, "processors", return_value=132),
         mock.patch.object(TritonKernel, "refuses", return_value=None),

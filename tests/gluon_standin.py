@@ -34,7 +34,7 @@ __all__ = ["HopperError", "load"]
 
 _PACKAGE = package.__name__
 # Its modules that have device functions, and are loaded again where one of them imports another.
-_DEVICE_MODULES = ("work", "producer", "forward_hopper", "backward_hopper")
+_DEVICE_MODULES = ("work", "producer", "turns", "forward_hopper", "backward_hopper")
 _MOST_PROGRAMS = 4  # that run at once
 _DEADLINE_S = 60.0  # until a role has waited for ever
 
@@ -64,7 +64,7 @@ class _Block(torch.Tensor):
     """A tensor in registers, or a number."""
 
     @property
-    def type(self) -> Any:  # type: ignore[override]  # as Gluon's tensors have it
+    def type(self) -> Any:  # as Gluon's tensors have it
         return SimpleNamespace(layout=_LAYOUT)
 
 
@@ -261,11 +261,12 @@ class _Product:
     """A product of a warpgroup that is under way."""
 
     def __init__(self, finish: Callable[[], _Block]) -> None:
-        self._finish, self.value = finish, None
+        self._finish = finish
+        self.value: Any = None  # until it is there
         self.type = SimpleNamespace(layout=_LAYOUT)
 
     def finish(self) -> None:
-        self.value = self._finish()  # type: ignore[assignment]  # was None
+        self.value = self._finish()
 
 
 def _operand(x: Any) -> Callable[[], torch.Tensor]:

@@ -208,8 +208,7 @@ def ordered_work(spans: ColumnSpans, block_rows: int, block_columns: int) -> Ord
     """The work of a tile, for blocks of columns that take turns; None where it has gaps.
 
     There is a gap where a block that is not seen lies between two that are, in a line of rows or of
-    columns. Of several runs of full blocks in a line of columns, those but the longest count as
-    partial.
+    columns. Where a line of columns has several runs of full blocks, the longest counts as full.
     """
     kinds = _blocks(spans, block_rows, block_columns)
     seen = kinds > 0

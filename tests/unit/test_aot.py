@@ -96,6 +96,10 @@ def test_the_table_for_16_bit_inputs(requests: list[Request]) -> None:
         assert found.instructions[_PRODUCTS[arch]] >= _NUM_PRODUCTS[found.request.kind], found
         assert not found.serialized, found
         assert found.in_flight or found.config.loads == "descriptors", found
+        # Each cell has an exponential, so a warp has as many for a block as it has 32 cells.
+        of_a_warp = found.config.block_m * found.config.block_n // (32 * found.config.num_warps)
+        assert found.of_a_block is None or found.of_a_block > 3 * of_a_warp, found
+        assert found.of_a_block is not None or (found.request.masked and arch == 100), found
         assert not any(
             found.instructions[name] for other, name in _PRODUCTS.items() if other != arch
         ), found
@@ -268,6 +272,9 @@ def test_a_backward_in_one_pass(requests: list[Request]) -> None:
         assert found.spills <= 2, found
         assert found.registers == 168, found
         assert 0 < found.shared_bytes <= ARCHES[90], found
+        # A block has 2,048 cells for each scheduler: products take 2,560 clocks, these far fewer.
+        assert found.of_a_block is not None
+        assert found.of_a_block <= (620 if found.request.masked else 440), found
         # Eight for each of five products in the loop, and the first scores.
         assert found.instructions["HGMMA"] == 8 * 5, found
         assert found.instructions["TMA"] >= 6, found  # k, v, and the halves of q and dout

@@ -43,57 +43,24 @@ from burst_rt.kernels.triton import work
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import Meta, TileArguments, meta_of, strides
 from burst_rt.kernels.triton.producer import phase_of
+from burst_rt.kernels.triton.turns import (
+    ADDERS,
+    HandedBlock,
+    Queries,
+    QueryBuffers,
+    Walk,
+    add_in_turn,
+    next_of_walk,
+    produce_queries,
+)
 
 __all__ = ["NUM_WARPS", "backward_hopper_kernel", "launch_backward_hopper", "meta_of_backward"]
 
 # Warps of the consumers. Those of the other roles come on top.
 NUM_WARPS = 8
 
-_ADDERS = gl.constexpr(2)  # warps of the adder
-_SOME_ROWS = gl.constexpr(8)  # rows that the adder has in registers
 # Registers of a thread of the other roles. Consumers share the rest: 232 each.
 _OTHERS_REGISTERS = gl.constexpr(40)
-
-
-class _Line(NamedTuple):
-    """The blocks of queries that see a block of keys: the same for each head of the group."""
-
-    # Values of the device, which have no types here, as below. See `OrderedWork.lines`.
-    first: Any
-    whole: Any
-    cut: Any
-    end: Any
-    heads: Any  # query heads of the kv head; 0 where no query sees the keys
-
-
-class _Rows(NamedTuple):
-    """What is known of the queries of the group's first head, in memory."""
-
-    p_lse: Any
-    p_delta: Any
-    p_spans: Any
-    q_len: Any
-
-
-class _Blocks(NamedTuple):
-    """Blocks of queries in shared memory, by stage, and their barriers."""
-
-    q: Any
-    dout: Any
-    lse: Any  # in powers of two
-    delta: Any
-    start: Any  # of the spans
-    stop: Any
-    full: Any
-    empty: Any
-
-
-class _Handed(NamedTuple):
-    """A block of dq, not yet scaled, that consumers hand to the adder, and its barriers."""
-
-    dq: Any
-    full: Any
-    empty: Any
 
 
 class _Sums(NamedTuple):
@@ -103,93 +70,6 @@ class _Sums(NamedTuple):
     stride_b: Any
     stride_t: Any
     stride_h: Any
-
-
-@gluon.jit
-def _next_of(line, head, block):
-    """The head and the number of the block of queries that comes behind one."""
-    over = block + 1 == line.end
-    return gl.where(over, head + 1, head), gl.where(over, line.first, block + 1)
-
-
-@gluon.jit
-def _into(x, desc):
-    """A buffer as the copy engine sees it: with the head as an axis of its own."""
-    return x._reinterpret(x.dtype, desc.block_type.shape, desc.layout)
-
-
-@gluon.jit
-def _produce(q_desc, dout_desc, rows, blocks, line, META: gl.constexpr):
-    """The producer: brings the blocks of queries of each head, in order."""
-    STAGES: gl.constexpr = blocks.q.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([META.BLOCK_M // 32], [32], [1], [0])
-    head, block, number = line.first * 0, line.first, 0
-    while head < line.heads:
-        stage = number % STAGES
-        full = blocks.full.index(stage)
-        row = block * META.BLOCK_M
-        o_m = row + gl.arange(0, META.BLOCK_M, layout)
-        inside = o_m < rows.q_len
-        in_head = head.to(gl.int64) * rows.q_len + o_m
-        # Rows beyond the end add nothing, because their lse is +inf.
-        b_lse = gl.load(rows.p_lse + in_head, mask=inside, other=float("inf"))
-        b_delta = gl.load(rows.p_delta + in_head, mask=inside, other=0.0)
-        mbarrier.wait(blocks.empty.index(stage), phase_of(number, STAGES) ^ 1)
-        mbarrier.expect(full, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            q_desc, [head, row, 0], full, _into(blocks.q.index(stage), q_desc)
-        )
-        tma.async_copy_global_to_shared(
-            dout_desc, [head, row, 0], full, _into(blocks.dout.index(stage), dout_desc)
-        )
-        blocks.lse.index(stage).store(b_lse * 1.4426950408889634)
-        blocks.delta.index(stage).store(b_delta)
-        if META.MASKED:
-            p_start = rows.p_spans + o_m
-            blocks.start.index(stage).store(gl.load(p_start, mask=inside, other=0))
-            blocks.stop.index(stage).store(gl.load(p_start + rows.q_len, mask=inside, other=0))
-        mbarrier.arrive(full, count=1)  # for what the copy engine does not count
-        head, block = _next_of(line, head, block)
-        number += 1
-
-
-@gluon.jit
-def _add(
-    handed, p_dq, stride_t, stride_h, p_counts, p_lasts, i_n, line, q_len, scale,
-    META: gl.constexpr,
-):  # fmt: skip
-    """The adder: adds blocks of dq to the sums in memory, each at the program's turn.
-
-    p_dq, p_counts: of the group's first head; the counts of a head follow those of the one before.
-    Sums that float32 has no normal number for are 0 (atom.add of the PTX ISA).
-    """
-    BLOCK_M: gl.constexpr = META.BLOCK_M
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, _ADDERS], [1, 0])
-    o_r = gl.arange(0, _SOME_ROWS, gl.SliceLayout(1, layout))
-    o_d = gl.arange(0, META.HEAD_DIM, gl.SliceLayout(0, layout))
-    in_rows = gl.expand_dims(o_r * stride_t, 1) + gl.expand_dims(o_d, 0)
-    blocks_of_head = gl.cdiv(q_len, META.BLOCK_M)
-    head, block, number = line.first * 0, line.first, 0
-    while head < line.heads:
-        p_count = p_counts + head.to(gl.int64) * blocks_of_head + block
-        turn = gl.load(p_lasts + block) - i_n
-        row = block * META.BLOCK_M
-        p_rows = p_dq + head.to(gl.int64) * stride_h + row.to(gl.int64) * stride_t
-        mbarrier.wait(handed.full, number & 1)
-        count = gl.atomic_add(p_count, 0, sem="acquire", scope="gpu")
-        while count != turn:
-            count = gl.atomic_add(p_count, 0, sem="acquire", scope="gpu")
-        for at in gl.static_range(0, BLOCK_M, _SOME_ROWS):
-            b_dq = handed.dq.slice(at, _SOME_ROWS).load(layout) * scale
-            inside = gl.expand_dims(row + at + o_r < q_len, 1)
-            gl.atomic_add(
-                p_rows + at * stride_t + in_rows, b_dq, mask=inside, sem="relaxed", scope="gpu"
-            )
-        # Its own barrier lets all warps of the adder come before the count goes up.
-        mbarrier.arrive(handed.empty, count=1)
-        gl.atomic_add(p_count, 1, sem="release", scope="gpu")
-        head, block = _next_of(line, head, block)
-        number += 1
 
 
 @gluon.jit
@@ -270,7 +150,7 @@ def _consume(
         mbarrier.wait(handed.empty, (number & 1) ^ 1)
         handed.dq.store(b_dq)
         mbarrier.arrive(handed.full, count=1)
-        head, block = _next_of(line, head, block)
+        head, block = next_of_walk(line, head, block)
         number += 1
         # Behind the last block these are scores of an earlier one, which nobody reads.
         following = number % STAGES
@@ -358,7 +238,7 @@ def backward_hopper_kernel(
         if first == end:
             return
     heads = gl.where(first < end, group, 0)
-    line = _Line(first, gl.load(p_line + 1), gl.load(p_line + 2), end, heads)
+    line = Walk(first, gl.load(p_line + 1), gl.load(p_line + 2), end, heads)
     column = i_n * META.BLOCK_N
     i_h = i_kv * group
     half: gl.constexpr = p_q.dtype.element_ty
@@ -395,7 +275,7 @@ def backward_hopper_kernel(
     v_s = gl.allocate_shared_memory(half, [1, META.BLOCK_N, META.HEAD_DIM], kv_layout)
     ds_s = gl.allocate_shared_memory(half, [1, META.BLOCK_N, META.BLOCK_M], ds_layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    blocks = _Blocks(
+    blocks = QueryBuffers(
         gl.allocate_shared_memory(half, [STAGES, META.BLOCK_M, META.HEAD_DIM], q_layout),
         gl.allocate_shared_memory(half, [STAGES, META.BLOCK_M, META.HEAD_DIM], q_layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, META.BLOCK_M], flat),
@@ -405,7 +285,7 @@ def backward_hopper_kernel(
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar),
     )
-    handed = _Handed(
+    handed = HandedBlock(
         gl.allocate_shared_memory(gl.float32, q_block, dq_layout),
         gl.allocate_shared_memory(gl.int64, [1], bar),
         gl.allocate_shared_memory(gl.int64, [1], bar),
@@ -423,7 +303,7 @@ def backward_hopper_kernel(
 
     in_head = i_b * kv_heads * group + i_h  # number of the first head, over all batch rows
     blocks_of_head = gl.cdiv(q_len, META.BLOCK_M)
-    rows = _Rows(
+    rows = Queries(
         p_lse + in_head * q_len, p_delta + in_head * q_len, p_spans + i_b * by_row * 2 * q_len,
         q_len,
     )  # fmt: skip
@@ -441,16 +321,16 @@ def backward_hopper_kernel(
                     kv_len, scale, scale_log2, META,
                 ),
             ),
-            (_produce, (q_desc, dout_desc, rows, blocks, line, META)),
+            (produce_queries, (q_desc, dout_desc, rows, blocks, line, META)),
             (
-                _add,
+                add_in_turn,
                 (
                     handed, p_dq, stride_st, stride_sh, p_counts, p_lasts, i_n, line, q_len, scale,
                     META,
                 ),
             ),
         ],
-        [1, _ADDERS],
+        [1, ADDERS],
         [_OTHERS_REGISTERS, _OTHERS_REGISTERS],
     )  # fmt: skip
 

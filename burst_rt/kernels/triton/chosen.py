@@ -15,13 +15,18 @@ from burst_rt.kernels.triton.tables import CutOfTile
 from burst_rt.kernels.triton.tuned import config_of
 
 __all__ = [
-    "arch_or_none", "config_for", "cuts_of", "interpreting", "one_pass_config", "processors",
+    "arch_or_none",
+    "config_for",
+    "cuts_of",
+    "one_pass_config",
+    "processors",
+    "under_interpreter",
 ]  # fmt: skip
 
 _INTERPRETED_PROCESSORS = 4
 
 
-def interpreting() -> bool:
+def under_interpreter() -> bool:
     """Whether Triton's interpreter runs the kernels."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -45,8 +45,8 @@ ARCHES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 # How blocks of the inputs are loaded. "pointers": every thread loads by its own pointers.
 # "descriptors": the copy engine of Hopper and later chips loads, through tensor descriptors (TMA).
-# "producer": so it does, and warps that do nothing else tell it to (`forward_hopper.py`,
-# `backward_hopper.py`).
+# "producer": so it does, and warps that do nothing else tell it to, as in `forward_hopper.py` and
+# `backward_hopper.py`.
 Loads = Literal["pointers", "descriptors", "producer"]
 
 

@@ -83,7 +83,7 @@ class TritonKernel(Kernel):
 
         The device is a GPU, or a CPU under TRITON_INTERPRET=1.
         """
-        wanted = "cpu" if chosen.interpreting() else "cuda"
+        wanted = "cpu" if chosen.under_interpreter() else "cuda"
         if work.device.type != wanted:
             why = (
                 "TRITON_INTERPRET=1 is set"
@@ -185,7 +185,7 @@ class TritonKernel(Kernel):
         config, device = chosen.config_for("decode", qkv.q, qkv.v), into.lse.device
         start(
             device, launch_decode, qkv, seen, scale, softcap, into, config,
-            chosen.processors(device), chosen.interpreting(),
+            chosen.processors(device), chosen.under_interpreter(),
         )  # fmt: skip
 
     def delta(self, results: Results, rows: PairOfRows, kept: Kept | None = None) -> None:
@@ -204,7 +204,7 @@ class TritonKernel(Kernel):
         check_dense(top, delta)
         config = chosen.config_for("delta", dout)
         launch = start(
-            top.device, launch_delta, results, (top, delta), config, chosen.interpreting()
+            top.device, launch_delta, results, (top, delta), config, chosen.under_interpreter()
         )
         if kept is not None:
             keep_launch(kept, kind, pointers, layouts, launch)
@@ -266,7 +266,7 @@ class TritonKernel(Kernel):
             start(device, launch_backward_hopper, qkv, upstream, grads, *one_pass)
             tile.progress()
             return
-        if chosen.interpreting() and tile.only:
+        if chosen.under_interpreter() and tile.only:
             # As in the forward: torch rounds, where the interpreter would cut digits off.
             wide = (None if x is None else torch.empty_like(x, dtype=torch.float32) for x in given)
             grads = Gradients(*wide)
@@ -355,7 +355,7 @@ def _arguments(
     assert seen is not None
     arguments = TileArguments(
         seen, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
-        chosen.interpreting(), score_options, tile.new_sums,
+        chosen.under_interpreter(), score_options, tile.new_sums,
         None if score_options.alibi_slopes is None else positions_of_tile(tile, device),
     )  # fmt: skip
     return arguments, config
@@ -380,7 +380,7 @@ def _one_pass(
         return None
     arguments = TileArguments(
         spans, lists, q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
-        chosen.interpreting(), options, tile.new_sums, None,
+        chosen.under_interpreter(), options, tile.new_sums, None,
     )  # fmt: skip
     return arguments, config
 

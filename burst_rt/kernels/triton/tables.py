@@ -222,13 +222,13 @@ def ordered_lists(tile: Tile, blocks: tuple[int, int], device: torch.device) -> 
     def make() -> _Kept:
         spans = spans_of_tile(tile, device).host
         assert spans is not None
-        found = ordered_work(spans, *blocks)
-        if found is None:
+        work = ordered_work(spans, *blocks)
+        if work is None:
             return _Kept(None, _upload([], device))
-        uploaded = _upload([found.lines, found.lasts], device)
+        uploaded = _upload([work.lines, work.lasts], device)
         lines, lasts = uploaded.views
-        by_row = int(len(found.lines) > 1)
-        return _Kept(Lists(lines, lasts, found.masked, False, by_row), uploaded)
+        by_row = int(len(work.lines) > 1)
+        return _Kept(Lists(lines, lasts, work.masked, False, by_row), uploaded)
 
     table: Lists | None = _kept(("ordered", *_key(tile, device), blocks), device, make)
     return table
