@@ -288,7 +288,12 @@ print(f"{version // 10000}.{version // 100 % 100}.{version % 100}")
 _NVML = """
 import pynvml
 pynvml.nvmlInit()
-print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {pynvml.nvmlDeviceGetCount()} devices")
+from burst_rt.runtime.nvlink import nvlink_domain
+number = pynvml.nvmlDeviceGetCount()
+handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(number))
+domains = {nvlink_domain(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles} - {""}
+joined = f", NVLink beyond this host (domain {', '.join(sorted(domains))})" if domains else ""
+print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {number} devices{joined}")
 """
 
 _EXTRA = "in the clone, pip install '.[cuda13]' (or '.[cuda12]')"

@@ -1,6 +1,8 @@
 /* A library with NVML's symbols, for machines without a GPU. Tests compile it as libnvidia-ml.so.1 and put it on LD_LIBRARY_PATH.
  *
  * Environment: STANDIN_DEVICES (default 2); STANDIN_OLD=1: a chip without GPM, NVLink, energy, a power cap, a highest clock, and PCIe counters;
+ * STANDIN_CLUSTER=n: the number of the network that NVLink makes of several hosts, with STANDIN_CLIQUE its part and
+ * STANDIN_FABRIC_STATE how far it is (default 3: completed);
  * STANDIN_REASONS=bits: why clocks are held back (default 4: the power cap); STANDIN_XID=1: one XID;
  * STANDIN_FAIL_AFTER=n: reading number n and all later fail (the GPU is lost); STANDIN_HANG_AFTER=n: reading number n takes 30 s;
  * STANDIN_GARBAGE=1: readings that cannot be; STANDIN_NAN=1: GPM gives NaN for its DRAM figure, as an H100 did once. Structures are those of nvml.h (docs.nvidia.com/deploy/nvml-api).
@@ -11,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, GPU_IS_LOST = 15 };
+enum { SUCCESS = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, GPU_IS_LOST = 15 };
 typedef unsigned long long u64;
 typedef size_t Device;
 
@@ -47,6 +49,13 @@ int nvmlDeviceGetCount_v2(unsigned *count) {
 }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device *device) {
+  *device = index + 1;
+  return SUCCESS;
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, Device *device) {
+  size_t index;
+  if (sscanf(uuid, "GPU-0000-%zu", &index) != 1) return NOT_FOUND;
   *device = index + 1;
   return SUCCESS;
 }
@@ -146,6 +155,22 @@ int nvmlDeviceGetFieldValues(Device device, int count, struct Field *fields) {
 
 int nvmlDeviceGetPcieThroughput(Device device, int way, unsigned *kilobytes) {
   *kilobytes = 1000 + way;
+  return reading();
+}
+
+struct Fabric {
+  unsigned version;
+  unsigned char cluster[16];
+  int status;
+  unsigned clique, state, health;
+};
+
+int nvmlDeviceGetGpuFabricInfoV(Device device, struct Fabric *fabric) {
+  if (old()) return NOT_SUPPORTED;
+  memset(fabric->cluster, setting("STANDIN_CLUSTER", 0), sizeof fabric->cluster);
+  fabric->status = SUCCESS;
+  fabric->clique = setting("STANDIN_CLIQUE", 0);
+  fabric->state = setting("STANDIN_FABRIC_STATE", 3); /* 3: completed */
   return reading();
 }
 

@@ -83,9 +83,9 @@ def find_hardware(device_type: str, gpu: str = "") -> Hardware | None:
 
 
 def fit_to_job(hardware: Hardware, ranks_per_node: int, world_size: int) -> Hardware | None:
-    """The machine of a file, with as many ranks on a host as the job has.
+    """The machine of a file, with as many ranks on a node as the job has.
 
-    None where the job has several hosts, and the file does not describe the network between hosts.
+    None where the job has several nodes, and the file does not describe the network between nodes.
     """
     if ranks_per_node < world_size and hardware.nics is None:
         return None

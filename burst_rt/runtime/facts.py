@@ -13,6 +13,7 @@ import torch
 
 from burst_rt.errors import ConfigError
 from burst_rt.job import launched
+from burst_rt.runtime.nvlink import nvlink_domain
 from burst_rt.transport import Meeting
 from burst_rt.transport.probe import last_answer
 
@@ -31,6 +32,12 @@ class Facts:
     torch_nccl: int = 0  # the version of torch's own NCCL
     # Whether a probe has shown that this MPI takes device memory; None: nobody has probed.
     device_mpi: bool | None = None
+    domain: str = ""  # the GPU's NVLink domain, if it joins several hosts
+
+    @property
+    def node(self) -> str:
+        """The ranks of one node have the same: its host, or the hosts that NVLink joins."""
+        return self.domain or self.host
 
 
 def facts_of(device: torch.device, meeting: Meeting) -> Facts:
@@ -46,6 +53,7 @@ def facts_of(device: torch.device, meeting: Meeting) -> Facts:
         meeting=meeting,
         torch_nccl=_torch_nccl() if gpu else 0,
         device_mpi=_device_mpi(device) if gpu else None,
+        domain=nvlink_domain(gpu) if gpu else "",
     )
 
 

@@ -152,7 +152,7 @@ def _decide(
         )
     facts = [Facts(**word) for word in words]
     hosts = [rank.host for rank in facts]
-    choice, per_node = choose_transport(transport, facts), ranks_per_node(hosts)
+    choice, per_node = choose_transport(transport, facts), ranks_per_node(facts)
     hardware = parse_hardware(text, "of rank 0") if text else None
     if hardware is not None:
         # No machine file says what staging costs. If messages are staged, the planner decides by
@@ -285,7 +285,17 @@ def _pci_address(device: torch.device) -> str:
     return "" if min(domain, bus, slot) < 0 else f"{domain:08x}:{bus:02x}:{slot:02x}.0"
 
 
-def ranks_per_node(hosts: Sequence[str]) -> int:
-    """Number of ranks on each host; 1 if counts differ or a host's ranks are not consecutive."""
-    sizes = {len(list(ranks)) for _, ranks in groupby(hosts)}
-    return sizes.pop() if len(sizes) == 1 and len(list(groupby(hosts))) == len(set(hosts)) else 1
+def ranks_per_node(facts: Sequence[Facts]) -> int:
+    """Number of ranks on each node: an NVLink domain, or else a host.
+
+    Where domains have unequal numbers of ranks, or ranks that are not consecutive, hosts count; 1
+    where hosts do, too.
+    """
+    of_domains = _alike([rank.node for rank in facts])
+    return of_domains or _alike([rank.host for rank in facts]) or 1
+
+
+def _alike(nodes: Sequence[str]) -> int:
+    """How often each node comes; 0 if numbers differ or a node's ranks are not consecutive."""
+    sizes = {len(list(ranks)) for _, ranks in groupby(nodes)}
+    return sizes.pop() if len(sizes) == 1 and len(list(groupby(nodes))) == len(set(nodes)) else 0

@@ -58,7 +58,9 @@ _UNREAD_UP_TO = 64
 class Cluster(NamedTuple):
     """What is around a rank: its neighbours, and the machine to plan with."""
 
-    ranks_per_node: int = 1  # how many ranks each host has, if all hosts have as many; else 1
+    # How many ranks each node has, if all have as many; else 1. A node is a host, or the hosts that
+    # an NVLink domain joins.
+    ranks_per_node: int = 1
     ranks_here: int = 1  # how many ranks this rank's host has
     hardware: Hardware | None = None  # if there is a file for it
 
