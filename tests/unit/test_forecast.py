@@ -286,8 +286,15 @@ def test_a_slow_network_between_nodes_decides_in_a_world_of_64() -> None:
     assert of_choice(taken, machine).time_s < 0.8 * of_choice(by_bytes, machine).time_s
 
 
-@pytest.mark.parametrize("forward", [True, False])
-@pytest.mark.parametrize(("mask", "kind"), [(Causal(), "zigzag"), (Full(), "contiguous")])
+@pytest.mark.parametrize(
+    ("mask", "kind", "forward"),
+    [
+        (Causal(), "zigzag", True),
+        (Full(), "contiguous", False),
+        pytest.param(Causal(), "zigzag", False, marks=pytest.mark.long),
+        pytest.param(Full(), "contiguous", True, marks=pytest.mark.long),
+    ],
+)
 def test_shorter_rings_tell_what_the_whole_would(
     forward: bool, mask: Mask, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -378,7 +378,9 @@ def test_a_layout_of_another_context_is_refused() -> None:
             burst_rt.over_ranks(None, ctx.layout(8))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["decoder", "encoder", "encoder, fast path"])
+@pytest.mark.parametrize(
+    "name", ["decoder", pytest.param("encoder", marks=pytest.mark.long), "encoder, fast path"]
+)
 def test_a_compiled_model(name: str) -> None:
     torch._dynamo.reset()
     make, call = _MODELS[name]

@@ -114,8 +114,9 @@ def test_one_rank_stands_for_those_that_do_the_same(
     ("strategy", "world", "machine", "layout", "mask", "told"),
     [
         ("two-level", 64, "h100-sxm", "zigzag", "causal", True),
-        ("burst", 64, "h100-sxm", "contiguous", "full", True),
-        ("ring-kv", 64, "a100-pcie", "zigzag", "causal", False),  # ranks wait much
+        pytest.param("burst", 64, "h100-sxm", "contiguous", "full", True, marks=pytest.mark.long),
+        # Ranks wait much.
+        pytest.param("ring-kv", 64, "a100-pcie", "zigzag", "causal", False, marks=pytest.mark.long),
     ],
 )
 def test_shorter_rings_tell_about_long_ones(
@@ -241,7 +242,7 @@ def _answer(world: int, monkeypatch: pytest.MonkeyPatch, all_up_to: int, **optio
     return compare(question, replace(_H100, nics=slow), world)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "auto"])
+@pytest.mark.parametrize("layout", ["zigzag", pytest.param("auto", marks=pytest.mark.long)])
 def test_strategies_that_cannot_win_need_no_simulation(
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
