@@ -11,7 +11,13 @@ from typing import Any
 import click
 
 from benchmarks.compiled import Compiled, Request, compile_all
-from burst_rt.kernels.triton.configs import ARCHES, COMPRESSED, KINDS, takes_producer
+from burst_rt.kernels.triton.configs import (
+    ARCHES,
+    COMPRESSED,
+    KINDS,
+    block_width,
+    takes_producer,
+)
 from burst_rt.kernels.triton.tuned import TUNED
 from burst_rt.launch.measure.options import DTYPE, HEAD_DIMS, OUT
 from burst_rt.launch.measure.report import Cell, publish
@@ -26,8 +32,8 @@ _NOTE = (
 )
 
 
-# Products of a block by kernel.
-_PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4, "backward": 5}
+# Products of a block by kernel: those with the channels of q and k, and those with v's.
+_PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkdv": (2, 2), "backward": (3, 2)}
 # Multiplications and additions of 16-bit numbers that a multiprocessor's tensor cores do in a clock
 # (dense TFLOP/s of NVIDIA's data sheets, by 2 x multiprocessors x clock), by compute capability.
 _MULTIPLIED = {80: 1024, 86: 512, 90: 2048, 100: 4096}
@@ -165,7 +171,10 @@ def _row(compiled: Compiled) -> dict[str, Cell]:
 def _limits_of(compiled: Compiled) -> dict[str, Cell]:
     """What bounds the loop of a kernel with 16-bit inputs, in clocks for 1,000 cells."""
     request, config = compiled.request, compiled.config
-    multiplied = _PRODUCTS[request.kind] * request.head_dim / _MULTIPLIED[request.arch]
+    of_q, of_v = _PRODUCTS[request.kind]
+    channels = of_q * block_width(request.head_dim)
+    channels += of_v * block_width(request.v_head_dim or request.head_dim)
+    multiplied = channels / _MULTIPLIED[request.arch]
     if request.dtype == "fp32":  # no tensor core takes part
         multiplied = 0.0
     cells = config.block_m * config.block_n

@@ -21,6 +21,7 @@ import burst_rt
 from benchmarks.masks import document_lengths
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
+from burst_rt.kernels.base import write_from_sums
 from burst_rt.kernels.speed import issue_timed
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config, takes_producer
 from burst_rt.kernels.triton.tuned import config_of, trial_of
@@ -103,7 +104,7 @@ class _Whole:
         """Forward and backward of a tile kernel; the whole sequence is one tile.
 
         config: what a Triton forward runs with; None: what calls take. With a producer, the
-        backward is that in one pass, which adds to sums of float32.
+        backward is that in one pass, and gradients are made of its sums.
         """
         kernel = KERNELS[name]
         mask: Mask = Causal() if self.causal else Full()
@@ -117,10 +118,7 @@ class _Whole:
         state = State(torch.empty(self.q.shape, device="cuda"), m, l, torch.empty_like(self.q), lse)
         qkv = QKV(self.q, self.k, self.v)
         one_pass = config is not None and config.loads == "producer"
-        # The only tile writes its gradients.
-        grads = Gradients(
-            *(torch.zeros_like(x, dtype=torch.float32 if one_pass else x.dtype) for x in qkv)
-        )
+        grads = Gradients(*map(torch.empty_like, qkv))
         back_tile = tile._replace(first=not one_pass, last=not one_pass)
         back_config = default_config("backward", 90, self.head_dim, 2, producer=one_pass)
 
@@ -128,10 +126,13 @@ class _Whole:
             with nullcontext() if config is None else trial_of("forward", config):
                 kernel.forward(qkv, tile, state)
 
+        def add(into: Gradients) -> None:
+            kernel.backward(qkv, Upstream(self.dout, rows[0], rows[1]), back_tile, into)
+
         def backward() -> None:
             kernel.delta(Results(state.out, state.lse, self.dout, None), rows)
             with nullcontext() if config is None else trial_of("backward", back_config):
-                kernel.backward(qkv, Upstream(self.dout, rows[0], rows[1]), back_tile, grads)
+                write_from_sums(grads, add) if one_pass else add(grads)
 
         forward()
         return forward, backward

@@ -165,8 +165,9 @@ class _Barrier:
 class _Program:
     """A program of a grid: its barriers, the copies under way, and the roles that wait."""
 
-    def __init__(self, number: int, draw: random.Random) -> None:
-        self.number, self._draw = number, draw
+    def __init__(self, number: int, draw: random.Random, failed: Sequence[BaseException]) -> None:
+        """failed: the errors of the grid's programs."""
+        self.number, self._draw, self._failed_beside = number, draw, failed
         self._barriers: dict[int, _Barrier] = {}
         self._copies: dict[_Barrier, list[Callable[[], None]]] = {}
         self._changed = threading.Condition()
@@ -228,6 +229,8 @@ class _Program:
         self.raise_if_failed()
 
     def end_if_late(self) -> None:
+        if self._failed_beside:
+            raise HopperError("another program has failed")
         if time.monotonic() > self._began_s + _DEADLINE_S:
             raise HopperError("a program does not end")
 
@@ -345,7 +348,7 @@ def _copy_to_shared(
 
 def _load(pointer: _Pointer, mask: Any = None, other: Any = None) -> _Block:
     places, asked = pointer.inside(mask)
-    values = pointer.memory[places.long()]
+    values = pointer.memory[places.long()].clone()  # one element would be a view
     return _block(values if mask is None else torch.where(asked, values, _like(values, other)))
 
 
@@ -423,7 +426,10 @@ def _run_grid(size: int, kernel: Callable[[], None]) -> None:
                 number = next(numbers, None)
             if number is None:
                 return
-            _here.program, _here.products = _Program(number, random.Random(draw.random())), []
+            _here.program, _here.products = (
+                _Program(number, random.Random(draw.random()), failed),
+                [],
+            )
             try:
                 kernel()
             except BaseException as error:  # noqa: BLE001  (the launch raises it)

@@ -2,7 +2,7 @@
  *
  * Environment: STANDIN_DEVICES (default 2); STANDIN_OLD=1: a chip without GPM, NVLink, energy, a power cap, a highest clock, and PCIe counters;
  * STANDIN_CLUSTER=n: the number of the network that NVLink makes of several hosts, with STANDIN_CLIQUE its part and
- * STANDIN_FABRIC_STATE how far it is (default 3: completed);
+ * STANDIN_FABRIC_STATE how far it is (default 3: completed), and with which result (STANDIN_FABRIC_STATUS);
  * STANDIN_REASONS=bits: why clocks are held back (default 4: the power cap); STANDIN_XID=1: one XID;
  * STANDIN_FAIL_AFTER=n: reading number n and all later fail (the GPU is lost); STANDIN_HANG_AFTER=n: reading number n takes 30 s;
  * STANDIN_GARBAGE=1: readings that cannot be; STANDIN_NAN=1: GPM gives NaN for its DRAM figure, as an H100 did once. Structures are those of nvml.h (docs.nvidia.com/deploy/nvml-api).
@@ -168,7 +168,7 @@ struct Fabric {
 int nvmlDeviceGetGpuFabricInfoV(Device device, struct Fabric *fabric) {
   if (old()) return NOT_SUPPORTED;
   memset(fabric->cluster, setting("STANDIN_CLUSTER", 0), sizeof fabric->cluster);
-  fabric->status = SUCCESS;
+  fabric->status = setting("STANDIN_FABRIC_STATUS", SUCCESS);
   fabric->clique = setting("STANDIN_CLIQUE", 0);
   fabric->state = setting("STANDIN_FABRIC_STATE", 3); /* 3: completed */
   return reading();

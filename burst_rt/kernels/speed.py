@@ -23,7 +23,17 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.nn.attention
 
-from burst_rt.kernels.base import QKV, Gradients, Kernel, State, Tile, Upstream, Work, sum_dtype
+from burst_rt.kernels.base import (
+    QKV,
+    Gradients,
+    Kernel,
+    State,
+    Tile,
+    Upstream,
+    Work,
+    sum_dtype,
+    write_from_sums,
+)
 from burst_rt.kernels.conditions import cpu_capabilities
 from burst_rt.planning.masks import Causal, Full, Mask, Rule, Shape
 from burst_rt.planning.problem import TileShape
@@ -121,7 +131,7 @@ class TileProblem:
         """The tile as a kernel's backward gets it, and what the gradients go into."""
         only = self._tile.only and kernel.writes_gradients(self._work, self._shape)
         tile = self._tile._replace(first=only, last=only)
-        return tile, self._written if only else self._sums
+        return tile, self._written if self._tile.only else self._sums
 
     def run(self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)) -> None:
         """Has the kernel do the tile once, in the backward with the gradients that are needed.
@@ -132,8 +142,15 @@ class TileProblem:
             kernel.forward(self._qkv, self._tile, self._state)
         else:
             tile, into = self._backward(kernel)
-            grads = (x if needed else None for x, needed in zip(into, needs, strict=True))
-            kernel.backward(self._qkv, self._upstream, tile, Gradients(*grads))
+            grads = Gradients(
+                *(x if needed else None for x, needed in zip(into, needs, strict=True))
+            )
+
+            def add(into: Gradients) -> None:
+                kernel.backward(self._qkv, self._upstream, tile, into)
+
+            # A call whose only tile does not write its gradients makes them of sums.
+            write_from_sums(grads, add) if self._tile.only and not tile.only else add(grads)
 
     def results(
         self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)

@@ -82,11 +82,22 @@ def find_hardware(device_type: str, gpu: str = "") -> Hardware | None:
         ) from error
 
 
-def fit_to_job(hardware: Hardware, ranks_per_node: int, world_size: int) -> Hardware | None:
+def fit_to_job(
+    hardware: Hardware, ranks_per_node: int, world_size: int, hosts_per_node: int = 1
+) -> Hardware | None:
     """The machine of a file, with as many ranks on a node as the job has.
 
-    None where the job has several nodes, and the file does not describe the network between nodes.
+    hosts_per_node: more than 1 where NVLink joins several. If the file's node is one of them, the
+    node has the network cards of all. None where the job has several nodes, and the file does not
+    describe the network between nodes.
     """
     if ranks_per_node < world_size and hardware.nics is None:
         return None
-    return replace(hardware, node=replace(hardware.node, ranks=ranks_per_node))
+    nics = hardware.nics
+    if (
+        nics is not None
+        and hosts_per_node > 1
+        and hardware.node.ranks * hosts_per_node <= ranks_per_node
+    ):
+        nics = replace(nics, count=nics.count * hosts_per_node)
+    return replace(hardware, nics=nics, node=replace(hardware.node, ranks=ranks_per_node))

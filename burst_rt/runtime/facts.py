@@ -32,12 +32,8 @@ class Facts:
     torch_nccl: int = 0  # the version of torch's own NCCL
     # Whether a probe has shown that this MPI takes device memory; None: nobody has probed.
     device_mpi: bool | None = None
-    domain: str = ""  # the GPU's NVLink domain, if it joins several hosts
-
-    @property
-    def node(self) -> str:
-        """The ranks of one node have the same: its host, or the hosts that NVLink joins."""
-        return self.domain or self.host
+    # The GPU's NVLink domain, if it joins several hosts and NCCL is not told to leave it unused.
+    domain: str = ""
 
 
 def facts_of(device: torch.device, meeting: Meeting) -> Facts:
@@ -53,7 +49,7 @@ def facts_of(device: torch.device, meeting: Meeting) -> Facts:
         meeting=meeting,
         torch_nccl=_torch_nccl() if gpu else 0,
         device_mpi=_device_mpi(device) if gpu else None,
-        domain=nvlink_domain(gpu) if gpu else "",
+        domain="" if not gpu or os.environ.get("NCCL_MNNVL_ENABLE") == "0" else nvlink_domain(gpu),
     )
 
 

@@ -152,13 +152,19 @@ def _decide(
         )
     facts = [Facts(**word) for word in words]
     hosts = [rank.host for rank in facts]
-    choice, per_node = choose_transport(transport, facts), ranks_per_node(facts)
+    choice = choose_transport(transport, facts)
+    # What the host carries goes by the network between hosts.
+    domains = [rank.domain if choice.wire != "host" else "" for rank in facts]
+    per_node = ranks_per_node(hosts, domains)
+    this_rank = facts[control.rank]
+    ranks_here = hosts.count(this_rank.host)
     hardware = parse_hardware(text, "of rank 0") if text else None
     if hardware is not None:
         # No machine file says what staging costs. If messages are staged, the planner decides by
         # bytes.
-        hardware = None if choice.staged else fit_to_job(hardware, per_node, control.size)
-    this_rank = facts[control.rank]
+        hosts_per_node = per_node // ranks_here
+        fitted = fit_to_job(hardware, per_node, control.size, hosts_per_node)
+        hardware = None if choice.staged else fitted
     presence = Presence(
         thread=connections.thread,
         job_rank=connections.job_rank,
@@ -168,7 +174,7 @@ def _decide(
         gpu=this_rank.gpu,
         pci=_pci_address(computes_on),
     )
-    cluster = Cluster(per_node, hosts.count(this_rank.host), hardware)
+    cluster = Cluster(per_node, ranks_here, hardware)
     carrier = _carrier(choice.wire, connections, computes_on, within_s)
     machine = Machine(computes_on, choice, carrier, cluster)
     flight = None
@@ -285,14 +291,14 @@ def _pci_address(device: torch.device) -> str:
     return "" if min(domain, bus, slot) < 0 else f"{domain:08x}:{bus:02x}:{slot:02x}.0"
 
 
-def ranks_per_node(facts: Sequence[Facts]) -> int:
-    """Number of ranks on each node: an NVLink domain, or else a host.
+def ranks_per_node(hosts: Sequence[str], domains: Sequence[str]) -> int:
+    """Number of ranks on each node: an NVLink domain, or a host where there is none ("").
 
-    Where domains have unequal numbers of ranks, or ranks that are not consecutive, hosts count; 1
-    where hosts do, too.
+    hosts, domains: of each rank. Where domains have unequal numbers of ranks, or ranks that are not
+    consecutive, hosts count; 1 where hosts do, too.
     """
-    of_domains = _alike([rank.node for rank in facts])
-    return of_domains or _alike([rank.host for rank in facts]) or 1
+    nodes = [domain or host for host, domain in zip(hosts, domains, strict=True)]
+    return _alike(nodes) or _alike(hosts) or 1
 
 
 def _alike(nodes: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 """The NVLink domain of a GPU: the GPUs that it reaches over NVLink, on other hosts too.
 
 On machines like NVL72 one NVLink network joins several hosts. NVML tells its number as the GPU's
-fabric (nvmlDeviceGetGpuFabricInfoV of NVIDIA's NVML API reference). NCCL takes the same numbers for
-the same purpose.
+fabric (nvmlDeviceGetGpuFabricInfoV of NVIDIA's NVML API reference). NCCL goes by the same number,
+and also asks whether the driver can share memory between hosts, which is not asked here.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ def _domain(uuid: str) -> str:
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
         fabric: Any = nvml.c_nvmlGpuFabricInfoV_t()
         nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(fabric))
-    # An older pynvml lacks a name, an older driver a function.
-    except (nvml.NVMLError, AttributeError, UnicodeError):
+    # An older pynvml lacks a name, an older driver a function; a rank does without the domain.
+    except Exception:  # noqa: BLE001  (whatever else NVML may do)
         return ""
     cluster = bytes(fabric.clusterUuid)
-    joined = fabric.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED
+    joined = (fabric.state, fabric.status) == (
+        nvml.NVML_GPU_FABRIC_STATE_COMPLETED,
+        nvml.NVML_SUCCESS,
+    )
     # Where NVLink joins the GPUs of one host only, the cluster has no number.
     return f"{cluster.hex()}.{fabric.cliqueId}" if joined and any(cluster) else ""

@@ -266,17 +266,17 @@ def test_a_producer(requests: list[Request]) -> None:
     for dtype in ("bf16", "fp16")
 )
 def test_a_backward_in_one_pass(requests: list[Request]) -> None:
-    """Hopper's backward whose warps have roles: nothing spills in a loop, and products overlap."""
+    """Hopper's backward whose warps have roles: consumers spill nothing, and products overlap."""
     for found in _compile(requests):
-        # One register of the adder, before its loop.
-        assert found.spills <= 2, found
+        # Two registers of the adder.
+        assert found.spills <= 4, found
         assert found.registers == 168, found
         assert 0 < found.shared_bytes <= ARCHES[90], found
         # A block has 2,048 cells for each scheduler: products take 2,560 clocks, these far fewer.
         assert found.of_a_block is not None
         assert found.of_a_block <= (620 if found.request.masked else 440), found
-        # Eight for each of five products in the loop, and the first scores.
-        assert found.instructions["HGMMA"] == 8 * 5, found
+        # By 16 channels, of 128 or of 64 queries: s, dp, dq; dk, dv; and the first scores.
+        assert found.instructions["HGMMA"] == 8 * 3 + 4 * 2 + 8, found
         assert found.instructions["TMA"] >= 6, found  # k, v, and the halves of q and dout
         assert not found.serialized, found
 

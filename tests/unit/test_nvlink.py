@@ -14,7 +14,8 @@ import pytest
 from standin import build_standin, with_standin
 
 from burst_rt.launch import checks
-from burst_rt.runtime.facts import Facts
+from burst_rt.planning.machines import load_hardware
+from burst_rt.runtime.calibrated import fit_to_job
 from burst_rt.runtime.joining import ranks_per_node
 
 _DEADLINE_S = 60.0
@@ -46,6 +47,7 @@ def _run(source: str, environment: dict[str, str], *arguments: str) -> str:
         ({"STANDIN_CLUSTER": "171"}, "GPU-0000-0", "ab" * 16 + ".0"),
         ({}, "0000-0", ""),  # NVLink joins the GPUs of one host: no number
         ({"STANDIN_CLUSTER": "171", "STANDIN_FABRIC_STATE": "2"}, "0000-0", ""),  # in progress
+        ({"STANDIN_CLUSTER": "171", "STANDIN_FABRIC_STATUS": "10"}, "0000-0", ""),  # timed out
         ({"STANDIN_CLUSTER": "171", "STANDIN_OLD": "1"}, "0000-0", ""),
         ({"STANDIN_CLUSTER": "171", "STANDIN_FAIL_AFTER": "1"}, "0000-0", ""),
         ({"STANDIN_CLUSTER": "171"}, "another", ""),
@@ -70,14 +72,6 @@ def test_the_doctor_says_that_nvlink_goes_beyond_the_host(library: Path) -> None
     assert _run(checks._NVML, with_standin(library)) == "driver 999.1, 2 devices"
 
 
-_GPU = Facts("a", "0000", 22900, multi_rank=False, meeting="mpi")
-
-
-def _facts(*ranks: str) -> list[Facts]:
-    """Ranks by host and domain, as "a1"; "a": no domain."""
-    return [replace(_GPU, host=rank[0], domain=rank[1:]) for rank in ranks]
-
-
 @pytest.mark.parametrize(
     ("ranks", "per_node"),
     [
@@ -91,4 +85,25 @@ def _facts(*ranks: str) -> list[Facts]:
     ],
 )
 def test_a_node_is_a_domain_or_a_host(ranks: list[str], per_node: int) -> None:
-    assert ranks_per_node(_facts(*ranks)) == per_node
+    """Ranks by host and domain, as "a1"; "a": no domain."""
+    assert ranks_per_node([rank[0] for rank in ranks], [rank[1:] for rank in ranks]) == per_node
+
+
+@pytest.mark.parametrize(
+    ("of_file", "per_node", "hosts", "cards"),
+    [
+        (8, 32, 4, 32),  # a file of one host
+        (32, 32, 4, 8),  # a file of the whole domain
+        (8, 8, 1, 8),
+        (8, 16, 1, 8),  # more ranks on a host than in the file
+    ],
+)
+def test_a_domain_has_the_cards_of_its_hosts(
+    of_file: int, per_node: int, hosts: int, cards: int
+) -> None:
+    machine = load_hardware("h100-sxm")
+    machine = replace(machine, node=replace(machine.node, ranks=of_file))
+    fitted = fit_to_job(machine, per_node, 64, hosts)
+    assert fitted is not None
+    assert fitted.nics is not None
+    assert (fitted.node.ranks, fitted.nics.count) == (per_node, cards)

@@ -1,7 +1,7 @@
 """The backward tile kernel for Hopper: dq, dk and dv in one pass, by five products a block.
 
-It does what `dq.py` and `dkdv.py` do in two passes and seven products, for fewer calls
-(`one_pass.py`), in Gluon. As in `dkdv.py` a program owns a block of keys, and walks the queries
+It does what `dq.py` and `dkdv.py` do in two passes and seven products, for fewer calls (`_one_pass`
+of `kernel.py`), in Gluon. As in `dkdv.py` a program owns a block of keys, and walks the queries
 that see it; it adds what it finds for dq to sums in memory. A program has eleven warps:
 
     consumers   eight: products, probabilities, and the sums of dk and dv
@@ -11,12 +11,12 @@ that see it; it adds what it finds for dq to sums in memory. A program has eleve
 
 Turns. Programs add to a block of dq one after another, in an order that depends on the mask alone,
 so that the bits are the same every time (as the ordered backward of FlashAttention-3 does; arXiv
-2407.08608 has the roles). They begin in the order of their numbers, that of descending blocks of
-keys. A count for each block of queries says how many have added to it. `ordered_work` sees to it
-that the blocks of keys that see a block of queries have no gap between them, so block n's turn has
-come at the count `last - n`. Nobody waits for a program with a higher number: one that has not
-begun keeps no other from going on. All walk queries upwards. So under a causal mask each comes to a
-block of queries one block later than the program before it, and hardly waits.
+2407.08608 has the roles). A program takes a number when it begins, and does the block of keys of
+that number; they are in descending order. A count for each block of queries says how many programs
+have added to it. `ordered_work` sees to it that the blocks of keys that see a block of queries have
+no gap between them, so block n's turn has come at the count `last - n`. Nobody waits for a program
+that has a higher number, and so may not have begun. All walk queries upwards. Under a causal mask
+each comes to a block of queries some blocks later than the program before it, and hardly waits.
 
 Consumers begin the scores of the block that follows before they are done with a block: while they
 hand over its dq, those products run, and its own for dk.
@@ -152,7 +152,7 @@ def _consume(
         mbarrier.arrive(handed.full, count=1)
         head, block = next_of_walk(line, head, block)
         number += 1
-        # Behind the last block these are scores of an earlier one, which nobody reads.
+        # Behind the last block these are scores of what lies there, which nobody reads.
         following = number % STAGES
         mbarrier.wait(
             blocks.full.index(following), phase_of(number, STAGES), pred=head < line.heads
@@ -220,18 +220,21 @@ def backward_hopper_kernel(
     Their formulas and arguments are the same. dq, dk and dv (strides s, x, y) are sums of float32.
     Adds to dq, and to dk and dv if ADDS, else writes these two.
 
-    p_counts: int32 `[batch, query heads, blocks of queries]`, zeros before, and garbage after it.
-    p_lines, p_lasts: see `OrderedWork`. p_spans: of one span a row. STAGES: buffers for blocks of
-    queries; 2 or more.
+    p_counts: int32, zeros before it, and garbage after: how many programs have begun, then the
+    counts `[batch, query heads, blocks of queries]`. p_lines, p_lasts: see `OrderedWork`. p_spans:
+    of one span a row. STAGES: buffers for blocks of queries; 2 or more.
 
-    Grid: one dimension, the blocks of keys of a kv head one after another, the last one first.
+    Grid: one dimension, a program for each block of keys of each kv head. They are done kv head by
+    kv head, the last block first.
     """
     gl.static_assert(STAGES >= 2)  # products read one block while the next one must have come
     num_blocks = gl.cdiv(kv_len, META.BLOCK_N)
-    i_bh = gl.program_id(0) // num_blocks
+    # CUDA does not promise that programs begin in the order of their ids.
+    number = gl.atomic_add(p_counts, 1, sem="relaxed", scope="gpu")
+    i_bh = number // num_blocks
     i_b = (i_bh // kv_heads).to(gl.int64)
     i_kv = (i_bh % kv_heads).to(gl.int64)
-    i_n = num_blocks - 1 - gl.program_id(0) % num_blocks
+    i_n = num_blocks - 1 - number % num_blocks
     p_line = p_lines + (i_b * by_row * num_blocks + i_n) * 4
     first, end = gl.load(p_line), gl.load(p_line + 3)
     if META.ADDS:  # noqa: SIM102  (decided when the kernel is compiled)
@@ -310,7 +313,7 @@ def backward_hopper_kernel(
     p_dq += i_b * stride_sb + i_h * stride_sh
     dk = _Sums(p_dk, stride_xb, stride_xt, stride_xh)
     dv = _Sums(p_dv, stride_yb, stride_yt, stride_yh)
-    p_counts += in_head * blocks_of_head
+    p_counts += 1 + in_head * blocks_of_head
     p_lasts += i_b * by_row * blocks_of_head
     gl.warp_specialize(
         [
@@ -357,7 +360,7 @@ def launch_backward_hopper(
     if not arguments.adds("q"):
         dq.zero_()
     blocks = triton.cdiv(q_len, config.block_m)
-    counts = torch.zeros(batch * heads * blocks, dtype=torch.int32, device=q.device)
+    counts = torch.zeros(1 + batch * heads * blocks, dtype=torch.int32, device=q.device)
     meta = meta_of_backward(meta_of(arguments, config, *qkv, ADDS=arguments.adds("kv")))
     backward_hopper_kernel[(triton.cdiv(k.shape[1], config.block_n) * batch * kv_heads,)](
         *qkv, *upstream, dq, dk, dv, counts, *arguments.tables,

@@ -60,14 +60,13 @@ __all__ = ["TritonKernel"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
-_INTERPRETED_PROCESSORS = 4
 
 
 class TritonKernel(Kernel):
     """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256.
 
     Launches are asynchronous, on the current stream: no method waits for the device. Nothing is
-    added atomically, so results are repeatable. The kernel reads tables of a tile's mask
+    added in an order of chance, so results are repeatable. The kernel reads tables of a tile's mask
     (`tables.py`), not its pieces. Where a mask has no spans, a tile is done in parts for which the
     mask gives booleans. The state's m is in powers of two. float32 is multiplied in float32 (no
     TF32). 16-bit inputs are multiplied on the tensor cores with float32 sums; probabilities and
@@ -107,17 +106,21 @@ class TritonKernel(Kernel):
 
     def writes_gradients(self, work: Work, tile: TileShape) -> bool:
         """See `Kernel.writes_gradients`: in two passes, under a mask with spans."""
-        one_pass = chosen.one_pass_config(work.device, work.head_dims, work.dtype)
-        return work.mask.has_spans and one_pass is None
+        plain = not (work.scores.softcap or work.scores.alibi_slopes)
+        one_pass = plain and chosen.one_pass_config(work.device, work.head_dims, work.dtype)
+        return work.mask.has_spans and not one_pass
 
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether block sizes come from `burst-rt bench tune`."""
-        kinds = ("forward",) if work.forward else ("dq", "dkdv", "backward")
+        kinds = ("forward",) if work.forward else ("dq", "dkdv")
         head_dim = max(work.head_dims)
-        found = {kind: config_of(kind, work.device, head_dim, work.dtype) for kind in kinds}
-        if not any(found.values()):
+        tuned = {kind: config_of(kind, work.device, head_dim, work.dtype) for kind in kinds}
+        if not work.forward:
+            one_pass = chosen.one_pass_config(work.device, work.head_dims, work.dtype)
+            tuned["backward in one pass"] = one_pass
+        if not any(tuned.values()):
             return ()
-        told = ", ".join(f"{kind} {config}" for kind, config in found.items() if config)
+        told = ", ".join(f"{kind} {config}" for kind, config in tuned.items() if config)
         return (f"blocks tuned on this machine: {told}",)
 
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
@@ -327,8 +330,8 @@ class TritonKernel(Kernel):
         """See `Kernel.scratch_bytes`: none, because sums stay in registers and shared memory.
 
         It does not count tensor descriptors, where they are used (at most 512 bytes a block of the
-        grid), the counts of a backward in one pass (4 bytes a block of queries), the cells of a
-        mask without spans (bytes of some 2**24 cells, or of 128 columns), and the interpreter's
+        grid), the counts of a backward in one pass (4 bytes for 64 queries of a head), the cells of
+        a mask without spans (bytes of some 2**24 cells, or of 128 columns), and the interpreter's
         temporaries.
         """
         return 0
