@@ -28,12 +28,13 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from burst_rt.errors import ConfigError
-from burst_rt.kernels import KERNELS, QKV, Gradients, Tile, Upstream, Work
+from burst_rt.kernels import KERNELS, Work
 from burst_rt.kernels.speed import KIND, TileProblem, error_in_words, failures, issue_timed
 from burst_rt.kernels.triton.configs import Config, arch_of
 from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trial_of
+from burst_rt.launch.bench.one_pass import sums_of
 from burst_rt.launch.measure.report import Cell, median, publish
-from burst_rt.planning.masks import Causal, Documents, Full
+from burst_rt.planning.masks import Causal, Full
 from burst_rt.remembered import forget
 
 __all__ = [
@@ -54,8 +55,6 @@ _SAME = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.004}
 # Maximum number of processes that compile at a time, each with a CUDA context of its own (some 0.5
 # GB of the device).
 _MOST_PROCESSES = 12
-# Tokens of a tile that no block divides.
-_ODD_TOKENS = 299
 # Seconds until a busy device counts as stuck: a tile takes milliseconds.
 _STUCK_S = 10.0
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -158,14 +157,10 @@ def main(
     arch = arch_of(torch.cuda.get_device_capability(device))
     tuning = Tuning(device, dtype, repeats)
     searches = [
-        search
+        Search(head_dim, kind, configs)
         for head_dim in head_dims
         for kind in (*TUNED, "backward")
-        if (
-            search := Search(
-                head_dim, kind, candidates(kind, arch, head_dim, _DTYPES[dtype].itemsize)
-            )
-        ).configs
+        if (configs := candidates(kind, arch, head_dim, _DTYPES[dtype].itemsize))
     ]
     end_s = time.monotonic() + limit_s
     _compile_all(tuning, searches, limit_s / 2)
@@ -356,42 +351,14 @@ def faster_if_right(
     apart = 0.0
     if best is not trials[0]:
         for new_sums in ("", "q", "kv"):
-            given = _sums_of(device, dtype, trials[0].config, new_sums)
-            found = _sums_of(device, dtype, best.config, new_sums)
+            given = sums_of(device, dtype, trials[0].config, new_sums)
+            found = sums_of(device, dtype, best.config, new_sums)
             apart = max(apart, *map(_apart, found, given))
     if apart < _SAME[dtype]:
         return best
     wrong = f"wrong: differs by {apart:.1e} from two passes, for grouped heads and documents"
-    trials[trials.index(best)] = Trial(best.config, None, wrong)
+    trials[1:] = [Trial(best.config, None, wrong)]
     return trials[0]
-
-
-def _sums_of(
-    device: torch.device, dtype: torch.dtype, config: Config, new_sums: str
-) -> list[torch.Tensor]:
-    """dq, dk and dv of a tile with grouped heads, batch rows of other documents, and a length that
-    no block divides, added to sums that hold something. new_sums: see `Tile`.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def some(heads: int, *channels: int) -> torch.Tensor:
-        return torch.randn(2, _ODD_TOKENS, heads, *channels, generator=generator).to(device)
-
-    q, dout = (some(4, 128).to(dtype) for _ in range(2))
-    k, v = (some(2, 128).to(dtype) for _ in range(2))
-    lse, delta = (some(4).transpose(1, 2).contiguous() for _ in range(2))
-    third = _ODD_TOKENS // 3
-    rows = [[third, _ODD_TOKENS - third], [_ODD_TOKENS - 2 * third, third, third]]
-    mask = Causal() & Documents(rows)
-    whole = (range(_ODD_TOKENS),)
-    tile = Tile(
-        mask.pieces(*whole, *whole), whole, whole, mask, 128**-0.5, lambda: None, first=False,
-        last=False, new_sums=new_sums,
-    )  # fmt: skip
-    sums = Gradients(*(x.float() for x in (q, k, v)))
-    with trial_of("backward", config):
-        KERNELS["triton"].backward(QKV(q, k, v), Upstream(dout, lse + 6.0, delta), tile, sums)
-    return [x for x in sums if x is not None]
 
 
 def trials_of(

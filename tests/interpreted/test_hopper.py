@@ -20,7 +20,7 @@ from worlds import Case
 from burst_rt import Causal, First, SlidingWindow
 from burst_rt.kernels.triton import chosen
 from burst_rt.kernels.triton.tuned import candidates
-from burst_rt.launch.bench import tune
+from burst_rt.launch.bench import one_pass, tune
 from burst_rt.launch.bench.tune import Trial, faster_if_right
 
 _PACKAGE = "burst_rt.kernels.triton"
@@ -87,7 +87,7 @@ def test_it_is_taken_only_if_it_gives_what_two_passes_give(
     """For grouped heads, documents of each row, and sums that hold something or nothing yet."""
     device, dtype = torch.device("cpu"), torch.bfloat16
     kept: dict[str, list[torch.Tensor]] = {}
-    sums_of = tune._sums_of
+    sums_of = one_pass.sums_of
 
     def sums(*args: Any) -> list[torch.Tensor]:
         *_, config, new_sums = args
@@ -97,8 +97,8 @@ def test_it_is_taken_only_if_it_gives_what_two_passes_give(
             kept[new_sums] = sums_of(*args)
         return kept[new_sums]
 
-    monkeypatch.setattr(tune, "_sums_of", sums)
-    monkeypatch.setattr(tune, "_ODD_TOKENS", 150)
+    monkeypatch.setattr(tune, "sums_of", sums)
+    monkeypatch.setattr(one_pass, "_TOKENS", 150)
     trials = [Trial(config, 1.0) for config in candidates("backward", 90, 128, 2)]
     assert faster_if_right(device, dtype, [*trials], trials[1]) == trials[1]
     assert len(launches) == 3
