@@ -10,9 +10,9 @@ reads without a wait, or gives a buffer back too early, gets wrong numbers. Role
 other for ever are told, and so are products that read what no fence has made visible, addresses
 outside of a tensor's memory, and barriers at which too many arrive.
 
-Layouts are not looked at: the compiler checks them (tests/unit/test_aot.py). A role is one thread, so
-barriers between its warps are not missed where they are missing; nor is the order of memory between
-programs, as of an atomic addition that should release what comes before it. A GPU shows the rest
+Layouts are not looked at: the compiler checks them (tests/unit/test_aot.py). A role is one thread,
+so nothing shows that a barrier between its warps is missing, nor whether memory is in order between
+programs, as by an atomic addition that releases what comes before it. A GPU shows the rest
 (tests/gpu/test_hopper.py).
 """
 

@@ -1,8 +1,8 @@
 """Hopper's own kernels on a Hopper GPU: tiles and rings against the float64 spec.
 
-The stand-in of tests/interpreted/test_hopper.py shows neither layouts, nor barriers between the warps
-of a role, nor the order of memory. The most telling come first. Most of the time is compiling: 2 s
-a kernel.
+The stand-in of tests/interpreted/test_hopper.py shows neither layouts, nor barriers between the
+warps of a role, nor the order of memory. The most telling come first. Most of the time is
+compiling: 2 s a kernel.
 """
 
 from __future__ import annotations
