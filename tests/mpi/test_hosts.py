@@ -28,7 +28,9 @@ _SURVEY = str(Path(__file__).parent / "programs" / "host_survey.py")
 # On a busy machine four ranks take long to start.
 _START_S = 120.0
 # From a call's deadline to the end of the rank's process.
-_LEAVING_S = 5.0
+_LEAVING_S = 5.0  # for ranks to end
+# For launchers, and what they leave: these take seconds of their own on a machine with other work.
+_LAUNCHER_S = 30.0
 _STALL_S, _TIMEOUT_S = 2.0, 4.0  # of the program
 _CONFIG = TrainConfig(
     seq_len=251, batch=2, layers=2, dim=32, heads=4, kv_heads=2, steps=4, warmup=2,
@@ -72,7 +74,7 @@ def test_training_and_its_telemetry(tmp_path: Path, losses: list[float], by: By)
         settings = {"BURST_RT_RECORD": str(tmp_path / "record")}
         for job in _start(here, by, _train_command("run"), settings):
             assert job.wait(_START_S) == 0, job.text
-        here.wait_until_empty(_LEAVING_S)
+        here.wait_until_empty(_LAUNCHER_S)
     assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-4)
     shown = replay(Record(tmp_path / "record")).snapshot()
     assert [rank.host for rank in shown.ranks] == ["node1", "node1", "node2", "node2"]
@@ -122,7 +124,7 @@ def _wait_for_calls(folder: Path, jobs: list[Running]) -> None:
     """Blocks until all four ranks of the program are in mid-call."""
     deadline_s = time.monotonic() + _START_S
     while len(list(folder.glob("begun-*"))) < 4:
-        ended = [job for job in jobs if job.process.poll() is not None and job.wait(_LEAVING_S)]
+        ended = [job for job in jobs if job.process.poll() is not None and job.wait(_LAUNCHER_S)]
         assert not ended, ended[0].text
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -172,7 +174,7 @@ def test_a_link_that_is_cut_in_mid_call(tmp_path: Path, by: By) -> None:
         within_s = max(_STALL_S, _TIMEOUT_S) + _LEAVING_S
         here.wait_until_empty(within_s, but=("mpirun", "prte", "ssh") if by == "mpirun" else ())
         if by == "torchrun":
-            assert [job.wait(_LEAVING_S) for job in jobs] == [1, 1], jobs[0].text
+            assert [job.wait(_LAUNCHER_S) for job in jobs] == [1, 1], jobs[0].text
     ends = _ends(tmp_path, cut_s)
     # Once a rank has failed, its host's other one may be ended before it finds out itself.
     assert {rank // 2 for rank in ends} == {0, 1}, ends
@@ -193,12 +195,12 @@ def test_a_host_that_is_lost_under_torchrun_and_a_dashboard(tmp_path: Path) -> N
             "print(u.urlopen('http://127.0.0.1:9470/metrics').read().decode())"
         )
         page = here.start("node1", [sys.executable, "-I", "-c", fetch])
-        assert page.wait(_LEAVING_S) == 0, page.text
+        assert page.wait(_LAUNCHER_S) == 0, page.text
         here.do("kill_host 2")
         lost_s = time.time()
         # The first host is told, the second is gone.
-        assert jobs[0].wait(_LEAVING_S) == 1, jobs[0].text
-        here.wait_until_empty(_LEAVING_S)
+        assert jobs[0].wait(_LAUNCHER_S) == 1, jobs[0].text
+        here.wait_until_empty(_LAUNCHER_S)
     for rank in range(4):
         labels = f'host="node{rank // 2 + 1}",rank="{rank}",status="live"'
         assert f"burst_rt_rank_status{{{labels}}} 1.0" in page.out, page.out
@@ -206,6 +208,7 @@ def test_a_host_that_is_lost_under_torchrun_and_a_dashboard(tmp_path: Path) -> N
     ends = _ends(tmp_path, lost_s)
     assert set(ends) <= {0, 1}, ends
     assert {end.error for end in ends.values()} == {"PeerLost"}, ends
+    assert min(end.after_s for end in ends.values()) < _LEAVING_S, ends
     _assert_that_node2_was_lost(record)
 
 
@@ -226,8 +229,8 @@ def test_a_host_that_is_lost_under_mpirun_and_a_hub_elsewhere(tmp_path: Path) ->
         job = here.start("login", [*command, f"--mpi-arg={here.hostfile()}", _TROUBLE])
         _wait_for_calls(tmp_path, [job])
         here.do("kill_host 2")
-        assert job.wait(_LEAVING_S) != 0, job.text
-        here.wait_until_empty(_LEAVING_S)
+        assert job.wait(_LAUNCHER_S) != 0, job.text
+        here.wait_until_empty(_LAUNCHER_S)
     err = job.err.replace("\0", "")  # Open MPI's abort leaves a NUL byte in the output
     assert re.search("^burst-rt: .*rank [23] lost: its connection closed", err, re.M), job.text
     _assert_that_node2_was_lost(record)
@@ -245,12 +248,12 @@ def test_a_job_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
         job = here.start("login", command)
         deadline_s = time.monotonic() + _START_S
         while not run.exists() or not (run / "checkpoints" / "step-00000010").exists():
-            assert job.process.poll() is None, (job.wait(_LEAVING_S), job.text)
+            assert job.process.poll() is None, (job.wait(_LAUNCHER_S), job.text)
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         here.do("kill_host 2")
         assert job.wait(_START_S) == 0, job.text
-        here.wait_until_empty(_LEAVING_S)
+        here.wait_until_empty(_LAUNCHER_S)
     assert "burst-rt: no answer from node2; the other hosts have slots for 2 of 4 ranks" in job.err
     options = RunOptions(out=tmp_path / "one", progress="none")
     config = replace(_CONFIG, steps=steps)
