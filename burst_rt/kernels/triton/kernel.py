@@ -7,7 +7,7 @@ before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -372,13 +372,11 @@ def _one_pass(
     config = chosen.one_pass_config(q.device, (q.shape[3], v.shape[3]), q.dtype)
     if config is None or tile.only or any(x is None for x in grads):
         return None
-    options = tile.score_options
-    plain = options.softcap is None and options.alibi_slopes is None
-    if not (plain and fit_descriptors(*qkv, upstream.dout)):
-        return None
-    alike = same_tables(tile)
+    alike, options = same_tables(tile), tile.score_options
     spans = spans_of_tile(alike, q.device)
-    lists = ordered_lists(alike, config.blocks, q.device) if spans.width == 1 else None
+    if not _takes_producer("backward", (*qkv, upstream.dout), options, spans.width):
+        return None
+    lists = ordered_lists(alike, config.blocks, q.device)
     if lists is None:
         return None
     arguments = TileArguments(
@@ -388,16 +386,20 @@ def _one_pass(
     return arguments, config
 
 
-def _takes_producer(kind: str, qkv: QKV, options: ScoreOptions, width: int) -> bool:
-    """`takes_producer` for a tile. width: WIDTH of `work.py`."""
-    q, _, v = qkv
-    return kind == "forward" and takes_producer(
+def _takes_producer(
+    kind: str, inputs: Sequence[torch.Tensor], options: ScoreOptions, width: int
+) -> bool:
+    """`takes_producer` for a tile. inputs: q, k, v, and what else is loaded in blocks. width: WIDTH
+    of `work.py`.
+    """
+    q, _, v, *_ = inputs
+    return kind in ("forward", "backward") and takes_producer(
         kind,
         chosen.arch_or_none(q.device),
         (q.shape[3], v.shape[3]),
         q.itemsize,
         width=width,
-        plain=options.softcap is None and options.alibi_slopes is None and fit_descriptors(*qkv),
+        plain=options.softcap is None and options.alibi_slopes is None and fit_descriptors(*inputs),
     )
 
 
