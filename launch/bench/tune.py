@@ -38,14 +38,8 @@ from burst_rt.planning.masks import Causal, Full
 from burst_rt.remembered import forget
 
 __all__ = [
-    "KernelRequest",
-    "Trial",
-    "best_of",
-    "compile_beside",
-    "faster_if_right",
-    "main",
-    "paste",
-]
+    "KernelRequest", "Trial", "best_of", "compile_beside", "faster_if_right", "main", "paste",
+]  # fmt: skip
 
 # Minimum gain: a smaller one is noise, and the table's own configuration stays.
 _WORTH = 0.02
@@ -225,7 +219,8 @@ def _tune(tuning: Tuning, search: Search, arch: int, out_of_time: Callable[[], b
     if best is None:
         return Tuned(trials, None)
     if kind == "backward":
-        best = faster_if_right(tuning.device, dtype, trials, best)
+        if best is not trials[0]:
+            best = faster_if_right(tuning.device, dtype, trials, best, settle=_settle)
         line = f"backward: in {'one pass' if best.config.loads == 'producer' else 'two passes'}"
     else:
         line = paste(kind, arch, head_dim, trials, best)
@@ -341,23 +336,30 @@ def confirmed(
 
 
 def faster_if_right(
-    device: torch.device, dtype: torch.dtype, trials: list[Trial], best: Trial
+    device: torch.device,
+    dtype: torch.dtype,
+    trials: list[Trial],
+    best: Trial,
+    settle: Callable[[], None] = lambda: None,
 ) -> Trial:
     """The faster of the backwards in one pass and in two, if both give the same in all that calls
     ask of them; else that in two, and the other trial gets the reason instead of its seconds.
 
-    trials: that in two passes first.
+    trials: that in two passes, and `best`. settle: waits for the device.
     """
     apart = 0.0
-    if best is not trials[0]:
+    try:
         for new_sums in ("", "q", "kv"):
             given = sums_of(device, dtype, trials[0].config, new_sums)
             found = sums_of(device, dtype, best.config, new_sums)
+            settle()
             apart = max(apart, *map(_apart, found, given))
+    except Stuck as error:
+        trials[1:] = [Trial(best.config, None, str(error), stuck=True)]
+        return trials[0]
     if apart < _SAME[dtype]:
         return best
-    wrong = f"wrong: differs by {apart:.1e} from two passes, for grouped heads and documents"
-    trials[1:] = [Trial(best.config, None, wrong)]
+    trials[1:] = [Trial(best.config, None, f"wrong: differs by {apart:.1e} from two passes")]
     return trials[0]
 
 
@@ -415,9 +417,10 @@ def trials_of(
 
 
 def _apart(x: torch.Tensor, right: torch.Tensor) -> float:
-    """The relative difference in the Frobenius norm; nan where a result has a nan."""
+    """The relative difference in the Frobenius norm; infinite where a result has a NaN."""
     right = right.double()
-    return float(torch.linalg.vector_norm(x.double() - right) / torch.linalg.vector_norm(right))
+    apart = torch.linalg.vector_norm(x.double() - right) / torch.linalg.vector_norm(right)
+    return float(apart.nan_to_num(nan=torch.inf))  # the maximum of others and NaN may be either
 
 
 def _seconds(run: Callable[[], None], repeats: int) -> float:

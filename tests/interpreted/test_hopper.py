@@ -104,6 +104,7 @@ def test_it_is_taken_only_if_it_gives_what_two_passes_give(
     assert len(launches) == 3
     for module, old, new in (
         ("turns", "store(b_delta)", "store(b_lse)"),
+        ("backward_hopper", "_put(b_dv, dv", "_put(b_dv / 0.0 * 0.0, dv"),  # NaN
         ("turns", "in_head = head.to(gl.int64) * rows.q_len + o_m", "in_head = o_m"),
         ("backward_hopper", "        dq.zero_()\n", "        pass\n"),
     ):
