@@ -29,7 +29,7 @@ from burst_rt.kernels.triton.configs import (
     default_config,
     takes_more,
 )
-from burst_rt.kernels.triton.launch import Meta
+from burst_rt.kernels.triton.launch import Meta, options_of
 
 if TYPE_CHECKING:
     import triton
@@ -189,13 +189,13 @@ def _compile(request: Request) -> Compiled:
     config = config._replace(loads=request.loads or config.loads)
     constants = _constants(request, config)
     meta = Meta(**{name: constants[name] for name in Meta._fields})
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options = options_of(config.num_warps, num_stages=config.num_stages)
     if config.loads == "producer":
         from triton.experimental.gluon._runtime import GluonASTSource as Source
 
         kernel, meta, num_warps = _with_producer(request.kind, meta)
         constants["STAGES"] = config.num_stages
-        options = {"num_warps": num_warps}
+        options = options_of(num_warps)
     else:
         from triton.compiler import ASTSource as Source
 

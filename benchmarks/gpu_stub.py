@@ -219,6 +219,9 @@ def forget_all() -> None:
         delta.delta_kernel, dkdv.dkdv_kernel, dq.dq_kernel, forward.forward_kernel,
         forward_hopper.forward_hopper_kernel, backward_hopper.backward_hopper_kernel,
     ):  # fmt: skip
+        for compiled, *_ in kernel.device_caches.values():
+            for each in compiled.values():
+                each.module = None  # else Triton 3.8 asks the driver to unload it
         kernel.device_caches.clear()
 
 

@@ -128,8 +128,7 @@ class _Shared:
     def permute(self, order: Sequence[int]) -> _Shared:
         return _Shared(self.memory.permute(*order), self.root)
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> _Shared:
-        assert dtype == self.dtype
+    def reshape(self, shape: Sequence[int]) -> _Shared:
         return _Shared(self.memory.view(*shape), self.root)
 
     def load(self, layout: Any) -> _Block:

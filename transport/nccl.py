@@ -3,9 +3,13 @@
 A communicator is CuPy's (`CupyCommunicator`) or torch's own (`torch_nccl.py`). Only host work
 happens here: the stream orders everything. NCCL's communicators start and end blocking and have no
 deadline of their own, so threads start and end them, and the caller waits for the thread with a
-deadline. A communicator that hangs is aborted (`cancel`), which also ends its kernels. Two ranks
-connect in their first exchange, which blocks the host without a deadline too; `first_pairs` names
-the ranks to exchange something with from the start.
+deadline. A communicator that hangs is aborted (`cancel`), which also ends its kernels.
+
+Two ranks connect in their first exchange, which blocks the host without a deadline too. Neighbours
+in the ring do so while the ranks join (`first_pairs`). Others do so in the call that first needs
+them, which is watched (`entered_s`): a connection takes device memory that a ring has no use for.
+They do not connect in the background: there NCCL's work would come between that of the program's
+own communicators, in another order on each rank, and ranks could wait for each other for ever.
 
 CuPy's `nccl` module is an argument, so that tests can record the calls. Nothing here imports CuPy
 or needs a GPU.
@@ -34,10 +38,6 @@ __all__ = [
 # ncclUint8 of nccl.h: messages are bytes.
 _UINT8 = 1
 _CLOSE_DEADLINE_S = 5.0
-# Maximum world size in which every pair of ranks is connected from the start. In larger worlds that
-# would take many rounds, and device memory for connections that only all-to-alls use; there only
-# neighbours in the ring are connected.
-_ALL_PAIRS_UP_TO = 64
 # CuPy's NcclError is a RuntimeError. CuPy's table of results ends at 6; for a result of 7 or more
 # CuPy raises KeyError while it makes the NcclError.
 _ERRORS = (RuntimeError, KeyError)
@@ -74,11 +74,11 @@ def unique_id_bytes(nccl: Nccl) -> bytes:
 
 
 def first_pairs(rank: int, size: int) -> list[tuple[int, int]]:
-    """The rounds in which ranks connect: in each, the ranks to send to and to receive from.
+    """The rounds in which neighbours connect: in each, the ranks to send to and to receive from.
 
     Every round fits on all ranks: the rank that this one sends to receives in the same round.
     """
-    shifts = range(1, size) if size <= _ALL_PAIRS_UP_TO else (1, size - 1)
+    shifts = sorted({1, size - 1} - {0, size})
     return [((rank + shift) % size, (rank - shift) % size) for shift in shifts]
 
 
@@ -152,7 +152,7 @@ class NcclTransport:
         enter_device: Callable[[], None],
         connect: Callable[[NcclTransport], None] = lambda _: None,
     ) -> None:
-        """Joins the communicator and connects the ranks. Collective.
+        """Joins the communicator and connects the neighbours in the ring. Collective.
 
         Blocks until all ranks have joined, at most `timeout_s`, then raises Stalled. Raises
         DeviceError with NCCL's message.

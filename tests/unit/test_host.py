@@ -16,11 +16,23 @@ from pathlib import Path
 import pytest
 import torch
 from standin import build_cuda_standin, with_standin
+from triton.compiler.errors import CompilationError
+from triton.experimental.gluon.language._core import builtin
 
 import burst_rt
 from benchmarks.gpu_stub import Case, StubGpu, counts_of, stub_context, stub_triton
 from burst_rt.errors import DeviceError, InputError
-from burst_rt.kernels.triton import kernel, start, tables
+from burst_rt.kernels.triton import (
+    backward_hopper,
+    chosen,
+    kernel,
+    producer,
+    start,
+    tables,
+    tuned,
+    turns,
+)
+from burst_rt.kernels.triton.configs import default_config
 from burst_rt.runtime.process import process
 from burst_rt.telemetry.messages import Group
 from burst_rt.telemetry.rank.call_log import CallLog, Totals
@@ -60,6 +72,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[_World]:
 
 
 _ONE = Case(1, heads=2, tokens=256, head_dim=64)
+_WIDE = Case(1, heads=2, tokens=256, head_dim=128)
 _RING = Case(4, heads=1, tokens=256, head_dim=64)
 
 
@@ -299,3 +312,43 @@ def test_what_is_kept_reaches_the_driver_as_triton_gives_it(
     assert len(forward) >= world_size
     assert len(backward) >= 3
     assert told[True] == [*forward, *forward, *backward]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_kernel_that_triton_cannot_compile_gives_way(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gluon without a function that Hopper's kernels call: calls take the others, and say so once.
+
+    `burst-rt bench tune`, which tries one kernel after another, has the error itself.
+    """
+
+    @builtin
+    def gone(*_: object, _semantic: object = None) -> None:
+        raise RuntimeError("the load has been removed")
+
+    # Triton's cache on disk does not ask what a name means.
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    for module in (producer, turns, backward_hopper):
+        monkeypatch.setattr(module, "async_load", gone)
+    monkeypatch.setattr(chosen, "_no_producer", [])
+    gpu = StubGpu()
+    q, k, v = (torch.randn(1, 256, 2, 128, dtype=torch.bfloat16) for _ in range(3))
+    wanted = default_config(kind, 90, 128, 2, producer=True)
+    others = {name: default_config(name, 90, 128, 2) for name in ("forward", "dq", "dkdv")}
+    found = others | {kind: wanted}
+    monkeypatch.setattr(chosen, "config_of", lambda kind, *_: found.get(kind))
+    with stub_triton(gpu.asked):
+        with tuned.trial_of(kind, wanted), pytest.raises(CompilationError):
+            _World(_WIDE, gpu)
+        assert chosen.why_no_producer() is None
+        with pytest.warns(
+            RuntimeWarning, match=r"the kernels with a producer \(RuntimeError: the load has been"
+        ) as said:
+            made = _World(_WIDE, gpu)
+        assert len(said) == 1
+        assert [counts["launches"] for counts in made.counts()] == [1, 3]
+        explained = burst_rt.explain(q, k, v, causal=True, layout=made.ctx.layout(256))
+        assert "cannot compile the kernels with a producer" in str(explained)
+        made.ctx.close()
+        process.open.discard(made.ctx.runtime)

@@ -144,19 +144,18 @@ def test_joining_has_a_deadline() -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 200])
-def test_the_rounds_in_which_ranks_connect_fit(size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
+def test_the_rounds_in_which_neighbours_connect_fit(size: int) -> None:
     """In each round every rank sends once and receives once, from who sends to it."""
     rounds = [first_pairs(rank, size) for rank in range(size)]
     for at in range(len(rounds[0])):
         assert [rounds[rounds[rank][at][0]][at][1] for rank in range(size)] == list(range(size))
     connected = {(rank, to) for rank in range(size) for to, _ in rounds[rank]}
     ring = {(rank, (rank + shift) % size) for rank in range(size) for shift in (1, -1)}
-    every_pair = {(a, b) for a in range(size) for b in range(size) if a != b}
-    assert connected == (every_pair if size <= 64 else ring)
+    assert connected == {(rank, to) for rank, to in ring if rank != to}
 
 
-def test_init_connects_every_pair_and_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_connects_neighbours_and_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         cuda_stream = 7
 

@@ -41,8 +41,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from burst_rt.kernels.base import QKV, Gradients, Upstream
 from burst_rt.kernels.triton import work
 from burst_rt.kernels.triton.configs import Config
-from burst_rt.kernels.triton.launch import Meta, TileArguments, meta_of, strides
-from burst_rt.kernels.triton.producer import phase_of
+from burst_rt.kernels.triton.launch import Meta, TileArguments, meta_of, options_of, strides
+from burst_rt.kernels.triton.producer import async_load, phase_of
 from burst_rt.kernels.triton.turns import (
     ADDERS,
     HandedBlock,
@@ -301,8 +301,8 @@ def backward_hopper_kernel(
         mbarrier.init(blocks.empty.index(i), count=1)
     fence_async_shared()
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [column, 0], kv_full, k_s.index(0))
-    tma.async_copy_global_to_shared(v_desc, [column, 0], kv_full, v_s.index(0))
+    async_load(k_desc, [column, 0], kv_full, k_s.index(0))
+    async_load(v_desc, [column, 0], kv_full, v_s.index(0))
 
     in_head = i_b * kv_heads * group + i_h  # number of the first head, over all batch rows
     blocks_of_head = gl.cdiv(q_len, META.BLOCK_M)
@@ -368,5 +368,5 @@ def launch_backward_hopper(
         *strides(dv),
         kv_heads, heads // kv_heads, arguments.q_len, arguments.kv_len, arguments.lists.by_row,
         arguments.scale, arguments.scale_log2,
-        META=meta, STAGES=config.num_stages, num_warps=NUM_WARPS,
+        META=meta, STAGES=config.num_stages, **options_of(NUM_WARPS),
     )  # fmt: skip

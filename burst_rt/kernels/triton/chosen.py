@@ -6,13 +6,17 @@ Here is also what else depends on the device alone.
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from importlib.metadata import version
 
 import torch
 
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config, takes_producer
 from burst_rt.kernels.triton.tables import CutOfTile
-from burst_rt.kernels.triton.tuned import config_of
+from burst_rt.kernels.triton.tuned import config_of, is_on_trial
 
 __all__ = [
     "arch_or_none",
@@ -20,10 +24,15 @@ __all__ = [
     "cuts_of",
     "one_pass_config",
     "processors",
+    "tried",
     "under_interpreter",
+    "why_no_producer",
 ]  # fmt: skip
 
 _INTERPRETED_PROCESSORS = 4
+
+# Why no call has a producer any more; empty until Triton cannot compile a kernel with one.
+_no_producer: list[str] = []
 
 
 def under_interpreter() -> bool:
@@ -72,13 +81,50 @@ def one_pass_config(
     Nobody has it by default: `burst-rt bench tune` finds out whether it is right and faster.
     """
     config = config_of("backward", device, max(head_dims), dtype)
-    if config is None or config.loads != "producer":
+    if config is None or config.loads != "producer" or _no_producer:
         return None
     return (
         config
         if takes_producer("backward", arch_or_none(device), head_dims, dtype.itemsize)
         else None
     )
+
+
+def why_no_producer() -> str | None:
+    """Why calls that could have a producer have none; None where they have."""
+    return _no_producer[0] if _no_producer else None
+
+
+@contextmanager
+def tried(config: Config) -> Iterator[None]:
+    """Inside, a kernel is started. Goes on behind the block where it has a producer and Triton
+    cannot compile it; then no call has a producer any more, which is said once as a warning.
+
+    Such kernels are written in Gluon, which changes between releases of Triton.
+    """
+    try:
+        yield
+    except Exception as error:
+        if config.loads != "producer" or is_on_trial(config) or not _is_compilers(error):
+            raise
+        if not _no_producer:
+            root: BaseException = error  # the last one says where, the first one what
+            while root.__cause__ is not None:
+                root = root.__cause__
+            _no_producer.append(
+                f"triton {version('triton')} cannot compile the kernels with a producer "
+                f"({type(root).__name__}: {root}); calls take slower ones, with the same results. "
+                "Install a triton from 3.6 to 3.9"
+            )
+            warnings.warn(_no_producer[0], RuntimeWarning, stacklevel=2)
+
+
+def _is_compilers(error: Exception) -> bool:
+    """Whether a kernel was not compiled, rather than not started."""
+    from triton.errors import TritonError
+
+    gone = (ImportError, AttributeError, TritonError)
+    return isinstance(error, gone) or "PassManager" in str(error)
 
 
 def arch_or_none(device: torch.device) -> int | None:

@@ -16,7 +16,7 @@ from burst_rt.kernels.base import QKV
 from burst_rt.kernels.decode import Partial, SeenColumns, lowest
 from burst_rt.kernels.triton.blocks import load_rows
 from burst_rt.kernels.triton.configs import Config, block_width
-from burst_rt.kernels.triton.launch import LOG2_E, strides
+from burst_rt.kernels.triton.launch import LOG2_E, options_of, strides
 from burst_rt.kernels.triton.scores import tanh
 from burst_rt.kernels.triton.tables import table_of_decode
 from burst_rt.kernels.triton.work import load_bounds, of_batch_row, seen_of
@@ -233,9 +233,9 @@ def launch_decode(
         V_HEAD_DIM=v_head_dim, BLOCK_DV=block_width(v_head_dim),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDTH=table.width, SOFTCAP=softcap is not None, INTERPRET=interpret,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        **options_of(config.num_warps, num_stages=config.num_stages),
     )  # fmt: skip
     combine_kernel[(num_rows,)](
         acc, m, l, *into, num_rows, num_splits, lowest(into.lse),
-        V_HEAD_DIM=v_head_dim, BLOCK_DV=block_width(v_head_dim), num_warps=1,
+        V_HEAD_DIM=v_head_dim, BLOCK_DV=block_width(v_head_dim), **options_of(1),
     )  # fmt: skip

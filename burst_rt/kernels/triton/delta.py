@@ -9,7 +9,7 @@ import triton.language as tl
 from burst_rt.kernels.base import Results
 from burst_rt.kernels.triton.blocks import load_rows
 from burst_rt.kernels.triton.configs import Config, block_width
-from burst_rt.kernels.triton.launch import strides
+from burst_rt.kernels.triton.launch import options_of, strides
 from burst_rt.kernels.triton.start import Launch, launch_of
 
 __all__ = ["delta_kernel", "launch_delta"]
@@ -99,6 +99,6 @@ def launch_delta(
     )  # fmt: skip
     compiled = delta_kernel[grid](
         dout, out, lse, dlse_or_lse, *rows, *rest,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        **options_of(config.num_warps, num_stages=config.num_stages),
     )  # fmt: skip
     return launch_of(compiled, grid, rest)

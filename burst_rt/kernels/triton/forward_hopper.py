@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from burst_rt.kernels.base import QKV, State
 from burst_rt.kernels.triton import work
 from burst_rt.kernels.triton.configs import Config
-from burst_rt.kernels.triton.launch import Meta, TileArguments, meta_of, strides
+from burst_rt.kernels.triton.launch import Meta, TileArguments, meta_of, options_of, strides
 from burst_rt.kernels.triton.producer import (
     ROWS,
     Line,
@@ -400,6 +400,6 @@ def launch_forward_hopper(
     )  # fmt: skip
     compiled = forward_hopper_kernel[grid](
         *qkv, *state, state.m if sinks is None else sinks, *rest,
-        META=meta, STAGES=config.num_stages, num_warps=NUM_WARPS,
+        META=meta, STAGES=config.num_stages, **options_of(NUM_WARPS),
     )  # fmt: skip
     return launch_of(compiled, grid, (*rest, meta, config.num_stages), arguments.tables[:2])

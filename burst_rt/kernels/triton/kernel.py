@@ -111,17 +111,19 @@ class TritonKernel(Kernel):
         return work.mask.has_spans and not one_pass
 
     def remarks(self, work: Work) -> tuple[str, ...]:
-        """See `Kernel.remarks`: whether block sizes come from `burst-rt bench tune`."""
+        """See `Kernel.remarks`: whether block sizes come from `burst-rt bench tune`, and whether
+        Triton could not compile a kernel.
+        """
         kinds = ("forward",) if work.forward else ("dq", "dkdv")
         head_dim = max(work.head_dims)
+        trouble = chosen.why_no_producer()
         tuned = {kind: config_of(kind, work.device, head_dim, work.dtype) for kind in kinds}
         if not work.forward:
             one_pass = chosen.one_pass_config(work.device, work.head_dims, work.dtype)
             tuned["backward in one pass"] = one_pass
-        if not any(tuned.values()):
-            return ()
         told = ", ".join(f"{kind} {config}" for kind, config in tuned.items() if config)
-        return (f"blocks tuned on this machine: {told}",)
+        blocks = f"blocks tuned on this machine: {told}" if told else None
+        return tuple(remark for remark in (blocks, trouble) if remark)
 
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
@@ -161,16 +163,16 @@ class TritonKernel(Kernel):
         self, qkv: QKV, tile: Tile, state: State, cells: torch.Tensor | None
     ) -> Launch | None:
         check_state(state)
-        (arguments, config), out = _arguments("forward", qkv, tile, cells), state.out
-        launch: Callable[..., Launch | None]
-        if config.loads == "producer":
-            from burst_rt.kernels.triton.forward_hopper import launch_forward_hopper as launch
-        else:
-            from burst_rt.kernels.triton.forward import launch_forward as launch
-        if arguments.interpret and tile.last and out.dtype != torch.float32:
+        out = state.out
+        if chosen.under_interpreter() and tile.last and out.dtype != torch.float32:
             # The interpreter rounds towards zero when it stores 16-bit numbers; torch does not.
             out = torch.empty_like(state.acc, dtype=torch.float32)
-        started = start(out.device, launch, qkv, state._replace(out=out), arguments, config)
+        while True:
+            arguments, config = _arguments("forward", qkv, tile, cells)
+            with chosen.tried(config):
+                launch = _forward_launcher(config)
+                started = start(out.device, launch, qkv, state._replace(out=out), arguments, config)
+                break
         if out is not state.out:
             state.out.copy_(out)
         tile.progress()
@@ -263,10 +265,7 @@ class TritonKernel(Kernel):
         check_dense(upstream.lse, upstream.delta)
         device, given = qkv.q.device, grads
         one_pass = None if cells is not None else _one_pass(qkv, upstream, tile, grads)
-        if one_pass is not None:
-            from burst_rt.kernels.triton.backward_hopper import launch_backward_hopper
-
-            start(device, launch_backward_hopper, qkv, upstream, grads, *one_pass)
+        if one_pass is not None and _started_in_one_pass(qkv, upstream, grads, *one_pass):
             tile.progress()
             return
         if chosen.under_interpreter() and tile.only:
@@ -337,6 +336,16 @@ class TritonKernel(Kernel):
         return 0
 
 
+def _forward_launcher(config: Config) -> Callable[..., Launch | None]:
+    if config.loads == "producer":
+        from burst_rt.kernels.triton.forward_hopper import launch_forward_hopper
+
+        return launch_forward_hopper
+    from burst_rt.kernels.triton.forward import launch_forward
+
+    return launch_forward
+
+
 def _arguments(
     kind: str, qkv: QKV, tile: Tile, cells: torch.Tensor | None
 ) -> tuple[TileArguments, Config]:
@@ -386,6 +395,18 @@ def _one_pass(
     return arguments, config
 
 
+def _started_in_one_pass(
+    qkv: QKV, upstream: Upstream, grads: Gradients, arguments: TileArguments, config: Config
+) -> bool:
+    """Starts the backward in one pass; False where Triton cannot compile it."""
+    with chosen.tried(config):
+        from burst_rt.kernels.triton.backward_hopper import launch_backward_hopper
+
+        start(qkv.q.device, launch_backward_hopper, qkv, upstream, grads, arguments, config)
+        return True
+    return False
+
+
 def _takes_producer(
     kind: str, inputs: Sequence[torch.Tensor], options: ScoreOptions, width: int
 ) -> bool:
@@ -393,7 +414,8 @@ def _takes_producer(
     of `work.py`.
     """
     q, _, v, *_ = inputs
-    return kind in ("forward", "backward") and takes_producer(
+    possible = kind in ("forward", "backward") and not chosen.why_no_producer()
+    return possible and takes_producer(
         kind,
         chosen.arch_or_none(q.device),
         (q.shape[3], v.shape[3]),

@@ -17,8 +17,8 @@ from burst_rt.kernels.triton.tables import Lists, SpanTable
 
 __all__ = [
     "LOG2_E", "Meta", "OfBackward", "TileArguments", "both_of", "check_dense", "check_places",
-    "check_state", "constants_of", "fit_descriptors", "meta_of", "of_forward", "strides",
-    "uses_descriptors",
+    "check_state", "constants_of", "fit_descriptors", "meta_of", "of_forward", "options_of",
+    "strides", "uses_descriptors",
 ]  # fmt: skip
 
 LOG2_E = 1.4426950408889634
@@ -145,7 +145,16 @@ def constants_of(
     others: fields of `Meta` that one kernel alone has.
     """
     meta = meta_of(arguments, config, *inputs, **others)
-    return {"META": meta, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    return {"META": meta, **options_of(config.num_warps, num_stages=config.num_stages)}
+
+
+def options_of(num_warps: int, **others: int) -> dict[str, int]:
+    """The options with which every kernel is compiled.
+
+    A product and a sum are one instruction. Triton 3.9 warns where nobody says whether they are,
+    and announces two for 3.10.
+    """
+    return {"num_warps": num_warps, "enable_fp_fusion": True, **others}
 
 
 def meta_of(

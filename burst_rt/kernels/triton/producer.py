@@ -20,12 +20,16 @@ __all__ = [
     "ROWS",
     "Buffers",
     "Line",
+    "async_load",
     "buffers_of",
     "first_of",
     "next_of",
     "phase_of",
     "produce",
 ]
+
+# Triton 3.8 gave the copy engine's load this name. In 3.9 the old one is there, and only raises.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 ROWS = gl.constexpr(64)  # rows of a consumer: four warps multiply 64 (wgmma of the PTX ISA)
 
@@ -132,9 +136,7 @@ def produce(q_desc, k_desc, v_desc, q_s, q_full, buffers, line, row, META: gl.co
     if line.whole < line.end:  # else no consumer waits for the queries
         for i in gl.static_range(2):
             mbarrier.expect(q_full.index(i), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_desc, [row + i * ROWS, 0], q_full.index(i), q_s.index(i)
-            )
+            async_load(q_desc, [row + i * ROWS, 0], q_full.index(i), q_s.index(i))
     place = first_of(line)
     number = 0
     while place.run < line.end:
@@ -146,13 +148,9 @@ def produce(q_desc, k_desc, v_desc, q_s, q_full, buffers, line, row, META: gl.co
         column = place.block * META.BLOCK_N
         mbarrier.wait(buffers.k_empty.index(stage), free)
         mbarrier.expect(buffers.k_full.index(stage), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            k_desc, [column, 0], buffers.k_full.index(stage), buffers.k.index(stage)
-        )
+        async_load(k_desc, [column, 0], buffers.k_full.index(stage), buffers.k.index(stage))
         mbarrier.wait(buffers.v_empty.index(stage), free)
         mbarrier.expect(buffers.v_full.index(stage), v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            v_desc, [column, 0], buffers.v_full.index(stage), buffers.v.index(stage)
-        )
+        async_load(v_desc, [column, 0], buffers.v_full.index(stage), buffers.v.index(stage))
         place = next_of(line, place)
         number += 1

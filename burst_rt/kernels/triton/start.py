@@ -32,7 +32,7 @@ Layouts: TypeAlias = tuple[object, ...]
 
 # Triton's versions whose compiled kernels were read to take addresses and a stream. With others
 # nothing is kept.
-_KEEPING = ((3, 6), (3, 7))
+_KEEPING = ((3, 6), (3, 7), (3, 8), (3, 9))
 # Maximum number of launches that are kept for one task.
 _MOST_ENTRIES = 64
 

@@ -26,7 +26,7 @@ from burst_rt.kernels.triton.configs import (
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.remembered import recall, remember
 
-__all__ = ["TUNED", "candidates", "config_of", "keep", "trial_of"]
+__all__ = ["TUNED", "candidates", "config_of", "is_on_trial", "keep", "trial_of"]
 
 # The kernels whose blocks are worth tuning.
 TUNED = ("forward", "dq", "dkdv")
@@ -67,6 +67,11 @@ def trial_of(kind: str, config: Config) -> Iterator[None]:
         yield
     finally:
         del _trial[kind]
+
+
+def is_on_trial(config: Config) -> bool:
+    """Whether `trial_of` tries this configuration now."""
+    return config in _trial.values()
 
 
 def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Config]:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from burst_rt.kernels.triton.producer import phase_of
+from burst_rt.kernels.triton.producer import async_load, phase_of
 
 __all__ = [
     "ADDERS", "HandedBlock", "Queries", "QueryBuffers", "Walk", "add_in_turn", "next_of_walk",
@@ -74,7 +74,7 @@ def next_of_walk(line, head, block):
 @gluon.jit
 def _into(x, desc):
     """A buffer as the copy engine sees it: with the head as an axis of its own."""
-    return x._reinterpret(x.dtype, desc.block_type.shape, desc.layout)
+    return x.reshape(desc.block_type.shape)
 
 
 @gluon.jit
@@ -95,12 +95,8 @@ def produce_queries(q_desc, dout_desc, rows, blocks, line, META: gl.constexpr):
         b_delta = gl.load(rows.p_delta + in_head, mask=inside, other=0.0)
         mbarrier.wait(blocks.empty.index(stage), phase_of(number, STAGES) ^ 1)
         mbarrier.expect(full, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            q_desc, [head, row, 0], full, _into(blocks.q.index(stage), q_desc)
-        )
-        tma.async_copy_global_to_shared(
-            dout_desc, [head, row, 0], full, _into(blocks.dout.index(stage), dout_desc)
-        )
+        async_load(q_desc, [head, row, 0], full, _into(blocks.q.index(stage), q_desc))
+        async_load(dout_desc, [head, row, 0], full, _into(blocks.dout.index(stage), dout_desc))
         blocks.lse.index(stage).store(b_lse * 1.4426950408889634)
         blocks.delta.index(stage).store(b_delta)
         if META.MASKED:
