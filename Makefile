@@ -19,7 +19,7 @@ RUN := $(call stamp,$(RUN_EXTRAS))
 # Where EXTRAS has both, as in CI, one installation is enough.
 DOCS := $(if $(and $(findstring docs,$(EXTRAS)),$(findstring hf,$(EXTRAS))),$(ALL),$(call stamp,docs$(comma)hf))
 
-.PHONY: help run test test-all test-mpis test-masks test-newest check lint types tree docs unit other-cpus other-transformers builds other-trainers faults seeds findings bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-mpis test-masks test-newest test-tritons check lint types tree docs unit other-cpus other-transformers builds other-trainers faults seeds findings bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -117,6 +117,17 @@ other-transformers: $(ALL) ## models of transformers, with the oldest release th
 		'tests/mpi/test_models.py::test_models_are_those_of_one_process[2]' \
 		'tests/mpi/test_generate.py::test_generated_text_is_that_of_one_process[2]' \
 		tests/unit/test_hf.py tests/unit/test_hf_cache.py tests/unit/test_hf_lengths.py
+
+# Oldest to newest; .venv has one between. The interpreter of 3.6 needs an older numpy.
+TRITONS := 3.6.0 3.8.0 3.9.0
+NEWEST_TRITON := .venv-triton-$(lastword $(TRITONS))
+
+test-tritons: $(ALL) ## kernels and their launches with the oldest and the newest releases of Triton that are supported; 5 minutes
+	for version in $(TRITONS); do \
+		$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-triton-$$version triton==$$version || exit 1; \
+		export PYTHONPATH=$(CURDIR)/.venv-triton-$$version; \
+		$(BIN)/python -m benchmarks aot && $(BIN)/pytest tests/unit/test_host.py || exit 1; done
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(NEWEST_TRITON) $(BIN)/pytest $(PARALLEL) tests/interpreted
 
 # What the modules of theirs that are tried import, and no more.
 OTHER_TRAINERS := nemo-automodel==0.7.0 torchtitan==0.3.0 torchdata==0.11.0 torch-checkpointing==0.1.1 spmd-types==0.2.3 tyro==1.0.17 \

@@ -399,7 +399,7 @@ class _Function:
         return self.fn(*args, **kwargs)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
             _run_grid(grid[0], lambda: self.fn(*map(_argument, args), **constants))
 
         return launch

@@ -323,14 +323,13 @@ def test_a_kernel_that_triton_cannot_compile_gives_way(
     `burst-rt bench tune`, which tries one kernel after another, has the error itself.
     """
 
-    @builtin
-    def gone(*_: object, _semantic: object = None) -> None:
+    def removed(*_: object, _semantic: object = None) -> None:
         raise RuntimeError("the load has been removed")
 
     # Triton's cache on disk does not ask what a name means.
     monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
     for module in (producer, turns, backward_hopper):
-        monkeypatch.setattr(module, "async_load", gone)
+        monkeypatch.setattr(module, "async_load", builtin(removed))
     monkeypatch.setattr(chosen, "_no_producer", [])
     gpu = StubGpu()
     q, k, v = (torch.randn(1, 256, 2, 128, dtype=torch.bfloat16) for _ in range(3))

@@ -20,11 +20,11 @@ from burst_rt.kernels.triton.tuned import config_of, is_on_trial
 
 __all__ = [
     "arch_or_none",
+    "attempt",
     "config_for",
     "cuts_of",
     "one_pass_config",
     "processors",
-    "tried",
     "under_interpreter",
     "why_no_producer",
 ]  # fmt: skip
@@ -96,7 +96,7 @@ def why_no_producer() -> str | None:
 
 
 @contextmanager
-def tried(config: Config) -> Iterator[None]:
+def attempt(config: Config) -> Iterator[None]:
     """Inside, a kernel is started. Goes on behind the block where it has a producer and Triton
     cannot compile it; then no call has a producer any more, which is said once as a warning.
 
@@ -113,8 +113,8 @@ def tried(config: Config) -> Iterator[None]:
                 root = root.__cause__
             _no_producer.append(
                 f"triton {version('triton')} cannot compile the kernels with a producer "
-                f"({type(root).__name__}: {root}); calls take slower ones, with the same results. "
-                "Install a triton from 3.6 to 3.9"
+                f"({type(root).__name__}: {root}); calls take those without, which are as exact "
+                "and may be slower. Install a triton from 3.6 to 3.9"
             )
             warnings.warn(_no_producer[0], RuntimeWarning, stacklevel=2)
 

@@ -169,7 +169,7 @@ class TritonKernel(Kernel):
             out = torch.empty_like(state.acc, dtype=torch.float32)
         while True:
             arguments, config = _arguments("forward", qkv, tile, cells)
-            with chosen.tried(config):
+            with chosen.attempt(config):
                 launch = _forward_launcher(config)
                 started = start(out.device, launch, qkv, state._replace(out=out), arguments, config)
                 break
@@ -399,7 +399,7 @@ def _started_in_one_pass(
     qkv: QKV, upstream: Upstream, grads: Gradients, arguments: TileArguments, config: Config
 ) -> bool:
     """Starts the backward in one pass; False where Triton cannot compile it."""
-    with chosen.tried(config):
+    with chosen.attempt(config):
         from burst_rt.kernels.triton.backward_hopper import launch_backward_hopper
 
         start(qkv.q.device, launch_backward_hopper, qkv, upstream, grads, arguments, config)
