@@ -367,7 +367,7 @@ class _Queries:
     """Some rows of the query side, in the form that the fused backward takes.
 
     q, dout and out (O' of `stand_in.py`) are `[batch, heads, q, d]`, lse `[batch, heads, q]`.
-    first: the rows' first row in the tile. extra: whether the rows have one channel more. It is
+    first: the rows' first row in the tile. extra: whether the rows have a channel more. It is
     needed where a row of dout is 0, or nearly, and the row's delta is not (a gradient of lse
     alone).
     """
@@ -384,9 +384,9 @@ class _Queries:
         self.extra = stand_in is None
         if stand_in is None:
             # The channel more is 1 in dout and delta in O', so that it carries delta whatever dout
-            # is; in q, k and v it is 0.
-            stand_in = pad(delta.unsqueeze(-1), (self.q.shape[3], 0))
-            self.q, self.dout = pad(self.q, (0, 1)), pad(self.dout, (0, 1), value=1.0)
+            # is; in q, k and v it is 0. Three more are 0 everywhere (see `attend_few_keys`).
+            stand_in = pad(delta.unsqueeze(-1), (self.q.shape[3], 3))
+            self.q, self.dout = pad(self.q, (0, 4)), pad(pad(self.dout, (0, 1), value=1.0), (0, 3))
         self.out = stand_in.to(dtype)
 
 
@@ -397,7 +397,7 @@ def _backward_part(
     dtype = queries.q.dtype
     k, v = _alike(*(_keys(x, call, dtype) for x in (qkv.k, qkv.v)))
     if queries.extra:
-        k, v = pad(k, (0, 1)), pad(v, (0, 1))
+        k, v = pad(k, (0, 4)), pad(v, (0, 4))
     causal, _, mask = _hidden(qkv.q, tile, call, queries.lse.dtype)
     sides = (queries.dout, queries.q, queries.out, queries.lse)
     dout, q, out, lse = (_blocks(x, 2, at_rows, call) for x in sides)

@@ -185,7 +185,10 @@ def attend_few_keys(
     top, info = s.amax(-1, keepdim=True), torch.finfo(work)
     # exp(-inf - -inf) would be NaN: such a row sees no key.
     p = s.sub_(top.clamp_min(info.min)).exp_()
-    # By one product the sum of p is rounded as the sums of p * v are.
-    out, total = (p @ pad(v, (0, 1), value=1.0)).split((v.shape[3], 1), -1)
+    # By one product the sum of p is rounded as the sums of p * v are. Where rows are no multiple of
+    # 16 bytes, MKL may round a head's products by its place among the heads.
+    head_dim = v.shape[3]
+    products = p @ pad(v, (0, 4 - head_dim % 4), value=1.0)
+    out, total = products[..., :head_dim], products[..., head_dim, None]
     lse = (top + total.log()).squeeze(-1)
     return (out / total.clamp_min(info.tiny)).to(q.dtype), lse

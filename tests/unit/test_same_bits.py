@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 from covering import drawn
 from drawn_masks import drawn_mask
 from hypothesis import strategies
-from worlds import Case, attend_over_threads
+from worlds import Case, Inputs, attend
 
-from burst_rt import Causal, Documents
+import burst_rt
+from burst_rt import BlockSparse, Causal, Documents
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -26,9 +28,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _assert_same_bits(case: Case, world_size: int) -> None:
-    alone = attend_over_threads(1, case.but(strategy="auto"))
-    spread = attend_over_threads(world_size, case.but(strategy="all-to-all"))
+def _assert_same_bits(case: Case, world_size: int, inputs: Inputs | None = None) -> None:
+    given = inputs or case.inputs()
+    alone, spread = (
+        burst_rt.run_local(ranks, partial(attend, case=case.but(strategy=strategy), inputs=given))[
+            0
+        ]
+        for ranks, strategy in ((1, "auto"), (world_size, "all-to-all"))
+    )
     names = ("out", "lse", "dq", "dk", "dv")  # the gradient of sinks is a sum over ranks
     for name, x, y in zip(names, alone, spread, strict=False):
         assert x is not None
@@ -70,3 +77,14 @@ def test_a_lone_head_and_a_document_of_one_token(dtype: torch.dtype) -> None:
     case = Case(1000, heads=4, head_dim=32, mask=mask, dtype=dtype)
     _assert_same_bits(case, 4)
     _assert_same_bits(case.but(softcap=5.0), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_few_keys_and_a_gradient_of_lse_alone(dtype: torch.dtype) -> None:
+    """What is computed with a channel more: products of few keys, and rows whose dout is 0."""
+    seen = torch.rand(25, 25, generator=torch.Generator().manual_seed(0)) < 0.3
+    mask = BlockSparse(seen, 4) & Documents([31, 3, 33, 9, 18, 3])
+    _assert_same_bits(Case(97, heads=12, head_dim=24, dtype=dtype, mask=mask), 4)
+    case = Case(97, heads=12, head_dim=24, dtype=dtype, mask=Causal())
+    inputs = case.inputs()
+    _assert_same_bits(case, 4, inputs._replace(dout=torch.zeros_like(inputs.dout)))
