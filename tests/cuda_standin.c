@@ -23,7 +23,7 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 }
 
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
-    *value = 1 << 20;
+    *value = 227 << 10;  // bytes of shared memory, of an H100
     return CUDA_SUCCESS;
 }
 
@@ -36,6 +36,9 @@ HANDLE(CUfunction, cuModuleGetFunction, CUmodule module, const char *name)
 HANDLE(size_t, cuCtxGetLimit, CUlimit limit)
 HANDLE(int, cuDriverGetVersion)
 
+CUresult cuCtxGetDevice(CUdevice *device) { *device = 0; return CUDA_SUCCESS; }
+CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) { *status = CU_STREAM_CAPTURE_STATUS_NONE; return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int number) { *device = number; return CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }

@@ -345,7 +345,7 @@ def test_a_kernel_that_triton_cannot_compile_gives_way(
             RuntimeWarning, match=r"the kernels with a producer \(RuntimeError: the load has been"
         ) as said:
             made = _World(_WIDE, gpu)
-        assert len(said) == 1
+        assert sum("cannot compile" in str(warning.message) for warning in said) == 1
         assert [counts["launches"] for counts in made.counts()] == [1, 3]
         explained = burst_rt.explain(q, k, v, causal=True, layout=made.ctx.layout(256))
         assert "cannot compile the kernels with a producer" in str(explained)
