@@ -1,6 +1,7 @@
 """The configuration of a kernel on a device: the one under trial, else measured, else the table's.
 
-Here is also what else depends on the device alone.
+Here is also what else depends on the device alone, and what is done where Triton cannot compile a
+kernel.
 """
 
 from __future__ import annotations
