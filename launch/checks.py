@@ -279,6 +279,12 @@ print("; ".join(names))
 
 _MPI_LIBRARY = "from mpi4py import MPI; print(MPI.Get_library_version().strip())"
 
+_TRITON = """
+import triton
+from burst_rt.kernels.triton.start import untried_triton
+print(untried_triton() or triton.__version__)
+"""
+
 _NCCL = """
 from cupy.cuda import nccl
 version = nccl.get_version()
@@ -388,9 +394,7 @@ CHECKS: dict[str, Check] = {
     "accelerate launch": _accelerate,
     "shared memory": _shared_memory,
     "single-copy messages": _single_copy,
-    "Triton": _probe(
-        _VERSION.format("triton"), "absent", "pip install triton (for GPU kernels only)"
-    ),
+    "Triton": _probe(_TRITON, "absent", "pip install triton (for GPU kernels only)"),
 }
 GPU_CHECKS: dict[str, Check] = {
     "CUDA": _cuda,

@@ -224,16 +224,17 @@ def test_addresses_off_16_bytes_have_kernels_of_their_own(world: _World) -> None
 def test_a_triton_that_was_not_read_keeps_nothing(
     world: _World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "_KEEPING", ())
-    start._keeps.cache_clear()
+    monkeypatch.setattr(start, "_TRIED", ((3, 1), (3, 2)))
+    start.untried_triton.cache_clear()
     try:
         case = Case(1, heads=3, tokens=256, head_dim=64)
         calls = case.calls(world.ctx)
         for call in calls * 2:
             call()
         assert counts_of(world.gpu, calls[0])["current stream, by Triton"] == 1
+        assert str(start.untried_triton()).endswith("was not tried with burst_rt; 3.1 to 3.2 were")
     finally:
-        start._keeps.cache_clear()
+        start.untried_triton.cache_clear()
 
 
 def test_memory_that_runs_out_in_a_kernel_is_an_error_of_its_task(

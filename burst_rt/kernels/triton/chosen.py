@@ -16,6 +16,7 @@ from importlib.metadata import version
 import torch
 
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config, takes_producer
+from burst_rt.kernels.triton.start import untried_triton
 from burst_rt.kernels.triton.tables import CutOfTile
 from burst_rt.kernels.triton.tuned import config_of, is_on_trial
 
@@ -112,10 +113,11 @@ def attempt(config: Config) -> Iterator[None]:
             root: BaseException = error  # the last one says where, the first one what
             while root.__cause__ is not None:
                 root = root.__cause__
+            untried = untried_triton()
             _no_producer.append(
                 f"triton {version('triton')} cannot compile the kernels with a producer "
                 f"({type(root).__name__}: {root}); calls take those without, which are as exact "
-                "and may be slower. Install a triton from 3.6 to 3.9"
+                f"and may be slower{'' if untried is None else f'; {untried}'}"
             )
             warnings.warn(_no_producer[0], RuntimeWarning, stacklevel=2)
 

@@ -24,15 +24,24 @@ import torch
 
 from burst_rt.kernels.base import Kept
 
-__all__ = ["Launch", "Layouts", "Pointers", "keep_launch", "launch_of", "restart", "start"]
+__all__ = [
+    "Launch",
+    "Layouts",
+    "Pointers",
+    "keep_launch",
+    "launch_of",
+    "restart",
+    "start",
+    "untried_triton",
+]
 
 Pointers: TypeAlias = Sequence[int]
 # Strides, and the types of tensors that a plan does not know.
 Layouts: TypeAlias = tuple[object, ...]
 
-# Triton's versions whose compiled kernels were read to take addresses and a stream. With others
-# nothing is kept.
-_KEEPING = ((3, 6), (3, 7), (3, 8), (3, 9))
+# Triton's releases that compile all kernels here, and whose compiled kernels were read to take
+# addresses and a stream. With others nothing is kept.
+_TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
 # Maximum number of launches that are kept for one task.
 _MOST_ENTRIES = 64
 
@@ -119,7 +128,7 @@ def launch_of(
     pointers that differ from call to call, in the kernel's order. tables: a tensor of each table in
     `rest`.
     """
-    if compiled is None or not _keeps():
+    if compiled is None or untried_triton():
         return None
     numbers = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in rest)
     scratch = bool(getattr(compiled.metadata, "global_scratch_size", 1))
@@ -127,10 +136,14 @@ def launch_of(
 
 
 @cache
-def _keeps() -> bool:
+def untried_triton() -> str | None:
+    """What to say of the installed Triton if this project was not tried with it."""
     import triton
 
-    return tuple(map(int, triton.__version__.split(".")[:2])) in _KEEPING
+    if tuple(map(int, triton.__version__.split(".")[:2])) in _TRIED:
+        return None
+    first, *_, last = (f"{major}.{minor}" for major, minor in _TRIED)
+    return f"triton {triton.__version__} was not tried with burst_rt; {first} to {last} were"
 
 
 def _odd(pointers: Pointers) -> bool:
