@@ -25,6 +25,7 @@ __all__ = [
     "attempt",
     "config_for",
     "cuts_of",
+    "may_have_producer",
     "one_pass_config",
     "processors",
     "under_interpreter",
@@ -83,12 +84,24 @@ def one_pass_config(
     Nobody has it by default: `burst-rt bench tune` finds out whether it is right and faster.
     """
     config = config_of("backward", device, max(head_dims), dtype)
-    if config is None or config.loads != "producer" or _no_producer:
+    if config is None or config.loads != "producer":
         return None
-    return (
-        config
-        if takes_producer("backward", arch_or_none(device), head_dims, dtype.itemsize)
-        else None
+    return config if may_have_producer("backward", device, head_dims, dtype) else None
+
+
+def may_have_producer(
+    kind: str,
+    device: torch.device,
+    head_dims: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    width: int = 1,
+    plain: bool = True,
+) -> bool:
+    """`takes_producer` on a device, where Triton has compiled all kernels that were tried."""
+    arch = arch_or_none(device)
+    return not _no_producer and takes_producer(
+        kind, arch, head_dims, dtype.itemsize, width=width, plain=plain
     )
 
 

@@ -30,7 +30,7 @@ from burst_rt.kernels.base import (
 from burst_rt.kernels.conditions import too_old
 from burst_rt.kernels.decode import Partial, SeenColumns
 from burst_rt.kernels.triton import chosen
-from burst_rt.kernels.triton.configs import CELLS, Config, takes_more, takes_producer
+from burst_rt.kernels.triton.configs import CELLS, Config, takes_more
 from burst_rt.kernels.triton.launch import (
     LOG2_E,
     OfBackward,
@@ -297,7 +297,6 @@ class TritonKernel(Kernel):
         Where a tile's tensors decide between two kernels that cut it differently, it counts both.
         """
         head_dim = max(work.head_dims)
-        arch = chosen.arch_or_none(work.device)
         cuts = [
             cut
             for kind in (("forward",) if work.forward else ("dkdv", "dq"))
@@ -305,7 +304,7 @@ class TritonKernel(Kernel):
                 chosen.cuts_of(kind, work.device, head_dim, work.dtype, producer)[0]
                 for producer in (
                     False,
-                    takes_producer(kind, arch, work.head_dims, work.dtype.itemsize),
+                    chosen.may_have_producer(kind, work.device, work.head_dims, work.dtype),
                 )
             }
         ]
@@ -410,16 +409,15 @@ def _started_in_one_pass(
 def _takes_producer(
     kind: str, inputs: Sequence[torch.Tensor], options: ScoreOptions, width: int
 ) -> bool:
-    """`takes_producer` for a tile. inputs: q, k, v, and what else is loaded in blocks. width: WIDTH
-    of `work.py`.
+    """`may_have_producer` for a tile. inputs: q, k, v, and what else is loaded in blocks. width:
+    WIDTH of `work.py`.
     """
     q, _, v, *_ = inputs
-    possible = kind in ("forward", "backward") and not chosen.why_no_producer()
-    return possible and takes_producer(
+    return kind in ("forward", "backward") and chosen.may_have_producer(
         kind,
-        chosen.arch_or_none(q.device),
+        q.device,
         (q.shape[3], v.shape[3]),
-        q.itemsize,
+        q.dtype,
         width=width,
         plain=options.softcap is None and options.alibi_slopes is None and fit_descriptors(*inputs),
     )
