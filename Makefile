@@ -19,7 +19,7 @@ RUN := $(call stamp,$(RUN_EXTRAS))
 # Where EXTRAS has both, as in CI, one installation is enough.
 DOCS := $(if $(and $(findstring docs,$(EXTRAS)),$(findstring hf,$(EXTRAS))),$(ALL),$(call stamp,docs$(comma)hf))
 
-.PHONY: help run test test-all test-mpis test-masks test-newest test-tritons check lint types tree docs unit other-cpus other-transformers builds other-trainers faults seeds findings bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-mpis test-masks test-newest test-tritons test-flash-4 check lint types tree docs unit other-cpus other-transformers builds other-trainers faults seeds findings bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -59,7 +59,7 @@ test-mpis: $(ALL) $(OTHER_MPIS) ## how jobs start and end under MPICH and Intel 
 	for stamp in $(OTHER_MPIS); do \
 		$$(dirname $$stamp)/bin/python -m pytest $(JOBS) tests/mpi/test_launch.py tests/mpi/test_leaving.py tests/mpi/test_error_words.py || exit 1; done
 
-$(OTHER_MPIS): | .venv/bin/python
+$(OTHER_MPIS) .venv-flash-4/installed: | .venv/bin/python
 	$(BIN)/python -m venv --without-pip --clear $(@D)
 	packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 		echo "import site; site.addsitedir('$$packages')" > $(@D)/lib/$$(basename $$(dirname $$packages))/site-packages/all_else.pth
@@ -128,6 +128,17 @@ test-tritons: $(ALL) ## kernels and their launches with the oldest and the newes
 		export PYTHONPATH=$(CURDIR)/.venv-triton-$$version; \
 		$(BIN)/python -m benchmarks aot && $(BIN)/pytest tests/unit/test_host.py || exit 1; done
 	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(NEWEST_TRITON) $(BIN)/pytest $(PARALLEL) tests/interpreted
+
+# A venv of its own, which finds all else in .venv: its packages are found by files that only a venv reads.
+FLASH_4 := flash-attn-4==4.0.0b36 quack-kernels==0.6.5 $(addprefix nvidia-cutlass-dsl,==4.8.1 -libs-base==4.8.1 -libs-core==4.8.1 \
+	-libs-cu12==4.8.1) cuda-bindings==13.5.0 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext==0.1.5 einops==0.8.1
+
+.venv-flash-4/installed: WHEEL := $(FLASH_4)
+
+test-flash-4: $(ALL) .venv-flash-4/installed ## calls of FlashAttention-4, which its package compiles for Hopper and Blackwell GPUs; 3 minutes
+	for arch in sm_90 sm_100; do \
+		FLASH_ATTENTION_ARCH=$$arch CUTE_DSL_ARCH=$${arch}a FLASH_ATTENTION_NUM_SMS=132 .venv-flash-4/bin/python -m pytest -W default $(PARALLEL) \
+			tests/unit/real_flash4.py || exit 1; done
 
 # What the modules of theirs that are tried import, and no more.
 OTHER_TRAINERS := nemo-automodel==0.7.0 torchtitan==0.3.0 torchdata==0.11.0 torch-checkpointing==0.1.1 spmd-types==0.2.3 tyro==1.0.17 \

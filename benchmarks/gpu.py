@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import burst_rt
 from benchmarks.masks import document_lengths
 from burst_rt.errors import ConfigError
-from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
+from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream, Work
 from burst_rt.kernels.base import write_from_sums
 from burst_rt.kernels.speed import issue_timed
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config, takes_producer
@@ -137,6 +137,12 @@ class _Whole:
         forward()
         return forward, backward
 
+    def has_flash_4(self) -> bool:
+        """Whether FlashAttention-4 is installed, and takes the problem."""
+        device = self.q.device
+        work = Work(device, self.q.dtype, self.head_dim, Full(), partials="16bit")
+        return KERNELS["flash-4"].refuses(work) is None
+
     def forward_configs(self) -> dict[str, Config]:
         """What the Triton kernel's forwards run with, by name: without a producer, and with one.
 
@@ -162,7 +168,8 @@ def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
 
     "triton": forward.py, and the backward in two passes. "hopper": forward_hopper.py, which calls
     take instead where it is there, unless `burst-rt bench tune` found the other one faster; and
-    backward_hopper.py, which they take only if it found that one faster.
+    backward_hopper.py, which they take only if it found that one faster. "flash-4": where its
+    package is installed.
     """
     for head_dim in (128, 64):
         for tokens in (4096, 8192, 16384, 32768, 65536):
@@ -170,7 +177,10 @@ def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
                 if tokens > max_tokens:
                     continue
                 whole = _Whole(tokens, head_dim, causal)
-                sides = {name: whole.torch_side(name) for name in _BACKENDS} | {
+                others = {name: whole.torch_side(name) for name in _BACKENDS}
+                if whole.has_flash_4():
+                    others["flash-4"] = whole.tile_side("flash-4")
+                sides = others | {
                     name: whole.tile_side("triton", config)
                     for name, config in whole.forward_configs().items()
                 }
@@ -180,13 +190,13 @@ def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
                     speed = {
                         name: whole.flops(direction == 0) / s / 1e12 for name, s in seconds.items()
                     }
-                    best = max(speed[name] for name in _BACKENDS)
+                    best = max(speed[name] for name in others)
                     ours = {name: speed.get(name) for name in ("triton", "hopper")}
                     yield {
                         "head_dim": head_dim, "tokens": tokens,
                         "mask": "causal" if causal else "full",
                         "direction": ("forward", "backward")[direction],
-                        **{f"{name} TFLOP/s": speed[name] for name in _BACKENDS},
+                        **{f"{name} TFLOP/s": speed.get(name) for name in (*_BACKENDS, "flash-4")},
                         **{f"{name} TFLOP/s": x for name, x in ours.items()},
                         **{f"{name} / best": x and x / best for name, x in ours.items()},
                     }  # fmt: skip

@@ -264,6 +264,7 @@ def init(
     kernel: str = "auto",
     recurrence_kernel: str = "auto",
     partials: str = "exact",
+    deterministic: bool = True,
     check_finite: bool = False,
     telemetry: bool | None = None,
     survey: bool | None = None,
@@ -293,6 +294,9 @@ def init(
     partials: "exact" or "16bit". "16bit" lets kernels round the result of each tile to the inputs'
         16 bits before results are added up, as cuDNN's attention and FlashAttention do, and on CPUs
         torch's bfloat16 attention. Errors then grow with the number of ranks.
+    deterministic: whether the same call gives the same bits every time. False lets kernel="auto"
+        take backward kernels whose sums differ in the last bits from run to run, as cuDNN's do.
+        Where torch.use_deterministic_algorithms(True) is in force, bits repeat all the same.
     check_finite: whether inputs with NaN or infinities are refused, which costs a pass over them.
     telemetry: whether this rank asks for telemetry; None: the environment decides.
     survey: whether the ranks measure what decides between strategies, where no machine file fits
@@ -311,7 +315,7 @@ def init(
         given = {
             "comm": comm, "device": device, "group": group, "transport": transport,
             "kernel": kernel, "recurrence_kernel": recurrence_kernel, "partials": partials,
-            "check_finite": check_finite, "telemetry": telemetry,
+            "deterministic": deterministic, "check_finite": check_finite, "telemetry": telemetry,
         }  # fmt: skip
         error = wrong_kind(init, (), given)
         if error is not None:
@@ -344,6 +348,7 @@ def init(
         "kernel": kernel,
         "recurrence_kernel": recurrence_kernel,
         "partials": partials,
+        "deterministic": str(deterministic),
         "check_finite": str(check_finite),
         "device": machine.device.type,
         "survey": str(survey),
@@ -358,8 +363,8 @@ def init(
         runtime.close()
         raise
     attention = AttentionState(
-        runtime, kernel=kernel, partials=partials, check_finite=check_finite,
-        recurrence_kernel=recurrence_kernel,
+        runtime, kernel=kernel, partials=partials, deterministic=deterministic,
+        check_finite=check_finite, recurrence_kernel=recurrence_kernel,
     )  # fmt: skip
     follow(runtime, joined.presence, asked=telemetry, within_s=within_s)
     if runtime.world_size > 1 and joined.presence.thread is None:

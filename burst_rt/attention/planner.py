@@ -69,8 +69,10 @@ class PlanKey(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     partials: str = "exact"
-    # Whether torch must give the same bits every time: some backward kernels do so only then.
-    deterministic: bool = False
+    # Whether the same inputs must give the same bits every time.
+    deterministic: bool = True
+    # Whether torch was told to: some backward kernels do so only then.
+    told_by_torch: bool = False
 
 
 class Graphs(Protocol):
@@ -221,10 +223,10 @@ class Plan(KernelPlan):
     @cached_property
     def straight(self) -> bool:
         """Whether a call needs no driver: its one tile can go to the caller's stream."""
-        return self._one_tile and self.graph.has_ordered_lanes
+        return self.one_tile and self.graph.has_ordered_lanes
 
     @cached_property
-    def _one_tile(self) -> bool:
+    def one_tile(self) -> bool:
         """Whether all there is to do is one tile, with nobody to wait for."""
         wanted = (ForwardTile,) if self.key.forward else (Delta, BackwardTile)
         tasks = [task for task in self.graph.tasks if task.lane == "compute"]
@@ -238,7 +240,7 @@ class Plan(KernelPlan):
     @cached_property
     def writes_results(self) -> bool:
         """Whether the kernel writes results as they are wanted: there is one tile, and no sum."""
-        if not (self.key.forward and self._one_tile):
+        if not (self.key.forward and self.one_tile):
             return False
         tile = self.choice.program.footprint(self.rank).tile
         return self.kernel.writes_results(self.work, tile)
@@ -337,10 +339,13 @@ class Planner:
             for task in graph.tasks
             if isinstance(task.op, (ForwardTile, BackwardTile))
         )
+        places = tuple(choice.program.tiles(self._rank)) if len(tiles) == 1 else ()
         work = Work(
             device=key.device, dtype=key.dtype, head_dim=problem.head_dim, mask=problem.mask,
             forward=key.forward, ring_size=choice.program.ring_size, tiles=tiles,
             partials=key.partials, scores=problem.scores, v_head_dim=problem.v_head_dim,
+            deterministic=key.deterministic, places=places[0] if len(places) == 1 else None,
+            grouped=problem.num_heads > problem.num_kv_heads,
         )  # fmt: skip
         picked = pick(work, choice.kernel or key.kernel)
         schedule = Schedule.of(self.lowered(choice.program, graph))

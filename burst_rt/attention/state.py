@@ -20,18 +20,19 @@ _HELD = 4096
 class AttentionState:
     """The state that the attention calls of one context share. Each context has one of these.
 
-    kernel, recurrence_kernel, partials, check_finite: as `burst_rt.init` takes them.
+    kernel, recurrence_kernel, partials, deterministic, check_finite: as `burst_rt.init` takes them.
     """
 
     def __init__(
         self, runtime: Runtime, *, kernel: str, partials: str, check_finite: bool,
-        recurrence_kernel: str = "auto",
+        recurrence_kernel: str = "auto", deterministic: bool = True,
     ) -> None:  # fmt: skip
         machine = runtime.machine
         self.runtime = runtime
         self.kernel = kernel
         self.recurrence_kernel = recurrence_kernel
         self.partials = partials
+        self.deterministic = deterministic
         self.check_finite = check_finite
         self.planner = Planner(
             runtime.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware

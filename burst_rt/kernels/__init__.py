@@ -3,8 +3,8 @@
 `naive` is the float64 spec, and `untiled` is the same computation in the type of the sums; both are
 taken only when asked for by name. `cpu` is torch's fused CPU attention, `cpu-bf16` the same in
 bfloat16. `triton` is the project's own kernels for NVIDIA GPUs. `cudnn` and `flash` are the
-vendors' kernels, through torch. Where several kernels can do the work, the one measured fastest on
-this machine is taken.
+vendors' kernels, through torch, and `flash-4` is FlashAttention-4, from its package. Where several
+kernels can do the work, the one measured fastest on this machine is taken.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.errors import InputError
+from burst_rt.kernels.aten import CudnnKernel, FlashKernel
 from burst_rt.kernels.base import (
     DTYPES,
     PARTIALS,
@@ -32,10 +33,10 @@ from burst_rt.kernels.base import (
 from burst_rt.kernels.conditions import deterministic
 from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.cpu_bf16 import CpuBf16Kernel
+from burst_rt.kernels.flash4 import Flash4Kernel
 from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
 from burst_rt.kernels.speed import fastest_kernel
 from burst_rt.kernels.triton import TritonKernel
-from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
 __all__ = [
     "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kept", "Kernel", "KernelChoice",
@@ -53,11 +54,13 @@ KERNELS: dict[str, Kernel] = {
         TritonKernel(),
         CudnnKernel(),
         FlashKernel(),
+        Flash4Kernel(),
     )
 }
 
 # The kernels that "auto" chooses from; the project's own kernel comes first.
-_ON_GPU, _ON_CPU, _ON_CPU_BF16 = ("triton", "cudnn", "flash"), ("cpu",), ("cpu", "cpu-bf16")
+_ON_GPU = ("triton", "cudnn", "flash", "flash-4")
+_ON_CPU, _ON_CPU_BF16 = ("cpu",), ("cpu", "cpu-bf16")
 
 
 class KernelChoice(NamedTuple):
@@ -70,7 +73,8 @@ class KernelChoice(NamedTuple):
 def pick(work: Work, name: str = "auto") -> KernelChoice:
     """The kernel for some work; `name` insists on one kernel.
 
-    "auto" takes the fastest of the kernels that can do the work and give the same bits every time.
+    "auto" takes the fastest of the kernels that can do the work and, unless `work` says otherwise,
+    give the same bits every time.
     Blocks while several kernels are timed, by this rank or another one; that happens once for a
     chip. Raises InputError where no kernel fits.
     """
@@ -87,10 +91,10 @@ def pick(work: Work, name: str = "auto") -> KernelChoice:
     for candidate in _ON_GPU if work.device.type == "cuda" else on_cpu:
         kernel = KERNELS[candidate]
         reason = kernel.refuses(work)
-        if reason is None and not kernel.repeatable(work.forward):
+        if reason is None and work.deterministic and not kernel.repeatable(work.forward):
             reason = (
                 f"the {candidate} kernel's sums differ in the last bits from run to run; "
-                f"kernel={candidate!r} takes it all the same"
+                f"init(deterministic=False) or kernel={candidate!r} allows that"
             )
         if reason is None:
             able.append(kernel)

@@ -29,7 +29,6 @@ __all__ = [
     "write_from_sums",
 ]  # fmt: skip
 
-
 # Names of the parts that the sum over a row's tiles may be made of. "exact": parts that are not
 # rounded. "16bit": a kernel may have rounded the parts to the inputs' 16 bits.
 PARTIALS = ("exact", "16bit")
@@ -66,15 +65,14 @@ class Results(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Inputs of the backward with one row per query: dout, lse, and the delta that `Kernel.delta`
-    wrote.
-    """
+    """Inputs of the backward with one row per query; `Kernel.delta` wrote lse and delta."""
 
     dout: torch.Tensor  # shaped like out
-    # lse over all keys of the row; +inf if a row sees no key at all, so that its probabilities are
-    # 0
+    # lse over all keys of the row; +inf if it sees no key, so that its probabilities are 0
     lse: torch.Tensor
     delta: torch.Tensor  # rowsum(dout * out) - dlse
+    # The output of a call of one tile whose lse got no gradient: delta is then rowsum(dout * out).
+    out: torch.Tensor | None = None
 
 
 class ScoreOptions(NamedTuple):
@@ -252,6 +250,10 @@ class Tile(NamedTuple):
         return distance * -slopes[..., None, None].to(dtype)
 
 
+# The positions of a tile's rows and of its columns, by runs.
+Places = tuple[tuple[range, ...], tuple[range, ...]]
+
+
 class Work(NamedTuple):
     """The requirements of one direction of a call on its kernel, on this rank."""
 
@@ -262,9 +264,12 @@ class Work(NamedTuple):
     forward: bool = True
     ring_size: int = 1  # `Program.ring_size`
     tiles: tuple[tuple[Piece, ...], ...] = ()  # the pieces of each tile
+    places: Places | None = None  # where the only tile is; None where there are several
+    grouped: bool = False  # whether several query heads share keys and values
     partials: str = "exact"  # one of `PARTIALS`
     scores: ScoreFlags = ScoreFlags()
     v_head_dim: int = 0  # 0: head_dim
+    deterministic: bool = True  # whether the same inputs must give the same bits every time
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -274,9 +279,6 @@ class Work(NamedTuple):
 
 # The two rows of each query that `Kernel.delta` writes, as one tensor or as two.
 PairOfRows: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
-
-# The positions of a tile's rows and of its columns, by runs.
-Places = tuple[tuple[range, ...], tuple[range, ...]]
 
 
 class Kernel(Protocol):
@@ -297,7 +299,7 @@ class Kernel(Protocol):
     def repeatable(self, forward: bool) -> bool:
         """Whether the same inputs give the same bits every time: True, if not overridden.
 
-        "auto" takes only kernels that say True.
+        "auto" takes only kernels that say True, unless bits need not repeat (`Work`).
         """
         return True
 

@@ -34,7 +34,7 @@ from burst_rt.kernels.base import (
     sum_dtype,
     write_from_sums,
 )
-from burst_rt.kernels.conditions import cpu_capabilities
+from burst_rt.kernels.conditions import cpu_capabilities, deterministic
 from burst_rt.planning.masks import Causal, Full, Mask, Rule, Shape
 from burst_rt.planning.problem import TileShape
 from burst_rt.remembered import alone, recall, remember
@@ -63,6 +63,9 @@ KIND = "kernel-speed"
 _TOKENS = {"cuda": 4096, "cpu": 1024}
 _CHANNELS = 2048  # number of heads x head_dim, on a GPU
 _ROUNDS = {"cuda": 5, "cpu": 3}
+# The largest relative error of a kernel that is right: sums in 16 bits are off by some hundredths,
+# another mask or layout by tenths.
+_MOST_OFF = 0.1
 # Seconds until a rank that waits measures for itself. Compiling takes seconds a kernel.
 _DEADLINE_S = 120.0
 
@@ -122,8 +125,10 @@ class TileProblem:
         self._state = State(acc, m, l, torch.empty_like(q), lse)
         # Every row has an lse of about its right size, and delta 0.
         top, delta = torch.zeros(2, 1, heads, tokens, dtype=wide, device=device)
-        self._upstream = Upstream(dout, top.fill_(10.0), delta)
-        self._work = work._replace(tiles=(pieces,))
+        # What a call's only tile gets besides agrees with that delta.
+        out = torch.zeros_like(q) if alone else None
+        self._upstream = Upstream(dout, top.fill_(10.0), delta, out)
+        self._work = work._replace(tiles=(pieces,), places=(whole, whole))
         self.num_heads = heads
         self._shape = TileShape(1, heads, heads, work.head_dim, tokens, tokens)
 
@@ -259,15 +264,31 @@ def _are_times(names: Sequence[str], remembered: object) -> bool:
 def seconds_of(work: Work, candidates: Sequence[Kernel]) -> Figures:
     """Median seconds of each kernel on a standard tile, or the kernel's error in words.
 
-    The kernels run in turn. Blocks until all are done.
+    The kernels run in turn. A kernel whose results are not the first one's has no time. Blocks
+    until all are done.
     """
     try:
         problem = TileProblem(work, alone=work.ring_size == 1)
     except torch.OutOfMemoryError as error:
         return {kernel.name: error_in_words(error) for kernel in candidates}
-    return seconds_in_turn(
+    figures = seconds_in_turn(
         work.device, {kernel.name: partial(problem.run, kernel) for kernel in candidates}
     )
+    able = [kernel for kernel in candidates if isinstance(figures[kernel.name], float)]
+    truth = problem.results(able[0]) if len(able) > 1 else []
+    for kernel in able[1:]:
+        off = _most_off(problem.results(kernel), truth)
+        if not off <= _MOST_OFF:  # NaN is not
+            figures[kernel.name] = f"its results are off from {able[0].name}'s by {off:.2g}"
+    return figures
+
+
+def _most_off(results: Iterable[torch.Tensor], truth: Iterable[torch.Tensor]) -> float:
+    """The largest error of results, relative to the truth, in the Frobenius norm."""
+    norm = torch.linalg.vector_norm
+    pairs = ((x.double(), y.double()) for x, y in zip(results, truth, strict=True))
+    errors = torch.stack([norm(x - y) / norm(y) for x, y in pairs])
+    return errors.max().item()
 
 
 def seconds_in_turn(device: torch.device, runs: Mapping[str, Callable[[], object]]) -> Figures:
@@ -353,6 +374,7 @@ def speed_key(work: Work) -> dict[str, str]:
         "dtype": str(work.dtype),
         "head_dim": str(work.head_dim),
         "direction": "forward" if work.forward else "backward",
+        "told to repeat": str(not work.forward and deterministic()),
         "mask": repr(work.mask),
         "tile": "the only one" if work.ring_size == 1 else "one of several",
     }
@@ -377,10 +399,11 @@ def chip_and_versions(device: torch.device, *packages: str) -> dict[str, str]:
 def failures() -> tuple[type[Exception], ...]:
     """The errors of a kernel that does not fit.
 
-    torch's operators and the device raise RuntimeError, triton raises its own.
+    torch's operators and the device raise RuntimeError, triton raises its own. ValueError comes
+    from an implementation behind torch's operators that does not fit torch.
     """
-    triton = sys.modules.get("triton.errors")
-    return (RuntimeError,) if triton is None else (RuntimeError, triton.TritonError)
+    known, triton = (RuntimeError, ValueError), sys.modules.get("triton.errors")
+    return known if triton is None else (*known, triton.TritonError)
 
 
 def error_in_words(error: Exception) -> str:

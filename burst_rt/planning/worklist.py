@@ -19,8 +19,8 @@ from burst_rt.errors import InternalError
 from burst_rt.planning.masks import Mask, Spans, columns_seen
 
 __all__ = [
-    "MOST_VECTORS", "ColumnSpans", "OrderedWork", "WorkList", "bounds_of", "column_spans",
-    "ordered_work", "work_list",
+    "MOST_VECTORS", "ColumnSpans", "Integers", "OrderedWork", "WorkList", "bounds_of",
+    "column_spans", "ordered_work", "work_list",
 ]  # fmt: skip
 
 Integers = np.ndarray[Any, np.dtype[np.int32]]

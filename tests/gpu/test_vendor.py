@@ -1,8 +1,8 @@
-"""cuDNN's attention and FlashAttention as tile kernels, on a GPU: torch's real operators, and what
-"auto" makes of them.
+"""cuDNN's attention and FlashAttention as tile kernels, on a GPU: torch's real operators and
+FlashAttention-4's package, and what "auto" makes of them.
 
-tests/unit/test_vendor.py proves what is done around the operators, with doubles; this, that the
-operators are what the doubles say.
+tests/unit/test_vendor.py and test_flash4.py prove what is done around them, with doubles; this,
+that they are what the doubles say.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
 import burst_rt
-from burst_rt import Causal, Context, Full, Mask
+from burst_rt import Causal, Context, Documents, Full, Mask, SlidingWindow
 from burst_rt.kernels import (
     KERNELS,
     QKV,
@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 _CUDA = torch.device("cuda", 0)
-_NAMES = ("cudnn", "flash")
+_NAMES = ("cudnn", "flash", "flash-4")
 
 
 def _kernel(name: str, work: Work) -> Kernel:
@@ -82,7 +82,7 @@ def _run(
         for a, b in cuts
     ]
     acc, out = (
-        torch.full(q.shape, torch.nan, dtype=dtype, device=_CUDA)
+        torch.full(dout.shape, torch.nan, dtype=dtype, device=_CUDA)
         for dtype in (torch.float32, q.dtype)
     )
     m, l, lse = (torch.full((batch, heads, q_len), torch.nan, device=_CUDA) for _ in range(3))  # noqa: E741
@@ -91,7 +91,7 @@ def _run(
         kernel.forward(
             QKV(q, k[:, at], v[:, at]), tile._replace(first=i == 0, last=i == len(tiles) - 1), state
         )
-    if q.dtype == torch.float16:
+    if q.dtype == torch.float16 and kernel.name != "flash-4":
         return Attention(state.out, state.lse, None, None, None)
     rows = torch.full((2, batch, heads, q_len), torch.nan, device=_CUDA)
     kernel.delta(Results(state.out, state.lse, dout, dlse), rows)
@@ -147,6 +147,43 @@ def test_tiles_against_the_spec(
         if got is not None:
             limit = ERROR[torch.float32] if field == "lse" else several * ERROR[dtype]
             assert relative_error(got.cpu(), getattr(truth, field)) < limit, field
+
+
+_ONE_CALL = {
+    "a window": SlidingWindow(100, 0),
+    "a window to both sides": SlidingWindow(100, 30),
+    "documents": Documents([1, 130, 381]),
+    "causal documents of each batch row": Documents([[500, 12], [7, 3, 502]]) & Causal(),
+    "documents under a window": Documents([130, 382]) & SlidingWindow(100, 0),
+}
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", _ONE_CALL)
+def test_what_flash_attention_4_computes_in_one_call(
+    name: str, dtype: torch.dtype, dims: tuple[int, int]
+) -> None:
+    """Twice, with the same bits."""
+    mask, size, heads = _ONE_CALL[name], 512, 2
+    places = ((range(size),), (range(size),))
+    tiles = (mask.pieces(range(size), range(size)),)
+    work = Work(_CUDA, dtype, dims[0], mask, False, tiles=tiles, places=places, v_head_dim=dims[1])
+    kernel = _kernel("flash-4", work)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, dout = (
+        torch.randn(2, size, heads, dim, generator=generator).to(_CUDA, dtype)
+        for dim in (dims[0], dims[0], dims[1], dims[1])
+    )
+    weight = torch.randn(2, heads, size, generator=generator).to(_CUDA)
+    found = _run(kernel, q, k, v, dout, weight, mask, [(0, size)])
+    again = _run(kernel, q, k, v, dout, weight, mask, [(0, size)])
+    truth = reference(q.cpu(), k.cpu(), v.cpu(), dout.cpu(), weight.cpu(), mask=mask)
+    for field, got in found._asdict().items():
+        if got is not None:
+            limit = ERROR[torch.float32 if field == "lse" else dtype]
+            assert relative_error(got.cpu(), getattr(truth, field)) < limit, field
+            assert torch.equal(got, getattr(again, field)), field
 
 
 @pytest.mark.parametrize("name", _NAMES)
@@ -236,7 +273,7 @@ def test_auto_measures_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     if len(able) > 1:
         assert "(measured now)" in forward  # and none failed
         assert all(f"{name} " in forward for name in able)
-    assert "kernel triton" in backward
+    assert "kernel triton" in backward or "kernel flash-4" in backward
     speed._known.clear()
     with burst_rt.init(device="cuda") as ctx:
         again = explain(ctx).split("backward:")[0]

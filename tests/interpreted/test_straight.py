@@ -17,6 +17,8 @@ from worlds import Case, attend
 import burst_rt
 from benchmarks.gpu_stub import StubGpu, stub_context
 from burst_rt import Causal, Context, First, Full, SlidingWindow
+from burst_rt.kernels import QKV, Gradients, Tile, Upstream
+from burst_rt.kernels.triton import TritonKernel
 from burst_rt.runtime.process import process
 
 _CASES = {
@@ -86,3 +88,29 @@ def test_both_ways_give_the_same_bits() -> None:
     for x, y in zip(straight, driven, strict=True):
         assert (x is None) == (y is None)
         assert x is None or y is None or torch.equal(x, y)
+
+
+@pytest.mark.parametrize("lse_grad", [False, True])
+def test_a_backward_gets_the_output_where_lse_has_no_gradient(
+    lse_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either way: kernels that take it would give other bits otherwise."""
+    case = Case(45, mask=Causal(), lse_grad=lse_grad)
+    seen: list[torch.Tensor | None] = []
+    backward = TritonKernel.backward
+
+    def spied(
+        self: TritonKernel, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients
+    ) -> None:
+        seen.append(upstream.out)
+        backward(self, qkv, upstream, tile, grads)
+
+    monkeypatch.setattr(TritonKernel, "backward", spied)
+    with _context() as ctx:
+        out = attend(ctx, case).out
+        ctx.stats()  # from here on, times are taken: calls have a driver
+        attend(ctx, case)
+    assert len(seen) == 2
+    for given in seen:
+        assert (given is None) == lse_grad
+        assert given is None or torch.equal(given.cpu(), out)

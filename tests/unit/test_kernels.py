@@ -693,7 +693,7 @@ def _peaks(sizes: _Sizes, dtype: torch.dtype, threads: int) -> tuple[TileShape, 
         upstream = Upstream(dout, state.lse, torch.zeros_like(state.lse))
         zeros = [torch.zeros(x.shape, dtype=wide) for x in block.qkv]
         sums = Gradients(*zeros)
-        with _Peak([*block.qkv, *upstream, *zeros]) as backward:
+        with _Peak([*block.qkv, *upstream[:3], *zeros]) as backward:
             kernel.backward(block.qkv, upstream, tile, sums)
     finally:
         torch.set_num_threads(before)

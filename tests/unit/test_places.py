@@ -25,7 +25,7 @@ _SHIPPED = {
         },
     ),
     "layout": ("_striped", {"burst_rt/planning/layouts.py"}),
-    "kernel": ("FlashKernel", {"burst_rt/kernels/__init__.py", "burst_rt/kernels/vendor.py"}),
+    "kernel": ("FlashKernel", {"burst_rt/kernels/__init__.py", "burst_rt/kernels/aten.py"}),
     "route round the ring": (
         "Straight",
         {"burst_rt/planning/strategies/routes.py", "burst_rt/planning/strategies/table.py"},

@@ -23,9 +23,22 @@ from torch.nn.attention import (
 )
 
 import burst_rt
-from burst_rt import Causal, Full
+from burst_rt import Causal, Documents, Full, SlidingWindow
 from burst_rt.errors import InputError
-from burst_rt.kernels import KERNELS, Kernel, Work, pick, speed
+from burst_rt.kernels import (
+    KERNELS,
+    QKV,
+    Gradients,
+    Kernel,
+    State,
+    Tile,
+    Upstream,
+    Work,
+    flash4,
+    pick,
+    speed,
+)
+from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.speed import KIND, TileProblem, error_in_words, fastest_kernel
 from burst_rt.remembered import alone, forget, recall, remember
 
@@ -54,7 +67,8 @@ def a_chip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(speed, "_known", {})
     for kernel in ("CudnnKernel", "FlashKernel"):
-        monkeypatch.setattr(f"burst_rt.kernels.vendor.{kernel}._missing", lambda self, device: None)
+        monkeypatch.setattr(f"burst_rt.kernels.aten.{kernel}._missing", lambda self, device: None)
+    monkeypatch.setattr(flash4, "_interface", lambda: "is not here")
 
 
 def _square(world_size: int = 1, *, forward: bool = True, partials: str = "exact") -> Work:
@@ -75,7 +89,7 @@ def test_the_fastest_is_taken_and_the_figures_are_told(monkeypatch: pytest.Monke
     assert picked.kernel.name == "cudnn"
     assert picked.reason == (
         "the fastest of cudnn 1.000 ms, triton 2.000 ms, flash 3.000 ms for a tile of 4,096 x "
-        "4,096 (measured now)"
+        "4,096 (measured now); the flash-4 kernel is not here"
     )
     assert pick(_square()).kernel is picked.kernel
     assert clock.asked == [("triton", "cudnn", "flash")]
@@ -139,8 +153,8 @@ def test_only_kernels_that_can_and_repeat_themselves_are_measured(
     backward = pick(_square(forward=False))
     assert backward.kernel.name == "triton"
     assert (
-        "the cudnn kernel's sums differ in the last bits from run to run; kernel='cudnn' takes it "
-        "all the same" in backward.reason
+        "the cudnn kernel's sums differ in the last bits from run to run; "
+        "init(deterministic=False) or kernel='cudnn' allows that" in backward.reason
     )
     assert clock.asked == []
     torch.use_deterministic_algorithms(True)
@@ -154,6 +168,91 @@ def test_only_kernels_that_can_and_repeat_themselves_are_measured(
     assert rounded.reason.endswith(
         "partials are 16-bit: each partial result is rounded to bfloat16"
     )
+
+
+def test_bits_that_need_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(triton=2e-3, cudnn=1e-3, flash=3e-3)
+    _measure_by(monkeypatch, clock)
+    picked = pick(_square(forward=False)._replace(deterministic=False))
+    assert picked.kernel.name == "cudnn"
+    assert picked.reason.endswith("; its sums differ in the last bits from run to run")
+    assert clock.asked == [("triton", "cudnn", "flash")]
+    # FlashAttention has another backward where torch is told to repeat itself.
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert pick(_square(forward=False)).kernel.name == "triton"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert clock.asked[1:] == [("triton", "flash")]
+
+
+def test_flash_attention_4_is_taken_where_it_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the backward, too: it repeats its bits. Windows and documents are single calls of it."""
+    monkeypatch.setattr(flash4, "_interface", lambda: flash4._Interface(None, None))
+    _measure_by(
+        monkeypatch, Clock(**{"triton": 2e-3, "cudnn": 3e-3, "flash": 4e-3, "flash-4": 1e-3})
+    )
+    for forward in (True, False):
+        assert pick(_square(forward=forward)).kernel.name == "flash-4"
+        for mask in (SlidingWindow(9, 0), Documents([3, 61]) & Causal()):
+            work = _square(forward=forward)._replace(
+                mask=mask,
+                tiles=(mask.pieces(range(64), range(64)),),
+                places=((range(64),), (range(64),)),
+            )
+            assert pick(work).kernel.name == "flash-4"
+
+
+class _Wrong(CpuKernel):
+    """A kernel that is fast, and off."""
+
+    name = "wrong"
+
+    def __init__(self, by: float) -> None:
+        self._by = by
+
+    def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
+        super().forward(qkv, tile, state)
+        state.out.mul_(self._by)
+
+    def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
+        super().backward(qkv, upstream, tile, grads)
+        assert grads.dk is not None
+        grads.dk.mul_(self._by)
+
+
+@pytest.mark.parametrize("by", [1.01, 1.5, math.nan])
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_kernel_that_is_wrong_is_not_taken(
+    forward: bool, by: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "_TOKENS", {"cpu": 32})
+    work = Work(torch.device("cpu"), torch.bfloat16, 64, Causal(), forward)
+    figures = speed.seconds_of(work, [KERNELS["cpu"], _Wrong(by)])
+    assert isinstance(figures["cpu"], float)
+    said = "its results are off from cpu's by "
+    if by == 1.01:  # as much as 16-bit sums may be off
+        assert isinstance(figures["wrong"], float)
+    else:
+        assert str(figures["wrong"]).startswith(said)
+        assert figures["wrong"] == said + ("0.5" if by == 1.5 else "nan")
+
+
+class _Unfit(CpuKernel):
+    """A kernel behind which something stands that torch does not know."""
+
+    name = "unfit"
+
+    def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
+        raise ValueError("too many values to unpack (expected 2)")
+
+
+def test_a_kernel_that_cannot_be_run_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "_TOKENS", {"cpu": 32})
+    work = Work(torch.device("cpu"), torch.bfloat16, 64, Causal())
+    figures = speed.seconds_of(work, [_Unfit(), KERNELS["cpu"]])
+    assert isinstance(figures["cpu"], float)
+    assert figures["unfit"] == "ValueError: too many values to unpack (expected 2)"
 
 
 def test_a_kernel_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

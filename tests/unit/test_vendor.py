@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +22,20 @@ from tolerances import ERROR, SINKS
 from worlds import Case, attend_over_threads
 
 import burst_rt
-from burst_rt import Causal, Context, Full
+from burst_rt import Causal, Context, Full, kernels
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream, Work
-from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
+from burst_rt.kernels import (
+    KERNELS,
+    QKV,
+    Gradients,
+    Results,
+    State,
+    Tile,
+    Upstream,
+    Work,
+    speed,
+)  # fmt: skip
+from burst_rt.kernels.aten import CudnnKernel, FlashKernel
 from burst_rt.planning.masks import Both, Mask, Piece, Shape
 from burst_rt.planning.problem import TileShape
 
@@ -94,11 +105,12 @@ def _backward(
 
 class Doubles:
     """In the place of torch's operators; their arguments are bound to the real ones' schemas.
-    calls: (rows, columns, causal) of each.
+    calls: (rows, columns, causal) of each. outs: what backwards got as O.
     """
 
     def __init__(self, lse_as: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.calls: list[tuple[int, int, bool]] = []
+        self.outs: list[torch.Tensor] = []
         self._lse_as = lse_as
 
     def _bound(
@@ -156,6 +168,7 @@ class Doubles:
             assert a["cum_seq_q"] is None
             assert a["cum_seq_k"] is None
             self.calls.append((q.shape[2], k.shape[2], a["is_causal"]))
+            self.outs.append(a["out"])
             lse = a["logsumexp"]
             if "cudnn" in operator._schema.name:
                 # cuDNN gets its shape, which must be that of the scores with one column.
@@ -176,10 +189,10 @@ def doubles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("flash", "cudnn"):
         whole = f"_scaled_dot_product_{name}_attention"
         monkeypatch.setattr(
-            f"burst_rt.kernels.vendor._{name}_forward", made.forward(getattr(aten, whole).default)
+            f"burst_rt.kernels.aten._{name}_forward", made.forward(getattr(aten, whole).default)
         )
         monkeypatch.setattr(
-            f"burst_rt.kernels.vendor._{name}_backward",
+            f"burst_rt.kernels.aten._{name}_backward",
             made.backward(getattr(aten, f"{whole}_backward").default),
         )
     for kernel in (FlashKernel, CudnnKernel):
@@ -426,7 +439,10 @@ def test_exact_partials_are_the_default_and_rounded_ones_are_told() -> None:
     assert "differ in the last bits from run to run" in backward
 
 
-def test_partials_are_agreed_on_when_ranks_join() -> None:
+@pytest.mark.parametrize(
+    ("option", "values"), [("partials", ("exact", "16bit")), ("deterministic", (True, False))]
+)
+def test_roundings_are_agreed_on_when_ranks_join(option: str, values: tuple[Any, Any]) -> None:
     with pytest.raises(
         InputError, match=r"partials must be one of \['exact', '16bit'\], got 'fp8'"
     ):
@@ -436,23 +452,64 @@ def test_partials_are_agreed_on_when_ranks_join() -> None:
 
     def join(rank: int) -> None:
         try:
-            burst_rt.init(
-                burst_rt.LocalRank(world, rank), partials=("exact", "16bit")[rank], timeout_s=20
-            )
+            options: dict[str, Any] = {option: values[rank]}
+            burst_rt.init(burst_rt.LocalRank(world, rank), timeout_s=20, **options)
         except ContractMismatch as error:
             raised.append(error)
-
-    import threading
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert [str(error).count("partials: exact on rank 0, 16bit on rank 1") for error in raised] == [
-        1,
-        1,
-    ]
+    words = f"{option}: {values[0]} on rank 0, {values[1]} on rank 1"
+    assert [str(error).count(words) for error in raised] == [1, 1]
+
+
+@pytest.mark.usefixtures("doubles")
+def test_init_says_whether_bits_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they need not, "auto" may take cuDNN's backward, until torch is told otherwise."""
+    monkeypatch.setattr(kernels, "_ON_CPU_BF16", ("cpu", "cudnn"))
+    monkeypatch.setattr(speed, "seconds_of", lambda *_: {"cpu": 2e-3, "cudnn": 1e-3})
+    monkeypatch.setattr(speed, "_known", {})
+    monkeypatch.setattr(speed, "recall", lambda *_: None)
+    monkeypatch.setattr(speed, "remember", lambda *_: None)
+
+    def taken(ctx: Context) -> str:
+        return _explained(ctx, 64, causal=True).split("backward:")[1]
+
+    def twice(ctx: Context) -> tuple[str, str]:
+        before = taken(ctx)
+        torch.use_deterministic_algorithms(True)
+        try:
+            return before, taken(ctx)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    (words,) = burst_rt.run_local(1, taken)
+    assert "kernel cpu: " in words
+    assert "init(deterministic=False) or kernel='cudnn' allows that" in words
+    ((free, told),) = burst_rt.run_local(1, twice, deterministic=False)
+    assert "kernel cudnn: the fastest of cudnn 1.000 ms, cpu 2.000 ms" in free
+    assert "its sums differ in the last bits from run to run" in free
+    assert "kernel cpu: " in told
+
+
+@pytest.mark.parametrize("lse_grad", [False, True])
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_a_call_of_one_tile_gives_its_output(name: str, lse_grad: bool, doubles: Doubles) -> None:
+    """In place of the stand-in, which carries the gradient of lse."""
+    case = Case(
+        60, head_dim=16, heads=4, kv_heads=2, mask=Causal(), dtype=torch.bfloat16,
+        lse_grad=lse_grad,
+    )  # fmt: skip
+    got = attend_over_threads(1, case, kernel=name)
+    for field, error in errors_of(got, case.truth).items():
+        assert error < ERROR[torch.float32 if field == "lse" else case.dtype], (field, error)
+    (given,) = doubles.outs
+    assert torch.equal(given, got.out.transpose(1, 2)) is not lse_grad
+    attend_over_threads(2, case, kernel=name, partials="16bit")
+    assert not any(torch.equal(x, got.out.transpose(1, 2)[:, :, :30]) for x in doubles.outs[1:])
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])

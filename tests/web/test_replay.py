@@ -163,6 +163,24 @@ def test_moment_and_zoom_are_kept_in_the_link(browser: Browser, link: str) -> No
         one.close()
 
 
+def test_a_key_before_the_next_frame_moves_from_the_moment_shown(
+    browser: Browser, link: str
+) -> None:
+    page = _open(browser, link, "#timeline")
+    _drag(page, 59.8)
+    until = page.evaluate(
+        """async () => {
+          const timeline = (await import("/main.js")).made.get("timeline");
+          timeline.until = 0; // where the moment before was
+          const key = new KeyboardEvent("keydown", { key: "ArrowLeft", bubbles: true });
+          document.body.dispatchEvent(key);
+          return timeline.until;
+        }"""
+    )
+    assert 50 < until < 59.8
+    page.close()
+
+
 def test_a_moment_before_there_were_ranks_is_shown_too(browser: Browser, tmp_path: Path) -> None:
     record_load(tmp_path / "many.record", Load(12, 120.0), 6.0, late_s=2.0)
     options = ("--replay", "many.record", "--at", "0")

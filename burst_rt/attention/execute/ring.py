@@ -434,7 +434,9 @@ class BackwardRun(Run):
         pair = self._pairs.get(id(rows)) or self._pairs.setdefault(id(rows), rows.unbind())
         only = self.plan.writes_gradients  # else what the tile adds to has been zeroed
         tile = self.tile(op)._replace(first=only, last=only, new_sums=new)
-        upstream = Upstream(x[Role.DOUT], *pair)
+        results = self._results
+        out = results.out if self.plan.one_tile and results.dlse is None else None
+        upstream = Upstream(x[Role.DOUT], pair[0], pair[1], out)
         self.kernel.backward(_qkv(x), upstream, tile, Gradients(*map(sums.get, GRADIENTS)))
 
     def make_delta(self, op: Delta) -> None:

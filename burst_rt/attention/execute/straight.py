@@ -95,7 +95,8 @@ class StraightBackward:
             make(k.shape, dtype=dtype, device=device) if needs_k else None,
             make(v.shape, dtype=dtype, device=device) if needs_v else None,
         )
-        upstream = Upstream(dout, *rows)
+        out = results.out if results.dlse is None else None
+        upstream = Upstream(dout, rows[0], rows[1], out)
         self.steps: Steps = (
             (
                 shared.tasks[0],

@@ -162,6 +162,8 @@ export class Timeline extends Picture {
   }
 
   pan(seconds_) {
+    // The moment that is shown may have changed since the last frame.
+    if (this.following && this.job.present) this.until = this.end();
     this.setFollow(false);
     this.until += seconds_;
   }

@@ -363,7 +363,7 @@ def launch_backward_hopper(
     counts = torch.zeros(1 + batch * heads * blocks, dtype=torch.int32, device=q.device)
     meta = meta_of_backward(meta_of(arguments, config, *qkv, ADDS=arguments.adds("kv")))
     backward_hopper_kernel[(triton.cdiv(k.shape[1], config.block_n) * batch * kv_heads,)](
-        *qkv, *upstream, dq, dk, dv, counts, *arguments.tables,
+        *qkv, *upstream[:3], dq, dk, dv, counts, *arguments.tables,
         *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *strides(dk),
         *strides(dv),
         kv_heads, heads // kv_heads, arguments.q_len, arguments.kv_len, arguments.lists.by_row,

@@ -336,5 +336,5 @@ def launch_dkdv(
         arguments, config, q, k, v, dout, ADDS=arguments.adds("kv"),
         NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None,
     )  # fmt: skip
-    compiled = dkdv_kernel[grid](*qkv, *upstream, dk, dv, *rest, **constants)
+    compiled = dkdv_kernel[grid](*qkv, *upstream[:3], dk, dv, *rest, **constants)
     return launch_of(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

@@ -238,5 +238,5 @@ def launch_dq(
         arguments.scale_log2, arguments.cap_scale,
     )  # fmt: skip
     constants = constants_of(arguments, config, q, k, v, dout, ADDS=arguments.adds("q"))
-    compiled = dq_kernel[grid](*qkv, *upstream, dq, *rest, **constants)
+    compiled = dq_kernel[grid](*qkv, *upstream[:3], dq, *rest, **constants)
     return launch_of(compiled, grid, (*rest, constants["META"]), arguments.tables[:2])

@@ -246,7 +246,7 @@ class TritonKernel(Kernel):
             return
         tile = tile._replace(first=False)  # no part is the only one
         for part in slices_of(qkv, tile):
-            dout, lse, delta = map(part.rows, upstream)
+            dout, lse, delta = map(part.rows, upstream[:3])
             some = Upstream(dout, lse.contiguous(), delta.contiguous())
             sums = Gradients(*part.sides(*grads))
             self._backward(part.of(qkv), some, part.tile, sums, part.cells)

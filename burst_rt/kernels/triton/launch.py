@@ -249,7 +249,7 @@ class OfBackward:
 
     def __init__(self, qkv: QKV, upstream: Upstream) -> None:
         q, k, v = qkv
-        dout, lse, delta = upstream
+        dout, lse, delta, _ = upstream
         self._pointers = [x.data_ptr() for x in (q, k, v, dout, lse, delta)]
         self._layouts = q.stride(), k.stride(), v.stride(), dout.stride(), dout.dtype
 
