@@ -294,9 +294,9 @@ def init(
     partials: "exact" or "16bit". "16bit" lets kernels round the result of each tile to the inputs'
         16 bits before results are added up, as cuDNN's attention and FlashAttention do, and on CPUs
         torch's bfloat16 attention. Errors then grow with the number of ranks.
-    deterministic: whether the same call gives the same bits every time. False lets kernel="auto"
-        take backward kernels whose sums differ in the last bits from run to run, as cuDNN's do.
-        Where torch.use_deterministic_algorithms(True) is in force, bits repeat all the same.
+    deterministic: whether kernel="auto" takes only kernels that give the same bits every time. If
+        False, it also takes backward kernels whose sums differ in the last bits from run to run, as
+        cuDNN's do; but not while torch.use_deterministic_algorithms(True) is in force.
     check_finite: whether inputs with NaN or infinities are refused, which costs a pass over them.
     telemetry: whether this rank asks for telemetry; None: the environment decides.
     survey: whether the ranks measure what decides between strategies, where no machine file fits

@@ -10,7 +10,7 @@
 #     sm_90, head_dims 192 and 128, 4 query heads of 4 key heads: forward compiles, backward compiles
 #     sm_90, head_dims 192 and 128, 4 query heads of 1 key heads: forward compiles, backward raises AssertionError: GQA backward requires head_dim == head_dim_v
 #     sm_100, head_dims 256 and 256, 4 query heads of 4 key heads: forward compiles, backward raises AssertionError: SM100 backward with head_dim=256 does not support dlse
-# Decided here: burst_rt/kernels/flash4.py refuses such backwards before anything runs, and `make test-flash-4` compares what it takes with the package.
+# Decided here: burst_rt/kernels/flash4.py refuses such backwards before anything runs, and takes only head_dims that `make test-flash-4` has compiled in both directions.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 environment "${flash_4[@]}"

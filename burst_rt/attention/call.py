@@ -33,7 +33,7 @@ from burst_rt.attention.tensor_check import (
     check_scores,
     check_tensors,
 )
-from burst_rt.kernels import QKV, ScoreOptions, deterministic, sum_dtype
+from burst_rt.kernels import QKV, ScoreOptions, sum_dtype, told_to_repeat
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.problem import Problem, ScoreFlags
 from burst_rt.runtime.agreement import AgreedWhen, Contract
@@ -149,9 +149,9 @@ class Call:
     def backward_plan(self) -> Plan:
         """The plan of the backward; blocks and raises as `forward_plan` does."""
         key = self._key(forward=False)
-        plan = self._backward_plans.get(key.told_by_torch)
+        plan = self._backward_plans.get(key.told_to_repeat)
         if plan is None:
-            plan = self._backward_plans[key.told_by_torch] = self.attention.plan(key)
+            plan = self._backward_plans[key.told_to_repeat] = self.attention.plan(key)
         return plan
 
     @cached_property
@@ -170,7 +170,7 @@ class Call:
 
     def _key(self, *, forward: bool) -> PlanKey:
         attention = self.attention
-        told_by_torch = not forward and deterministic()
+        told = not forward and told_to_repeat()
         return PlanKey(
             forward=forward,
             problem=self.problem,
@@ -179,8 +179,8 @@ class Call:
             dtype=self.dtype,
             device=attention.runtime.device,
             partials=attention.partials,
-            deterministic=attention.deterministic or told_by_torch,
-            told_by_torch=told_by_torch,
+            deterministic=attention.deterministic or told,
+            told_to_repeat=told,
         )
 
     def _contract(self, name: str) -> Contract:

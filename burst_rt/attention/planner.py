@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -71,8 +72,8 @@ class PlanKey(NamedTuple):
     partials: str = "exact"
     # Whether the same inputs must give the same bits every time.
     deterministic: bool = True
-    # Whether torch was told to: some backward kernels do so only then.
-    told_by_torch: bool = False
+    # Whether torch was told so: some backward kernels do it only then.
+    told_to_repeat: bool = False
 
 
 class Graphs(Protocol):
@@ -339,7 +340,7 @@ class Planner:
             for task in graph.tasks
             if isinstance(task.op, (ForwardTile, BackwardTile))
         )
-        places = tuple(choice.program.tiles(self._rank)) if len(tiles) == 1 else ()
+        places = tuple(islice(choice.program.tiles(self._rank), 2))
         work = Work(
             device=key.device, dtype=key.dtype, head_dim=problem.head_dim, mask=problem.mask,
             forward=key.forward, ring_size=choice.program.ring_size, tiles=tiles,

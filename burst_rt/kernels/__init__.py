@@ -30,7 +30,7 @@ from burst_rt.kernels.base import (
     Work,
     sum_dtype,
 )
-from burst_rt.kernels.conditions import deterministic
+from burst_rt.kernels.conditions import told_to_repeat
 from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.cpu_bf16 import CpuBf16Kernel
 from burst_rt.kernels.flash4 import Flash4Kernel
@@ -40,8 +40,8 @@ from burst_rt.kernels.triton import TritonKernel
 
 __all__ = [
     "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kept", "Kernel", "KernelChoice",
-    "Results", "ScoreOptions", "State", "Tile", "Upstream", "Work", "deterministic", "pick",
-    "pick_decode", "sum_dtype",
+    "Results", "ScoreOptions", "State", "Tile", "Upstream", "Work", "pick", "pick_decode",
+    "sum_dtype", "told_to_repeat",
 ]  # fmt: skip
 
 KERNELS: dict[str, Kernel] = {

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from burst_rt.kernels.base import QKV, Gradients, State, Tile, Upstream, Work
-from burst_rt.kernels.conditions import deterministic, too_old
+from burst_rt.kernels.conditions import told_to_repeat, too_old
 from burst_rt.kernels.stand_in import stand_ins_in_16_bits
 from burst_rt.kernels.vendor import PartOfTile, VendorKernel, calls_of_pieces
 from burst_rt.planning.masks import Piece, Shape
@@ -39,6 +39,8 @@ class _AtenKernel(VendorKernel):
     They take bfloat16, and float16 in the forward only; masks whose tiles are rectangles and
     triangles.
     """
+
+    most_head_dim: int
 
     def _other_inputs(self, work: Work) -> str | None:
         if work.dtype == torch.float16 and not work.forward:
@@ -123,7 +125,7 @@ class FlashKernel(_AtenKernel):
 
     def repeatable(self, forward: bool) -> bool:
         """See `Kernel.repeatable`."""
-        return forward or deterministic()
+        return forward or told_to_repeat()
 
     def _missing(self, device: torch.device) -> str | None:
         if not torch.backends.cuda.is_flash_attention_available():

@@ -264,7 +264,7 @@ class Work(NamedTuple):
     forward: bool = True
     ring_size: int = 1  # `Program.ring_size`
     tiles: tuple[tuple[Piece, ...], ...] = ()  # the pieces of each tile
-    places: Places | None = None  # where the only tile is; None where there are several
+    places: Places | None = None  # where all the tiles are; None where they are at several places
     grouped: bool = False  # whether several query heads share keys and values
     partials: str = "exact"  # one of `PARTIALS`
     scores: ScoreFlags = ScoreFlags()

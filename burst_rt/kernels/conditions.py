@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["cpu_capabilities", "deterministic", "too_old"]
+__all__ = ["cpu_capabilities", "told_to_repeat", "too_old"]
 
 
 def too_old(name: str, device: torch.device) -> str | None:
@@ -20,7 +20,7 @@ def too_old(name: str, device: torch.device) -> str | None:
     )
 
 
-def deterministic() -> bool:
+def told_to_repeat() -> bool:
     """Whether torch.use_deterministic_algorithms(True) is in force, not as a warning only."""
     return (
         torch.are_deterministic_algorithms_enabled()

@@ -17,7 +17,12 @@ from burst_rt.kernels.base import QKV, Tile, Work
 from burst_rt.kernels.conditions import cpu_capabilities
 from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.cpu_calls import PartSize
-from burst_rt.kernels.vendor import calls_of_pieces, refuses_partials, remarks_on_partials
+from burst_rt.kernels.vendor import (
+    calls_of_pieces,
+    most_calls,
+    refuses_partials,
+    remarks_on_partials,
+)
 from burst_rt.planning.masks import Shape
 from burst_rt.planning.problem import TileShape
 
@@ -54,11 +59,11 @@ class CpuBf16Kernel(CpuKernel):
                 f"the {self.name} kernel's backward adds up gradients in bfloat16; "
                 "burst_rt.init(partials='16bit') allows that"
             )
-        return refuses_partials(self.name, work, _number_of_calls(work))
+        return refuses_partials(self.name, work, most_calls(map(calls_of_pieces, work.tiles)))
 
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether partials are in 16 bits."""
-        return remarks_on_partials(work, _number_of_calls(work))
+        return remarks_on_partials(work, most_calls(map(calls_of_pieces, work.tiles)))
 
     def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> PartSize:
         """See `CpuKernel.part_of`. Work that a single call can do is not taken apart.
@@ -84,7 +89,3 @@ class CpuBf16Kernel(CpuKernel):
         """See `Kernel.scratch_bytes`. The forward's result grows with the tile."""
         out = tile.batch * tile.num_heads * tile.q_len * tile.head_dim * dtype.itemsize
         return super().scratch_bytes(forward, dtype, tile) + forward * out
-
-
-def _number_of_calls(work: Work) -> int:
-    return sum(len(calls_of_pieces(pieces)) for pieces in work.tiles)

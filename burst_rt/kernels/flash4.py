@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import threading
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -33,6 +34,14 @@ from burst_rt.planning.worklist import Integers, column_spans
 __all__ = ["Flash4Kernel", "whole_tile"]
 
 _PACKAGE, _MODULE = "flash-attn-4", "flash_attn.cute.interface"
+# Head dimensions of q and of v: those of latent attention, and all that are taken.
+_LATENT = (192, 128)
+_WIDTHS = {_LATENT, *((dim, dim) for dim in range(8, 257, 8))}
+# Memory and the grid of a call grow with the longest document times their number; this is the
+# largest ratio to all tokens.
+_MOST_PADDED = 16
+# Ranks may be threads, and CuTe's compiler does not expect that.
+_one_at_a_time = threading.RLock()
 # What is passed by name.
 _FORWARD = frozenset(
     ("softmax_scale", "causal", "window_size_left", "window_size_right", "cu_seqlens_q",
@@ -51,13 +60,13 @@ class _Interface(NamedTuple):
 class Flash4Kernel(VendorKernel):
     """FlashAttention-4, if its package is installed (`flash-attn-4`); Hopper and Blackwell GPUs.
 
-    head_dims are multiples of 8: on Hopper up to 256, on Blackwell up to 128, or 192 and 128 of v,
-    or 256 in the forward. Hopper's backward has one head_dim where query heads share keys. All
-    masks with spans. No softcap: its tanh is an approximation there.
+    One head_dim for q, k and v, a multiple of 8: on Hopper up to 256, on Blackwell up to 128, and
+    256 in the forward. Or 192 and 128 of v; in Hopper's backward, not where query heads share keys.
+    (The package takes other pairs, of which some do not compile, and some do not fit into shared
+    memory.) All masks with spans. No softcap: its tanh is an approximation there.
     """
 
     name = "flash-4"
-    most_head_dim = 256
 
     def calls(
         self, pieces: tuple[Piece, ...], mask: Mask, places: Places | None
@@ -72,10 +81,10 @@ class Flash4Kernel(VendorKernel):
                 f"the {self.name} kernel has no exact softcap and no ALiBi, and {work.scores} were "
                 "asked"
             )
-        if any(dim % 8 or not 8 <= dim <= self.most_head_dim for dim in work.head_dims):
+        if work.head_dims not in _WIDTHS:
             return (
-                f"the {self.name} kernel takes head_dims that are multiples of 8, at most "
-                f"{self.most_head_dim}, got {work.head_dims}"
+                f"the {self.name} kernel takes one head_dim for q, k and v that is a multiple of "
+                "8, at most 256, or 192 and 128 of v, got {} and {} of v".format(*work.head_dims)
             )
         masked = any(piece.shape is Shape.MASKED for pieces in work.tiles for piece in pieces)
         if masked and (work.places is None or whole_tile(work.mask, work.places) is None):
@@ -88,16 +97,16 @@ class Flash4Kernel(VendorKernel):
             return (
                 f"the {self.name} kernel takes GPUs of compute capability 9 to 11, got {generation}"
             )
-        if generation == 9 and not work.forward and work.grouped and len(set(work.head_dims)) > 1:
+        if generation == 9 and not work.forward and work.grouped and work.head_dims == _LATENT:
             return (
                 f"the {self.name} kernel's backward takes one head_dim for q, k and v where query "
-                f"heads share keys, got {work.head_dims[0]} and {work.head_dims[1]} of v"
+                "heads share keys, got {} and {} of v".format(*work.head_dims)
             )
-        wide = ((192, 128), (256, 256)) if work.forward else ((192, 128),)
+        wide = (_LATENT, (256, 256)) if work.forward else (_LATENT,)
         if generation > 9 and max(work.head_dims) > 128 and work.head_dims not in wide:
             return (
-                f"the {self.name} kernel takes head_dims of at most 128 on this GPU, or 192 and "
-                "128 of v, or 256 in the forward, got {} and {} of v".format(*work.head_dims)
+                f"the {self.name} kernel takes a head_dim of at most 128 on this GPU, or 256 in "
+                f"the forward, got {work.head_dim}"
             )
         return None
 
@@ -144,20 +153,23 @@ class Flash4Kernel(VendorKernel):
         return grads
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def whole_tile(mask: Mask, places: Places) -> PartOfTile | None:
     """The one call that computes a tile, if there is one: under a window, of documents, or both.
 
     Every row must see one span of keys. Documents are squares along the diagonal that follow each
-    other and do not see each other. places: the positions of the tile's rows and columns.
+    other and do not see each other. The call has the columns that are seen: in a ring, others may
+    not have arrived. places: the positions of the tile's rows and columns.
     """
-    if not mask.has_spans:
+    if not mask.has_spans or not _ascend(places[1]):
         return None
     spans = column_spans(mask, *places)
     firsts, ends = spans.bounds[:, 0, 0], spans.bounds[:, 1, 0]  # `[batch or 1, rows]`
     if spans.width > 1 or (firsts >= ends).any():
         return None
-    rows, columns = firsts.shape[1], spans.num_columns
+    first, end = int(firsts.min()), int(ends.max())
+    firsts, ends = firsts - first, ends - first
+    rows, columns = firsts.shape[1], end - first
     starts, stops = np.zeros_like(firsts), np.full_like(ends, columns)
     if rows == columns:
         starts, stops = _documents(firsts, ends)
@@ -172,8 +184,18 @@ def whole_tile(mask: Mask, places: Places) -> PartOfTile | None:
     if right is not None and (ends != np.minimum(stops, at + right + 1)).any():
         return None
     where = tuple(tuple(np.unique(row).tolist()) for row in stops)
-    several = any(len(row) > 1 for row in where)
-    return PartOfTile(slice(0, rows), slice(0, columns), left, right, where if several else ())
+    if max(map(len, where)) == 1:
+        where = ()
+    elif (stops - starts).max() * max(map(len, where)) > _MOST_PADDED * rows:
+        return None
+    return PartOfTile(slice(0, rows), slice(first, end), left, right, where)
+
+
+def _ascend(runs: tuple[range, ...]) -> bool:
+    """Whether positions ascend along all the runs."""
+    filled = [run for run in runs if run]
+    steps = all(run.step > 0 or len(run) == 1 for run in filled)
+    return steps and all(a[-1] < b[0] for a, b in pairwise(filled))
 
 
 def _documents(firsts: Integers, ends: Integers) -> tuple[Integers, Integers]:
@@ -270,7 +292,8 @@ def _call(direction: str, *tensors: torch.Tensor, **options: Any) -> None:
     interface = _interface()
     assert not isinstance(interface, str)
     try:
-        getattr(interface, direction)(*tensors, **options)
+        with _one_at_a_time:
+            getattr(interface, direction)(*tensors, **options)
     except RuntimeError:  # running out of memory among them
         raise
     except Exception as error:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -34,8 +35,8 @@ from burst_rt.kernels.base import (
     sum_dtype,
     write_from_sums,
 )
-from burst_rt.kernels.conditions import cpu_capabilities, deterministic
-from burst_rt.planning.masks import Causal, Full, Mask, Rule, Shape
+from burst_rt.kernels.conditions import cpu_capabilities, told_to_repeat
+from burst_rt.planning.masks import Causal, Documents, Full, Mask, Rule, Shape, SlidingWindow
 from burst_rt.planning.problem import TileShape
 from burst_rt.remembered import alone, recall, remember
 
@@ -100,12 +101,17 @@ class TileProblem:
             heads *= torch.get_num_threads()
         else:
             heads = max(1, _CHANNELS // work.head_dim)
-        shape = (1, tokens, heads, work.head_dim)
+        kv_heads = max(1, heads // 2) if work.grouped else heads
+        if work.grouped:
+            heads = 2 * kv_heads
+        dim, v_dim = work.head_dims
         # Numbers of the usual size, the same in every run.
         generator = torch.Generator().manual_seed(0)
-        some = torch.randn(shape, generator=generator)
+        some = torch.randn((1, tokens, heads, max(dim, v_dim)), generator=generator)
         q, k, v, dout = (some.roll(i).to(work.dtype).to(device) for i in range(4))
-        self._qkv = QKV(q, k, v)
+        q, k = q[..., :dim].contiguous(), k[:, :, :kv_heads, :dim].contiguous()
+        v, dout = v[:, :, :kv_heads, :v_dim].contiguous(), dout[..., :v_dim].contiguous()
+        self._qkv = qkv = QKV(q, k, v)
         whole = (range(tokens),)
         pieces = work.mask.pieces(*whole, *whole)
         self.pieces = pieces
@@ -119,22 +125,21 @@ class TileProblem:
             first=alone,
             last=alone,
         )
-        acc, *self._sums = (torch.zeros(shape, dtype=wide, device=device) for _ in range(4))
-        self._written = [torch.zeros_like(q) for _ in range(3)] if alone else []
+        acc, *self._sums = (torch.zeros_like(x, dtype=wide) for x in (dout, *qkv))
+        self._written = [torch.zeros_like(x) for x in qkv] if alone else []
         m, l, lse = (torch.zeros(1, heads, tokens, dtype=wide, device=device) for _ in range(3))  # noqa: E741
-        self._state = State(acc, m, l, torch.empty_like(q), lse)
-        # Every row has an lse of about its right size, and delta 0.
-        top, delta = torch.zeros(2, 1, heads, tokens, dtype=wide, device=device)
-        # What a call's only tile gets besides agrees with that delta.
-        out = torch.zeros_like(q) if alone else None
-        self._upstream = Upstream(dout, top.fill_(10.0), delta, out)
-        self._work = work._replace(tiles=(pieces,), places=(whole, whole))
+        self._state = State(acc, m, l, torch.empty_like(dout), lse)
+        # Every row has an lse of about its right size, and an out that is not its own.
+        out = dout.roll(1, 1)
+        delta = (dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).contiguous()
+        self._upstream = Upstream(dout, torch.full_like(delta, 10.0), delta, out if alone else None)
+        self.work = work._replace(tiles=(pieces,), places=(whole, whole))
         self.num_heads = heads
-        self._shape = TileShape(1, heads, heads, work.head_dim, tokens, tokens)
+        self._shape = TileShape(1, heads, kv_heads, max(dim, v_dim), tokens, tokens)
 
     def _backward(self, kernel: Kernel) -> tuple[Tile, list[torch.Tensor]]:
         """The tile as a kernel's backward gets it, and what the gradients go into."""
-        only = self._tile.only and kernel.writes_gradients(self._work, self._shape)
+        only = self._tile.only and kernel.writes_gradients(self.work, self._shape)
         tile = self._tile._replace(first=only, last=only)
         return tile, self._written if self._tile.only else self._sums
 
@@ -143,7 +148,7 @@ class TileProblem:
 
         Does not wait for the device.
         """
-        if self._work.forward:
+        if self.work.forward:
             kernel.forward(self._qkv, self._tile, self._state)
         else:
             tile, into = self._backward(kernel)
@@ -168,13 +173,13 @@ class TileProblem:
         _, into = self._backward(kernel)
         for x in into:
             x.zero_()
-        if self._work.forward and not self._tile.first:
+        if self.work.forward and not self._tile.first:
             for first in (True, False):
                 tile = self._tile._replace(first=first, last=not first)
                 kernel.forward(self._qkv, tile, self._state)
         else:
             self.run(kernel, needs)
-        if self._work.forward:
+        if self.work.forward:
             return [self._state.out.clone(), self._state.lse.clone()]
         return [x.clone() for x, needed in zip(into, needs, strict=True) if needed]
 
@@ -275,20 +280,40 @@ def seconds_of(work: Work, candidates: Sequence[Kernel]) -> Figures:
         work.device, {kernel.name: partial(problem.run, kernel) for kernel in candidates}
     )
     able = [kernel for kernel in candidates if isinstance(figures[kernel.name], float)]
-    truth = problem.results(able[0]) if len(able) > 1 else []
+    del problem
     for kernel in able[1:]:
-        off = _most_off(problem.results(kernel), truth)
-        if not off <= _MOST_OFF:  # NaN is not
-            figures[kernel.name] = f"its results are off from {able[0].name}'s by {off:.2g}"
+        try:
+            wrong = _wrong(kernel, able[0], work)
+        except failures() as error:
+            wrong = error_in_words(error)
+        if wrong:
+            figures[kernel.name] = wrong
     return figures
+
+
+def _wrong(kernel: Kernel, other: Kernel, work: Work) -> str | None:
+    """How far a kernel's results are off from another one's, if by too much.
+
+    On the standard tile, and under a window and for documents if the kernel takes them so.
+    """
+    tokens = _TOKENS[work.device.type]
+    ends = sorted({1, tokens // 3, tokens // 2})
+    documents = Documents([b - a for a, b in pairwise((0, *ends, tokens))]) & Causal()
+    for mask in (work.mask, SlidingWindow(tokens // 10, 0), documents):
+        problem = TileProblem(work._replace(mask=mask), alone=work.ring_size == 1)
+        if mask is not work.mask and kernel.refuses(problem.work):
+            continue
+        off = _most_off(problem.results(kernel), problem.results(other))
+        if not off <= _MOST_OFF:  # NaN is not
+            return f"its results are off from {other.name}'s by {off:.2g} under {mask!r}"
+    return None
 
 
 def _most_off(results: Iterable[torch.Tensor], truth: Iterable[torch.Tensor]) -> float:
     """The largest error of results, relative to the truth, in the Frobenius norm."""
-    norm = torch.linalg.vector_norm
-    pairs = ((x.double(), y.double()) for x, y in zip(results, truth, strict=True))
-    errors = torch.stack([norm(x - y) / norm(y) for x, y in pairs])
-    return errors.max().item()
+    norm, pairs = torch.linalg.vector_norm, zip(results, truth, strict=True)
+    errors = [norm(x.float() - y.float()) / norm(y.float()) for x, y in pairs]
+    return torch.stack(errors).max().item()
 
 
 def seconds_in_turn(device: torch.device, runs: Mapping[str, Callable[[], object]]) -> Figures:
@@ -353,8 +378,7 @@ def issue_timed(run: Callable[[], object], times: int = 4) -> TimedRuns:
 def _standard(work: Work) -> Mask:
     """The mask of the standard tile.
 
-    Several kernels can do a tile only if the mask leaves whole rectangles and triangles of it. The
-    work's own mask may be for other lengths than the standard tile's.
+    The work's own mask may be for other lengths than the standard tile's.
     """
     if work.mask.rule is not Rule.OWN:
         return work.mask
@@ -364,7 +388,7 @@ def _standard(work: Work) -> Mask:
 
 def speed_key(work: Work) -> dict[str, str]:
     """Everything that a speed depends on."""
-    return chip_and_versions(work.device) | {
+    return chip_and_versions(work.device, "flash-attn-4", "nvidia-cutlass-dsl") | {
         "cudnn": str(
             torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
         ),
@@ -372,9 +396,10 @@ def speed_key(work: Work) -> dict[str, str]:
         # (`activate_flash_attention_impl`).
         "flash": str(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()),
         "dtype": str(work.dtype),
-        "head_dim": str(work.head_dim),
+        "head_dim": str(work.head_dims),
+        "query heads": "share keys" if work.grouped else "have keys of their own",
         "direction": "forward" if work.forward else "backward",
-        "told to repeat": str(not work.forward and deterministic()),
+        "told to repeat": str(not work.forward and told_to_repeat()),
         "mask": repr(work.mask),
         "tile": "the only one" if work.ring_size == 1 else "one of several",
     }

@@ -8,7 +8,8 @@ the user has said partials="16bit".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,11 @@ import torch
 from burst_rt.kernels.base import (
     QKV,
     Gradients,
+    Kept,
     Kernel,
+    PairOfRows,
     Places,
+    Results,
     State,
     Tile,
     Upstream,
@@ -25,14 +29,18 @@ from burst_rt.kernels.base import (
     fold,
     write_from_sums,
 )
-from burst_rt.planning.masks import Mask, Piece, Shape
+from burst_rt.kernels.triton import TritonKernel
+from burst_rt.planning.masks import Full, Mask, Piece, Shape
 from burst_rt.planning.problem import TileShape
 
 __all__ = [
-    "PartOfTile", "VendorKernel", "calls_of_pieces", "refuses_partials", "remarks_on_partials",
+    "PartOfTile", "VendorKernel", "calls_of_pieces", "most_calls", "refuses_partials",
+    "remarks_on_partials",
 ]  # fmt: skip
 
-# Number of bytes that both kernels load at a time: tensors with another start or step are copied
+_own = TritonKernel()
+
+# Number of bytes that these kernels load at a time: tensors with another start or step are copied
 # first.
 _ALIGNED_BYTES = 16
 
@@ -57,7 +65,6 @@ class VendorKernel(Kernel):
     """The base of kernels that give their result in the inputs' 16 bits."""
 
     name: str
-    most_head_dim: int
     # The kind of device that tensors must be on; tests with doubles of the vendors' functions set
     # another.
     device_type = "cuda"
@@ -72,7 +79,7 @@ class VendorKernel(Kernel):
         if work.dtype not in (torch.bfloat16, torch.float16):
             return f"the {self.name} kernel takes bfloat16 and float16, got {work.dtype}"
         reason = self._other_inputs(work) or self._missing(work.device)
-        return reason or refuses_partials(self.name, work, self._number_of_calls(work))
+        return reason or refuses_partials(self.name, work, self._most_calls(work))
 
     def calls(
         self, pieces: tuple[Piece, ...], mask: Mask, places: Places | None
@@ -80,8 +87,8 @@ class VendorKernel(Kernel):
         """The calls that compute a tile. places: of its rows and columns, if they are known."""
         return calls_of_pieces(pieces)
 
-    def _number_of_calls(self, work: Work) -> int:
-        return sum(len(self.calls(pieces, work.mask, work.places)) for pieces in work.tiles)
+    def _most_calls(self, work: Work) -> int:
+        return most_calls(self.calls(pieces, work.mask, work.places) for pieces in work.tiles)
 
     def writes_results(self, work: Work, tile: TileShape) -> bool:
         """See `Kernel.writes_results`: where a single call does all of the tile."""
@@ -97,7 +104,7 @@ class VendorKernel(Kernel):
 
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether partials are in 16 bits; whether results are repeatable."""
-        remarks = remarks_on_partials(work, self._number_of_calls(work))
+        remarks = remarks_on_partials(work, self._most_calls(work))
         if not self.repeatable(work.forward):
             remarks += ("its sums differ in the last bits from run to run",)
         return remarks
@@ -121,6 +128,14 @@ class VendorKernel(Kernel):
             if tile.last:
                 state.finish()
         tile.progress()
+
+    def delta(self, results: Results, rows: PairOfRows, kept: Kept | None = None) -> None:
+        """See `Kernel.delta`: by the project's own kernel, where torch has many to launch."""
+        dout = results.dout
+        if _has_own_delta(dout.device, dout.dtype, dout.shape[3]):
+            _own.delta(results, rows, kept)
+        else:
+            super().delta(results, rows, kept)
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
@@ -157,8 +172,9 @@ class VendorKernel(Kernel):
         """See `Kernel.scratch_bytes`. It grows with the tile.
 
         It counts copies of inputs that are not aligned and a part's results. The backward also
-        counts O' and the temporaries that make it, and what FlashAttention takes for itself: the
-        float32 dq, and the dk, dv of every query head. The sum has not been measured yet.
+        counts the stand-in for O with the temporaries that make it, and what FlashAttention takes
+        for itself: the float32 dq, and the dk, dv of every query head. The sum has not been
+        measured yet.
         """
         token = tile.batch * tile.head_dim * dtype.itemsize
         q, kv = token * tile.q_len * tile.num_heads, token * tile.kv_len * tile.num_kv_heads
@@ -170,7 +186,13 @@ class VendorKernel(Kernel):
         return 2 * q + 2 * kv + 4 * q + q + 2 * kv + 4 * q // dtype.itemsize + 2 * of_all_heads
 
     def _calls_of_tile(self, tile: Tile) -> Sequence[PartOfTile]:
-        return self.calls(tile.pieces, tile.mask, (tile.q_positions, tile.kv_positions))
+        """The tile's calls; kept with the plan."""
+        calls: Sequence[PartOfTile] | None = tile.kept and tile.kept.entries.get("calls")
+        if calls is None:
+            calls = self.calls(tile.pieces, tile.mask, (tile.q_positions, tile.kv_positions))
+            if tile.kept is not None:
+                tile.kept.entries["calls"] = calls
+        return calls
 
     def _other_inputs(self, work: Work) -> str | None:
         """Why the kernel has not the scores, the head_dims or the pieces of some work, or None."""
@@ -218,7 +240,7 @@ def calls_of_pieces(pieces: tuple[Piece, ...]) -> list[PartOfTile]:
             calls.append(PartOfTile(rows, columns))
             continue
         size = min(rows.stop - rows.start, columns.stop - columns.start)
-        # The two vendors align the diagonal of a part that is not square at different corners.
+        # Vendors align the diagonal of a part that is not square at different corners.
         square = slice(rows.start, rows.start + size), slice(columns.start, columns.start + size)
         calls.append(PartOfTile(*square, right=0))
         if rows.start + size < rows.stop:
@@ -232,8 +254,16 @@ def _covers(calls: Sequence[PartOfTile], q_len: int, kv_len: int) -> bool:
     return [(call.rows, call.columns) for call in calls] == [whole]
 
 
+def most_calls(tiles: Iterable[Sequence[PartOfTile]]) -> int:
+    """The most calls that compute one tile. Tiles of a rank alone are of different heads."""
+    return max(map(len, tiles), default=0)
+
+
 def refuses_partials(name: str, work: Work, num_calls: int) -> str | None:
-    """Why a kernel that gives the results of its calls in 16 bits may not do this work, or None."""
+    """Why a kernel that gives the results of its calls in 16 bits may not do this work, or None.
+
+    num_calls: the most calls for one tile.
+    """
     if work.partials != "exact" or _whole(work, num_calls):
         return None
     return (
@@ -251,13 +281,18 @@ def remarks_on_partials(work: Work, num_calls: int) -> tuple[str, ...]:
 
 
 def _whole(work: Work, num_calls: int) -> bool:
-    """Whether a single call does all the work, so that nothing is added up."""
+    """Whether single calls do all the work, so that nothing is added up."""
     return not _sunk(work) and work.ring_size == 1 and num_calls == 1
 
 
 def _sunk(work: Work) -> bool:
     """Whether sinks are added to what a call returns; in the backward they are in lse."""
     return work.forward and work.scores.sinks
+
+
+@functools.cache
+def _has_own_delta(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    return _own.refuses(Work(device, dtype, head_dim, Full())) is None
 
 
 def _part(qkv: QKV, call: PartOfTile) -> QKV:

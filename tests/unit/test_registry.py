@@ -40,6 +40,7 @@ from burst_rt.kernels import (
 )
 from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.speed import KIND, TileProblem, error_in_words, fastest_kernel
+from burst_rt.planning.masks import Both
 from burst_rt.remembered import alone, forget, recall, remember
 
 _WORK = Work(torch.device("cuda"), torch.bfloat16, 128, Causal())
@@ -230,12 +231,76 @@ def test_a_kernel_that_is_wrong_is_not_taken(
     work = Work(torch.device("cpu"), torch.bfloat16, 64, Causal(), forward)
     figures = speed.seconds_of(work, [KERNELS["cpu"], _Wrong(by)])
     assert isinstance(figures["cpu"], float)
-    said = "its results are off from cpu's by "
     if by == 1.01:  # as much as 16-bit sums may be off
         assert isinstance(figures["wrong"], float)
     else:
-        assert str(figures["wrong"]).startswith(said)
-        assert figures["wrong"] == said + ("0.5" if by == 1.5 else "nan")
+        much = "0.5" if by == 1.5 else "nan"
+        assert figures["wrong"] == f"its results are off from cpu's by {much} under Causal()"
+
+
+class _WrongElsewhere(CpuKernel):
+    """A kernel that is right on the standard tile only."""
+
+    name = "elsewhere"
+
+    def __init__(self, mask: type, error: Exception | None = None) -> None:
+        self._mask, self._error = mask, error
+
+    def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
+        super().forward(qkv, tile, state)
+        if isinstance(tile.mask, self._mask):
+            if self._error is not None:
+                raise self._error
+            state.out.add_(1.0)
+
+
+def test_kernels_are_compared_under_windows_and_for_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(speed, "_TOKENS", {"cpu": 40})
+    work = Work(torch.device("cpu"), torch.bfloat16, 64, Full())
+    for mask, words in ((SlidingWindow, "SlidingWindow(left=4, right=0)"), (Both, "Documents(")):
+        figures = speed.seconds_of(work, [KERNELS["cpu"], _WrongElsewhere(mask)])
+        assert words in str(figures["elsewhere"])
+    # What it refuses is not asked of it.
+    picky = _WrongElsewhere(SlidingWindow)
+    monkeypatch.setattr(picky, "refuses", lambda work: str(work.mask), raising=False)
+    assert isinstance(speed.seconds_of(work, [KERNELS["cpu"], picky])["elsewhere"], float)
+    # A kernel that finds no memory may find some another time.
+    full = _WrongElsewhere(SlidingWindow, torch.OutOfMemoryError("CUDA out of memory"))
+    figures = speed.seconds_of(work, [KERNELS["cpu"], full])
+    assert figures["elsewhere"] == "OutOfMemoryError: CUDA out of memory"
+    assert isinstance(figures["cpu"], float)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_the_standard_tile_has_the_head_dims_and_the_groups_of_the_work(
+    forward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work(torch.device("cpu"), torch.float32, 16, Causal(), forward)
+    shapes = []
+    for of_v, grouped in ((0, False), (8, False), (24, True)):
+        problem = TileProblem(work._replace(v_head_dim=of_v, grouped=grouped), tokens=20, heads=4)
+        cpu, spec = (problem.results(KERNELS[name]) for name in ("cpu", "naive"))
+        for x, y in zip(cpu, spec, strict=True):
+            assert torch.allclose(x, y, atol=1e-4)
+        shapes.append(tuple(tuple(x.shape[2:]) for x in cpu))
+    heads = 4 * torch.get_num_threads()
+    if forward:
+        assert [shape[0] for shape in shapes] == [(heads, 16), (heads, 8), (heads, 24)]
+    else:
+        assert shapes[1] == ((heads, 16), (heads, 16), (heads, 8))
+        assert shapes[2] == ((heads, 16), (heads // 2, 16), (heads // 2, 24))
+    keys = [
+        speed.speed_key(work._replace(v_head_dim=of_v, grouped=grouped))
+        for of_v, grouped in ((0, False), (8, False), (8, True))
+    ]
+    assert keys[0] != keys[1] != keys[2]
+    versions = {"flash-attn-4": "1"}
+    monkeypatch.setattr(speed, "_version", lambda name: versions.get(name, ""))
+    before = speed.speed_key(work)
+    versions["flash-attn-4"] = "2"
+    assert speed.speed_key(work) != before
 
 
 class _Unfit(CpuKernel):
