@@ -7,6 +7,7 @@ again. Nor is a job that was stopped, or one that failed twice alike without get
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,10 @@ from burst_rt.errors import ConfigError, InputError
 
 __all__ = ["ONCE", "JobResult", "Restarts"]
 
-_SIGNALS = 128  # and above: exit codes of jobs that a signal has ended
+# From here on: exit codes of jobs that a signal has ended. MPICH's mpirun returns the signal's own
+# number where it was one of the others.
+_SIGNALS = 128
+_BARE_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 _MISTAKES = (InputError.exit_code, ConfigError.exit_code)
 # Seconds, times of the day and numbers of processes differ from one start to the next.
 _CHANGING = re.compile(r"\d+(\.\d+)? (s|ms|us)\b|\d\d:\d\d:\d\d|pid \d+")
@@ -67,7 +71,8 @@ class Restarts:
                 return result.exit_code
             failed = _CHANGING.sub("", result.words), self.progress()
             # A signal does not say where the program was.
-            told = result.exit_code < _SIGNALS or failed[1] is not None
+            by_signal = result.exit_code >= _SIGNALS or result.exit_code in _BARE_SIGNALS
+            told = not by_signal or failed[1] is not None
             if told and failed == before:
                 _say("it failed again in the same way and got no further: it is not started again")
                 return result.exit_code

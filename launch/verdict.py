@@ -32,7 +32,7 @@ _HEADLINE_WIDTH, _END_WIDTH = 600, 250
 # any other deadly signal than these leaves its Python stack, which says the signal.
 _BARE_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 # A library whose connection to a dead rank breaks (gloo, NCCL) may raise before the launcher has
-# been woken by the end of that rank.
+# been woken by the end of that rank. Where the launcher sees both ends, it sees them in order.
 _WOKEN_S = 0.02
 
 
@@ -137,9 +137,10 @@ class JobEnd:
             return False
         flight = read_flight(self.job_dir, first[0])
         done = flight is not None and flight.closed
-        # mpirun ends other ranks only when the process of the rank that failed has ended.
-        until_s = self.ranks.ended_at_s.get(failure.rank, 0.0)
-        return not done and went_at_s < max(until_s, failure.ended_at_s + _WOKEN_S)
+        # mpirun ends other ranks only when the process of the rank that failed has ended; MPICH's
+        # within milliseconds of that.
+        woken_s = failure.ended_at_s + _WOKEN_S
+        return not done and went_at_s < self.ranks.ended_at_s.get(failure.rank, woken_s)
 
     @cached_property
     def leaver(self) -> RankReport | None:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 __all__ = [
     "DASHBOARD_VARIABLE", "DEVICE_VARIABLE", "METRICS_VARIABLE", "RECORD_VARIABLE",
     "RESTARTS_VARIABLE", "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "TRANSPORT_VARIABLE",
-    "by_launcher", "local_rank", "mpi_ranks", "num_local_ranks", "process_rank", "rank",
-    "ranks_here", "restarts",
-    "torchrun_ranks", "torchrun_wrong",
+    "by_hydra", "by_launcher", "local_rank", "mpi_ranks", "num_local_ranks", "process_rank", "rank",
+    "ranks_here", "restarts", "torchrun_ranks", "torchrun_wrong",
 ]  # fmt: skip
 
 # The environment variables that say what "auto" means in `burst_rt.init`.
@@ -81,6 +80,11 @@ def by_launcher() -> bool:
 def mpi_ranks() -> int:
     """Number of ranks that the MPI launcher started; 1 without a launcher."""
     return 1 if _under_torchrun() else _number(_SIZE) or 1
+
+
+def by_hydra() -> bool:
+    """Whether the mpirun of MPICH or Intel MPI started this process."""
+    return not _under_torchrun() and [name for name in _RANK if name in os.environ] == ["PMI_RANK"]
 
 
 def local_rank() -> int | None:

@@ -194,12 +194,12 @@ class Tile(NamedTuple):
     # Whether it is the last tile of a forward: the kernel then also finishes all rows of the state.
     # A tile of a backward is first and last, where the kernel is to write gradients, or neither.
     last: bool = False
-    # The number in the whole call of the tile's first query head.
-    first_head: int = 0
+    first_head: int = 0  # the number in the whole call of the tile's first query head
     score_options: ScoreOptions = ScoreOptions()
     kept: Kept | None = None  # None: nothing is kept
     # The side, "q" or "kv", whose gradients' sums hold nothing yet, not even zeros (`starts_sums`).
     new_sums: str = ""
+    in_order: bool = True  # whether sums must be added up in the same order every time
 
     @property
     def only(self) -> bool:

@@ -2,7 +2,7 @@
 
 The backward takes lse, and as a gradient of lse whatever is taken from rowsum(dO * O): with O = 0
 and -delta it gets delta as it is. So it needs no stand-in for O, and has float16, too. It adds up
-in a fixed order (`deterministic=True`).
+in a fixed order, unless bits need not repeat: any order is faster.
 
 Windows and documents are arguments of its calls, so one call computes a whole tile under a window,
 or packed rows of documents.
@@ -74,6 +74,9 @@ class Flash4Kernel(VendorKernel):
         """See `VendorKernel.calls`."""
         whole = None if places is None else whole_tile(mask, places)
         return _calls_of(pieces) if whole is None else (whole,)
+
+    def _repeats(self, work: Work) -> bool:
+        return work.forward or work.deterministic
 
     def _other_inputs(self, work: Work) -> str | None:
         if work.scores.softcap or work.scores.alibi_slopes:
@@ -147,7 +150,7 @@ class Flash4Kernel(VendorKernel):
         names = zip(("dq", "dk", "dv"), _tokens(call, *grads), strict=True)
         _call(
             "backward", *_tokens(call, *qkv, out, dout), _lse_of(lse, call),
-            dlse=-_lse_of(delta, call), deterministic=True, **_options(qkv, call, tile),
+            dlse=-_lse_of(delta, call), deterministic=tile.in_order, **_options(qkv, call, tile),
             **dict(names),
         )  # fmt: skip
         return grads

@@ -124,6 +124,7 @@ class TileProblem:
             lambda: None,
             first=alone,
             last=alone,
+            in_order=work.deterministic,
         )
         acc, *self._sums = (torch.zeros_like(x, dtype=wide) for x in (dout, *qkv))
         self._written = [torch.zeros_like(x) for x in qkv] if alone else []
@@ -399,6 +400,7 @@ def speed_key(work: Work) -> dict[str, str]:
         "head_dim": str(work.head_dims),
         "query heads": "share keys" if work.grouped else "have keys of their own",
         "direction": "forward" if work.forward else "backward",
+        "order of sums": "any" if not (work.forward or work.deterministic) else "fixed",
         "told to repeat": str(not work.forward and told_to_repeat()),
         "mask": repr(work.mask),
         "tile": "the only one" if work.ring_size == 1 else "one of several",

@@ -105,9 +105,13 @@ class VendorKernel(Kernel):
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether partials are in 16 bits; whether results are repeatable."""
         remarks = remarks_on_partials(work, self._most_calls(work))
-        if not self.repeatable(work.forward):
+        if not self._repeats(work):
             remarks += ("its sums differ in the last bits from run to run",)
         return remarks
+
+    def _repeats(self, work: Work) -> bool:
+        """Whether the work is done with the same bits every time."""
+        return self.repeatable(work.forward)
 
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
@@ -27,12 +28,17 @@ from burst_rt.job.ending import error_line, exit_code_of
 from burst_rt.job.folders import report_failure, retire_flight
 from burst_rt.job.parent import end_with_torchrun
 from burst_rt.job.telling import FIRST_WORD_S, in_full, in_one_line, is_of_another, shorten_text
+from burst_rt.transport.start import start_mpi
 
 __all__ = ["Member", "Process", "process"]
 
 _log = logging.getLogger("burst_rt")
 # Seconds until the other ranks have heard that this rank failed by itself, and have reported it.
 _HEARD_AFTER_S = 1.3
+# Seconds in which MPICH's mpirun forwards what a rank has written.
+_FORWARDED_AFTER_S = 0.1
+# Seconds for which a rank that fails before MPI_Init waits for the others to come there.
+_ABORTED_AFTER_S = 3.0
 
 
 class Member(Protocol):
@@ -154,8 +160,7 @@ def _end_job(failure: BaseException, code: int, *, has_members: bool) -> None:
     if mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
         if has_members and not isinstance(failure, (PeerLost, Stalled)):
             time.sleep(_HEARD_AFTER_S)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         mpi.COMM_WORLD.Abort(code)
     elif max(launched.torchrun_ranks(), launched.mpi_ranks()) > 1 and (
         has_members or isinstance(failure, BurstError)
@@ -163,9 +168,32 @@ def _end_job(failure: BaseException, code: int, *, has_members: bool) -> None:
         # The launcher ends the other ranks when it sees the exit code, whatever the program has
         # caught. An uncaught error of ours has its exit code, even if its context is closed, or
         # MPI has not been started.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
+        if launched.by_hydra():
+            _abort_unstarted(code)
         os._exit(code)
+
+
+def _flush() -> None:
+    """Lets go of all output. MPICH's mpirun drops what it has not forwarded when a rank aborts."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if launched.by_hydra():
+        time.sleep(_FORWARDED_AFTER_S)
+
+
+def _abort_unstarted(code: int) -> None:
+    """Ends an MPI job in which this rank has not started MPI, if the others have come to MPI_Init.
+
+    The mpirun of MPICH takes no notice of a rank that ends before MPI_Init, whatever its exit code.
+    Blocks at most 3 s; then the process ends with the exit code.
+    """
+    timer = threading.Timer(_ABORTED_AFTER_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    with suppress(Exception):  # there may be no MPI library
+        start_mpi(2 * _ABORTED_AFTER_S)
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
 
 
 process = Process()

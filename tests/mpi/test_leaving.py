@@ -745,9 +745,8 @@ except MPI.Exception:
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
     job = run_job(tmp_path / "program.py", 2, by="mpirun", cwd=tmp_path, timeout_s=60)
     assert job.exit_code == 0, job.text
-    assert sorted(job.out.split("\n")) == ["", "caught", "caught", "still there", "still there"], (
-        job.text
-    )
+    # MPICH's mpirun may join what two ranks write to one line.
+    assert [job.out.count(words) for words in ("caught", "still there")] == [2, 2], job.text
 
 
 def test_an_exception_outside_any_call_ends_the_job_too(tmp_path: Path) -> None:

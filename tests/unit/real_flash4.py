@@ -78,6 +78,14 @@ def test_calls_compile(name: str, dims: tuple[int, int], heads: tuple[int, int])
 
 
 @pytest.mark.parametrize("heads", _HEADS)
+@pytest.mark.parametrize("name", _MASKS)
+def test_sums_in_any_order_compile(name: str, heads: tuple[int, int]) -> None:
+    mask = _MASKS[name]
+    (call,) = _kernel().calls(mask.pieces(*_ALL, *_ALL), mask, (_ALL, _ALL))
+    _compile(call, mask, (128, 128), heads, in_order=False)
+
+
+@pytest.mark.parametrize("heads", _HEADS)
 @pytest.mark.parametrize("dim", [8, 40, 96, 104, 136, 200, 248])
 def test_other_head_dims_compile(dim: int, heads: tuple[int, int]) -> None:
     if _GENERATION == 9 or dim <= 128:
@@ -101,7 +109,10 @@ def test_pieces_compile(call: PartOfTile, heads: tuple[int, int]) -> None:
     _compile(call, Full(), (128, 128), heads)
 
 
-def _compile(call: PartOfTile, mask: Mask, dims: tuple[int, int], heads: tuple[int, int]) -> None:
+def _compile(
+    call: PartOfTile, mask: Mask, dims: tuple[int, int], heads: tuple[int, int],
+    *, in_order: bool = True,
+) -> None:  # fmt: skip
     """Has the package compile a call in both directions, if the kernel takes both."""
     kernel, places = _kernel(), (_ALL, _ALL)
     dtype = torch.float16 if dims[0] == 128 else torch.bfloat16
@@ -109,7 +120,7 @@ def _compile(call: PartOfTile, mask: Mask, dims: tuple[int, int], heads: tuple[i
         torch.device("cuda"), dtype, dims[0], mask, v_head_dim=dims[1], places=places,
         tiles=(mask.pieces(*_ALL, *_ALL),), grouped=heads[0] > heads[1],
     )  # fmt: skip
-    tile = Tile(work.tiles[0], *places, mask, 0.1, lambda: None, True, True)
+    tile = Tile(work.tiles[0], *places, mask, 0.1, lambda: None, True, True, in_order=in_order)
     rows = call.rows.stop - call.rows.start
     columns = call.columns.stop - call.columns.start
     with FakeTensorMode(allow_non_fake_inputs=True):

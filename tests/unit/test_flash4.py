@@ -26,6 +26,7 @@ from spec import errors_of, reference, relative_error
 from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
+import burst_rt
 from burst_rt import Causal, Chunked, Documents, First, Full, Mask, Prefix, SlidingWindow
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream, Work, flash4
 from burst_rt.kernels.base import Kept, Places
@@ -159,10 +160,14 @@ def test_what_no_single_call_computes(mask: Mask, places: Places) -> None:
 
 
 class Double:
-    """In the place of the package's two functions. calls: what each was asked for."""
+    """In the place of the package's two functions.
+
+    calls: what each was asked for. in_order: whether each backward was to repeat its bits.
+    """
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
+        self.in_order: list[bool] = []
         self._inside = threading.Lock()
 
     @contextmanager
@@ -202,7 +207,7 @@ class Double:
         dout: torch.Tensor, lse: torch.Tensor, *, softmax_scale: float, deterministic: bool,
         dlse: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, **masked: Any,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        assert deterministic
+        self.in_order.append(deterministic)
         self.calls.append(masked)
         _check(q, k, v, out, dout, dq, dk, dv)
         assert lse.dtype == dlse.dtype == torch.float32
@@ -362,6 +367,32 @@ def test_whole_calls(case: Case, world_size: int, partials: str) -> None:
         # What is rounded once a tile is off by about as much as what is rounded at the end.
         rounded_twice = partials == "16bit" and field != "lse"
         assert error < limit * (2 if rounded_twice else 1), (field, error)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sums_in_any_order_where_bits_need_not_repeat(world_size: int, double: Double) -> None:
+    """But not once torch is told otherwise."""
+    case = Case(64, mask=Causal(), dtype=torch.bfloat16)
+    options = {"kernel": "flash-4", "partials": "16bit"}
+    for free in (False, True):
+        for told in (False, True):
+            double.in_order.clear()
+            torch.use_deterministic_algorithms(told)
+            try:
+                attend_over_threads(world_size, case, deterministic=not free, **options)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert set(double.in_order) == {told or not free}
+
+    def explained(ctx: burst_rt.Context) -> str:
+        x = torch.zeros(1, 64, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+        return str(burst_rt.explain(x, x, x, layout=ctx.layout(64)))
+
+    for free in (False, True):
+        (words,) = burst_rt.run_local(1, explained, kernel="flash-4", deterministic=not free)
+        forward, backward = words.split("backward:")
+        assert "differ" not in forward
+        assert ("its sums differ in the last bits from run to run" in backward) is free
 
 
 def test_bounds_are_kept_with_the_plan(double: Double) -> None:

@@ -32,6 +32,7 @@ def _started(again: Restarts, results: Sequence[JobResult]) -> tuple[int, int]:
         (3, [JobResult(0, "")], 1),
         (3, [_LOST, JobResult(0, "")], 2),
         (3, [_LOST], 4),  # signals do not say whether it was the same
+        (3, [JobResult(9, "rank 1 ended without a report")], 4),  # by MPICH's mpirun
         (
             3,
             [JobResult(1, "ValueError: no after 3.1 s"), JobResult(1, "ValueError: no after 4 s")],

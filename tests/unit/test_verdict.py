@@ -165,6 +165,13 @@ _CASES: tuple[tuple[str, _Job, str, int], ...] = (
         1,
     ),
     (
+        # MPICH's mpirun kills the others within milliseconds.
+        "a rank failed",
+        _Job(reports=(_GLOO,), gone_s={0: 3.006, 2: 3.009, 1: 3.012}, mpirun_code=9),
+        "rank 0 failed after 3.0 s with RuntimeError: reset by peer (exit code 1)",
+        1,
+    ),
+    (
         "ranks lost one that nothing else is known of",
         _Job(reports=(_PEER_LOST, _report(2, 2.0)), in_call=()),
         "rank 2 left with exit code 0 after 2.0 s while other ranks were in a call",

@@ -218,6 +218,7 @@ class Run(SlotRun):
         return placed_tile(
             self.ring, self.rank, op, scale=self.scale, progress=self.progress,
             first_head=self.first_head, score_options=self.score_options, kept=kept,
+            in_order=self.plan.key.deterministic,
         )  # fmt: skip
 
     def kept(self, key: object) -> Kept | None:

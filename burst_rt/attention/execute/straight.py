@@ -142,7 +142,7 @@ def _make_shared(plan: Plan, scale: float | None, softcap: float | None, stream:
     only = plan.key.forward or plan.writes_gradients
     tile = placed_tile(
         ring, plan.rank, op, scale=factor, progress=_nothing, score_options=ScoreOptions(softcap),
-        kept=kept[-1],
+        kept=kept[-1], in_order=plan.key.deterministic,
     )._replace(first=only, last=only)  # fmt: skip
     q_len = sum(map(len, tile.q_positions))
     return _Shared(
