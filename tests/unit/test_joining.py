@@ -21,6 +21,7 @@ from worlds import Case, attend_over_threads
 import burst_rt
 from burst_rt import Causal, Context
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
+from burst_rt.job import launched
 from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.runtime import joining
 from burst_rt.runtime.calibrated import calibrated_path, find_hardware, fit_to_job
@@ -550,3 +551,24 @@ def test_slots_made_in_inference_mode_serve_training(strategy: str) -> None:
         return torch.equal(torch.as_tensor(first), torch.as_tensor(second))
 
     assert burst_rt.run_local(2, job) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("variables", "hydra"),
+    [
+        ((), False),
+        (("PMI_RANK",), True),
+        (("PMI_RANK", "TORCHELASTIC_RUN_ID"), False),  # a torchrun on each of mpirun's ranks
+        (("PMI_RANK", "SLURM_PROCID"), False),
+        (("OMPI_COMM_WORLD_RANK", "PMIX_RANK"), False),
+    ],
+)
+def test_which_launcher_needs_mpi_to_be_aborted(
+    variables: tuple[str, ...], hydra: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PMI_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("PMIX_RANK", raising=False)
+    for name in variables:
+        monkeypatch.setenv(name, "0")
+    assert launched.by_hydra() == hydra
