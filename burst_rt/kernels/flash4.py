@@ -29,7 +29,7 @@ import torch
 from burst_rt.kernels.base import QKV, Gradients, Places, State, Tile, Upstream, Work
 from burst_rt.kernels.vendor import PartOfTile, VendorKernel, calls_of_pieces
 from burst_rt.planning.masks import Mask, Piece, Shape
-from burst_rt.planning.worklist import Integers, column_spans
+from burst_rt.planning.worklist import Integers, ascends, column_spans
 
 __all__ = ["Flash4Kernel", "whole_tile"]
 
@@ -164,7 +164,7 @@ def whole_tile(mask: Mask, places: Places) -> PartOfTile | None:
     other and do not see each other. The call has the columns that are seen: in a ring, others may
     not have arrived. places: the positions of the tile's rows and columns.
     """
-    if not mask.has_spans or not _ascend(places[1]):
+    if not mask.has_spans or not ascends(places[1]):
         return None
     spans = column_spans(mask, *places)
     firsts, ends = spans.bounds[:, 0, 0], spans.bounds[:, 1, 0]  # `[batch or 1, rows]`
@@ -192,13 +192,6 @@ def whole_tile(mask: Mask, places: Places) -> PartOfTile | None:
     elif (stops - starts).max() * max(map(len, where)) > _MOST_PADDED * rows:
         return None
     return PartOfTile(slice(0, rows), slice(first, end), left, right, where)
-
-
-def _ascend(runs: tuple[range, ...]) -> bool:
-    """Whether positions ascend along all the runs."""
-    filled = [run for run in runs if run]
-    steps = all(run.step > 0 or len(run) == 1 for run in filled)
-    return steps and all(a[-1] < b[0] for a, b in pairwise(filled))
 
 
 def _documents(firsts: Integers, ends: Integers) -> tuple[Integers, Integers]:

@@ -19,7 +19,7 @@ from burst_rt.errors import InternalError
 from burst_rt.planning.masks import Mask, Spans, columns_seen
 
 __all__ = [
-    "MOST_VECTORS", "ColumnSpans", "Integers", "OrderedWork", "WorkList", "bounds_of",
+    "MOST_VECTORS", "ColumnSpans", "Integers", "OrderedWork", "WorkList", "ascends", "bounds_of",
     "column_spans", "ordered_work", "work_list",
 ]  # fmt: skip
 
@@ -112,10 +112,16 @@ def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]
     not ascend along the columns.
     """
     q, kv = list(filter(len, rows)), list(filter(len, columns))
-    ascending = all(run.step > 0 or len(run) == 1 for run in kv)
-    if not ascending or any(a[-1] >= b[0] for a, b in pairwise(kv)):
+    if not ascends(columns):
         raise InternalError(f"a tile's columns must stand at ascending positions, got {columns}")
     return ColumnSpans(bounds_of(columns_seen(mask, tuple(q), tuple(kv))), sum(map(len, kv)))
+
+
+def ascends(runs: tuple[range, ...]) -> bool:
+    """Whether positions ascend along all the runs."""
+    filled = list(filter(len, runs))
+    steps = all(run.step > 0 or len(run) == 1 for run in filled)
+    return steps and all(a[-1] < b[0] for a, b in pairwise(filled))
 
 
 def bounds_of(spans: Spans) -> Integers:
