@@ -136,7 +136,7 @@ FLASH_4 := flash-attn-4==4.0.0b36 quack-kernels==0.6.5 $(addprefix nvidia-cutlas
 
 .venv-flash-4/installed: WHEEL := $(FLASH_4)
 
-test-flash-4: $(ALL) .venv-flash-4/installed ## calls of FlashAttention-4, which its package compiles for Hopper and Blackwell GPUs; 5 minutes
+test-flash-4: $(ALL) .venv-flash-4/installed ## calls of FlashAttention-4, which its package compiles for Hopper and Blackwell GPUs; 6 minutes
 	for arch in sm_90 sm_100; do \
 		FLASH_ATTENTION_ARCH=$$arch CUTE_DSL_ARCH=$${arch}a FLASH_ATTENTION_NUM_SMS=132 .venv-flash-4/bin/python -m pytest -W default $(PARALLEL) \
 			tests/unit/real_flash4.py || exit 1; done
