@@ -747,6 +747,7 @@ except MPI.Exception:
     assert job.exit_code == 0, job.text
     # MPICH's mpirun may join what two ranks write to one line.
     assert [job.out.count(words) for words in ("caught", "still there")] == [2, 2], job.text
+    assert not re.sub("caught|still there|\n", "", job.out), job.text
 
 
 def test_an_exception_outside_any_call_ends_the_job_too(tmp_path: Path) -> None:
