@@ -138,9 +138,14 @@ class JobEnd:
         flight = read_flight(self.job_dir, first[0])
         done = flight is not None and flight.closed
         # mpirun ends other ranks only when the process of the rank that failed has ended; MPICH's
-        # within milliseconds of that.
-        woken_s = failure.ended_at_s + _WOKEN_S
-        return not done and went_at_s < self.ranks.ended_at_s.get(failure.rank, woken_s)
+        # within milliseconds of that. But a rank that has heard of the failure may end the job
+        # while the failed one waits to be heard by all.
+        until_s = self.ranks.ended_at_s.get(failure.rank, failure.ended_at_s + _WOKEN_S)
+        lost = [(x.ended_at_s, x.peer) for x in self.reports if x.secondary]
+        if first[0] not in (peer for _, peer in lost):
+            heard = [at_s + _WOKEN_S for at_s, peer in lost if peer == failure.rank]
+            until_s = min(until_s, *heard, math.inf)
+        return not done and went_at_s < until_s
 
     @cached_property
     def leaver(self) -> RankReport | None:

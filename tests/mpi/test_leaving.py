@@ -299,8 +299,9 @@ if when == "before MPI":
         leave()
     # A rank that leaves while others start MPI is Open MPI's own case. The launcher has seen it
     # leave once its process is gone.
-    process = pathlib.Path("/proc", pathlib.Path("leaver").read_text())
-    while process.exists():
+    state = pathlib.Path("/proc", pathlib.Path("leaver").read_text(), "stat")
+    # Intel MPI's mpirun leaves it a zombie.
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.02)
 if starter == "mpi4py":
     from mpi4py import MPI

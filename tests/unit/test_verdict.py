@@ -67,6 +67,11 @@ _PEER_LOST = _report(0, 3.0, _LOST, kind="PeerLost", peer=2, traceback="PeerLost
 _GLOO = _report(0, 3.0, 1, kind="RuntimeError", traceback="RuntimeError: reset by peer\n")
 
 
+def _lost_at(rank: int, after_s: float, peer: int) -> RankReport:
+    text = "PeerLost: gone\n"
+    return _report(rank, after_s, _LOST, kind="PeerLost", peer=peer, traceback=text)
+
+
 def _stalled(rank: int, after_s: float) -> RankReport:
     """Of a rank that waited for the next one."""
     text = "Stalled: nothing moved\n"
@@ -151,6 +156,19 @@ _CASES: tuple[tuple[str, _Job, str, int], ...] = (
             1,
         )
         for gone_s in (1.5, 3.01, 3.09)
+    ),
+    (
+        # MPICH: rank 1 heard of the error, and ended the job before rank 0 did.
+        "a rank failed",
+        _Job(reports=(_GLOO, _lost_at(1, 3.02, 0)), gone_s={2: 3.1, 0: 3.15, 1: 3.2}),
+        "rank 0 failed after 3.0 s with RuntimeError: reset by peer (exit code 1)",
+        1,
+    ),
+    (
+        "a rank was gone first",
+        _Job(reports=(_GLOO, _lost_at(1, 3.02, 2)), gone_s={2: 3.1, 0: 3.15, 1: 3.2}),
+        "rank 2 ended without a report",
+        1,
     ),
     (
         "a rank crashed",
