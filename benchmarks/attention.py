@@ -39,7 +39,10 @@ class CostBench(Bench):
         gradients put where they belong).
         """
         layout = self.ctx.layout(8 * self.ctx.world_size)
-        q, k, v = (torch.randn(1, layout.shard_len, 1, 16, requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.randn(1, layout.shard_len, 1, 16, device=self.ctx.device, requires_grad=True)
+            for _ in range(3)
+        )
 
         def attend() -> torch.Tensor:
             return burst_rt.burst_attention(q, k, v, layout=layout)
@@ -119,7 +122,8 @@ class CostBench(Bench):
         for tokens in (4096, 8192):
             for causal in (False, True):
                 shape = CallShape(tokens, 8, causal=causal)
-                tensors = inputs(shape, self.ctx.layout(tokens, "contiguous").shard_len)
+                layout = self.ctx.layout(tokens, "contiguous")
+                tensors = inputs(shape, layout.shard_len, self.ctx.device)
                 took = versus(
                     partial(slowest_s, self.ctx, self.ours(shape)),
                     partial(slowest_s, self.ctx, partial(theirs, tensors, causal)),
@@ -172,7 +176,7 @@ class _Nothing(torch.autograd.Function):
 
 def _memory(ctx: burst_rt.Context, tokens: int, dtype: torch.dtype) -> Rows:
     layout = ctx.layout(tokens, "contiguous")
-    q, k, v, dout = inputs(CallShape(tokens, 4, dtype), layout.shard_len)
+    q, k, v, dout = inputs(CallShape(tokens, 4, dtype), layout.shard_len, ctx.device)
     plans = burst_rt.explain(q, k, v, layout=layout, strategy="burst")
     assert plans.backward is not None
     held: list[torch.Tensor] = []

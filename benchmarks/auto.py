@@ -62,7 +62,8 @@ class _Side:
         self._layout = ctx.layout(point.tokens, point.layout)
 
         def numbers(heads: int) -> torch.Tensor:
-            return torch.randn(1, self._layout.shard_len, heads, _HEAD_DIM, requires_grad=True)
+            shape = (1, self._layout.shard_len, heads, _HEAD_DIM)
+            return torch.randn(shape, device=ctx.device, requires_grad=True)
 
         self._qkv = [numbers(heads) for heads in (point.heads, point.kv_heads, point.kv_heads)]
         plans = burst_rt.explain(

@@ -51,8 +51,8 @@ class _Side:
         } if kind == "whole" else {}  # fmt: skip
         self._layout = ctx.layout(sum(lengths), kind, **follows, **costs)  # type: ignore[arg-type]
         shape = (1, self._layout.shard_len, _HEADS, _WIDTH)
-        self._qkv = [torch.randn(shape, requires_grad=True) for _ in range(3)]
-        self._dout = torch.randn(shape)
+        self._qkv = [torch.randn(shape, device=ctx.device, requires_grad=True) for _ in range(3)]
+        self._dout = torch.randn(shape, device=ctx.device)
         self.times: list[float] = []
         self.sent = 0
 

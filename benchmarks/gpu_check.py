@@ -83,7 +83,7 @@ _HALF = "bfloat16 or float16 or 16_bit or head_sizes"
 STEPS = (
     # First: it needs no compiled kernels beside its own, and proves the most.
     Step(
-        "processes that share the GPU",
+        "processes that send to each other",
         (*_PYTEST, "--durations=0", "tests/gpu/test_processes.py"),
         140,
     ),

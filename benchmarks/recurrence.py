@@ -74,7 +74,7 @@ def _job(num_ranks: int, tokens: int) -> float:
 
 def steps(tokens: int, out: str) -> None:
     """Writes the median seconds of a step on the ranks of this job. Collective; blocks for it."""
-    with burst_rt.init() as ctx:
+    with burst_rt.init(device="cpu") as ctx:
         step = _over_ranks(ctx, tokens)
         times = [_timed(ctx, step) for _ in range(_STEPS + 1)]
     if ctx.rank == 0:
@@ -83,7 +83,7 @@ def steps(tokens: int, out: str) -> None:
 
 def _heads(lengths: tuple[int, ...], repeats: int, out: Path | None) -> None:
     rows: list[dict[str, Cell]] = []
-    with burst_rt.init() as ctx:
+    with burst_rt.init(device="cpu") as ctx:
         for length in lengths:
             sides = {"over ranks": _over_ranks(ctx, length), "over heads": _over_heads(ctx, length)}
             took: dict[str, list[float]] = {name: [] for name in sides}
@@ -133,7 +133,7 @@ def _over_heads(ctx: Context, length: int) -> Callable[[], object]:
     """The same over heads: each rank has `length / ranks` tokens before and after."""
     from mpi4py import MPI
 
-    alone = burst_rt.init(comm=MPI.COMM_SELF)
+    alone = burst_rt.init(device="cpu", comm=MPI.COMM_SELF)
     layout = alone.layout(length)
     inputs, dout = _inputs(length // ctx.world_size, ctx.rank)
 

@@ -314,7 +314,7 @@ def measure(
     parts: list[str], pairs: int, max_tokens: int, chunk: int, threads: int, out: str | None
 ) -> None:
     """Runs the parts asked for, or all, on all ranks; rank 0 prints and writes."""
-    with burst_rt.init(timeout_s=1200, stall_s=120) as ctx, torch.inference_mode():
+    with burst_rt.init(device="cpu", timeout_s=1200, stall_s=120) as ctx, torch.inference_mode():
         bench = Bench(ctx, MODEL, pairs=pairs, max_tokens=max_tokens, chunk=chunk, threads=threads)
         first = ctx.rank == 0
         with progress_bar(first, len(parts or PARTS)) as step:

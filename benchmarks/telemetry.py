@@ -112,7 +112,8 @@ def _turn(ctx: burst_rt.Context, tokens: int) -> float:
     """Seconds a step on the slowest rank. Blocks for the other ranks."""
     layout = ctx.layout(tokens)
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(1, layout.shard_len, 8, 64, requires_grad=i < 3) for i in range(4))
+    shape = (1, layout.shard_len, 8, 64)
+    q, k, v, dout = (torch.randn(shape, device=ctx.device, requires_grad=i < 3) for i in range(4))
 
     def work() -> None:
         for step in range(_STEPS):

@@ -102,7 +102,10 @@ def _threads_s(world: Context, tokens: int, repeats: int) -> float:
 
 def measure(tokens: list[int], repeats: int, out: str | None) -> None:
     """Measures on all ranks; rank 0 prints and writes."""
-    sides = [burst_rt.init(timeout_s=1200), burst_rt.init(group=_group(), timeout_s=1200)]
+    sides = [
+        burst_rt.init(device="cpu", timeout_s=1200),
+        burst_rt.init(device="cpu", group=_group(), timeout_s=1200),
+    ]
     world = sides[0]
     calls: list[dict[str, Cell]] = []
     with progress_bar(world.rank == 0, len(tokens) + 1) as step:

@@ -110,7 +110,7 @@ def run_rank(
 ) -> None:
     """Measures on all ranks; rank 0 prints and writes. Blocks for the other ranks."""
     ways = _ways(prompt, answer, answers)
-    with burst_rt.init(timeout_s=1200, stall_s=300) as ctx:
+    with burst_rt.init(device="cpu", timeout_s=1200, stall_s=300) as ctx:
         sides = {
             name: _Side(ctx, _model(model), each, answer * answers) for name, each in ways.items()
         }

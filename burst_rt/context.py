@@ -92,10 +92,10 @@ class Context:
 
         kind: "zigzag" (equal work under a causal mask), "contiguous", "striped", or one that
             follows the mask:
-            "balanced" gives every rank the same tokens and nearly the same cells, in at most 16
-            runs (see `planning.balance`). Every such layout of one length has the same shard
-            lengths, so packed batches may bring a new mask every step. Masks without spans count by
-            what is known of them: a function by `within`, others as if all keys were seen.
+            "balanced" gives every rank the same tokens and nearly the same cells, in at most
+            2 + log2(W) runs (see `planning.balance`). Every such layout of one length has the same
+            shard lengths, so packed batches may bring a new mask every step. Masks without spans
+            count by what is known of them: a function by `within`, others as if all keys were seen.
             "whole" gives a document to one rank, and cuts only long ones and those that would leave
             ranks uneven. Ranks have different numbers of tokens. Where the machine was measured, up
             to 16 ranks, it cuts as many as are forecast to pay (0.4 s at 16 ranks); elsewhere the
@@ -155,8 +155,8 @@ class Context:
         """Counts and times of this context's attention calls so far. Does not block.
 
         On a GPU, compute_s and wait_s cover only the calls that have ended on the device and that
-        were made after the first `stats()`: to take times costs each call some microseconds, so
-        that nobody pays for them who does not ask. With telemetry all calls take times.
+        were made after the first `stats()` or `gather_last_run()`: timing costs each call some
+        microseconds, so it is off until you ask for it. With telemetry all calls are timed.
         """
         return self.runtime.stats()
 

@@ -83,18 +83,19 @@ def linear_cross_entropy(
     Returns a scalar, float32 (float64 for float64), NaN where no rank has a label. Collective;
     blocks as `mean_over_ranks` does, and on a GPU waits for labels.
 
-    The forward makes the gradients too, where they are wanted: with three products, as many as the
-    logits take. Until the backward it holds hidden's gradient, and weight's in float32 (float64 for
-    float64), which is as large as a float32 weight. A weight that does not require grad has none.
-    Beside these there are two float32 tensors of a chunk's logits, and a 16-bit one for 16-bit
-    products (with Liger's kernel what the products take, and no more): 64 MiB of float32, or as
-    many tokens as hidden is wide, but at most 512 on a CPU and 2048 on a GPU, if that is more; up
-    to 48 MiB (192 on a GPU) for sums of 16-bit products; and under autocast weight in its type. The
-    same inputs give the same bits, but for "cce". Gradients of gradients are refused.
+    The forward computes the gradients too, where they are wanted. It then takes three products, as
+    many as the forward and backward of a linear head. Until the backward it holds hidden's
+    gradient, and weight's in float32 (float64 for float64), which is as large as a float32 weight.
+    A weight that does not require grad has none. Beside these there are two float32 tensors of a
+    chunk's logits, and a 16-bit one for 16-bit products (with Liger's kernel what the products
+    take, and no more). A chunk has as many tokens as 64 MiB of float32 logits, or, where that is
+    more, as many as hidden is wide, but at most 512 on a CPU and 2048 on a GPU. Sums of 16-bit
+    products take up to 48 MiB (192 on a GPU), and under autocast weight is held in its type. The
+    same inputs give the same bits, except with "cce". Gradients of gradients are refused.
 
-    Raises InputError for values of other shapes, types or ranges; on every rank that waits for this
-    one if group is a Context, else on this rank. A weight that FSDP2 has sharded is one: call this
-    within the forward of the module that FSDP2 wraps.
+    Raises InputError for wrong shapes, types or ranges, and for a weight that is sharded by FSDP2
+    (call this within the forward of the module that FSDP2 wraps): on every rank that waits for this
+    one if group is a Context, else on this rank.
     """
     _check_tensors(hidden, weight, bias, group)
     if not _is_number(scale):

@@ -91,7 +91,7 @@ def tree_row(
     weights: Sequence[float] | None = None,
     shared: Sequence[int] | None = None,
 ) -> TreeRow:
-    """Sequences as one row, in which the tokens that several begin with stand once.
+    """Sequences as one row, in which each shared beginning occurs once.
 
     sequences: token numbers of each, as tensors or lists. Those that share nothing are trees of
         their own in the row, as packed documents are.
@@ -102,8 +102,8 @@ def tree_row(
     shared: how many of its first tokens each sequence may share, such as the question's alone,
         where answers have losses of their own. None: all.
 
-    The row has the last token that sequences share once for each way on, so each token has one
-    successor and one label. Local. Raises InputError.
+    The last shared token is in the row once for each branch, so each token has one successor and
+    one label. Local. Raises InputError.
 
     Worked example: 1 2 3 4 and 1 2 3 5 become 1 2 | 3 4 | 3 5.
     """

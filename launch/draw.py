@@ -231,7 +231,8 @@ def _draw_backward(ctx: Context, tokens: int, strategy: str, full: bool, out: Pa
     import burst_rt
 
     layout = ctx.layout(tokens, "contiguous" if full else "zigzag")
-    q, k, v = (torch.randn(1, layout.shard_len, 4, 64, requires_grad=True) for _ in range(3))
+    shape = (1, layout.shard_len, 4, 64)
+    q, k, v = (torch.randn(shape, device=ctx.device, requires_grad=True) for _ in range(3))
     ctx.stats()  # from here on, GPUs take times
     for _ in range(2):  # the first run also makes the plans
         result = burst_rt.burst_attention(

@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,7 +23,7 @@ import psutil
 
 from burst_rt.errors import ConfigError
 from burst_rt.job.reports import JOB_DIR_VARIABLE
-from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES
+from burst_rt.launch.where import TERMINAL_VARIABLE
 
 __all__ = [
     "MpiLauncher", "find_launcher", "kill_job", "mpirun_path", "num_usable_cores", "one_host",
@@ -31,6 +32,12 @@ __all__ = [
 
 _VERSION_DEADLINE_S = 20.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# Beginnings of the names of variables that ranks on all hosts must have alike, where they are set:
+# NCCL with other settings on another host may hang.
+_ALIKE = (
+    "BURST_RT_", "NCCL_", "TORCH_", "PYTORCH_", "TRITON_", "UCX_", "GLOO_", "MPI4PY_LIBMPI",
+    "XDG_CACHE_HOME",
+)  # fmt: skip
 # Names of variables that are set inside an allocation of a batch system; the batch system's count
 # of slots then holds.
 _BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
@@ -62,11 +69,13 @@ class MpiLauncher:
         need too.
         """
         # Open MPI passes the environment on to ranks of this host only, MPICH's launcher to all.
-        exports = (
-            [part for name in (*self._exported(), *exported) for part in ("-x", name)]
-            if self.family == "Open MPI"
-            else []
-        )
+        exports: list[str] = []
+        if self.family == "Open MPI":
+            alike = sorted(name for name in os.environ if name.startswith(_ALIKE))
+            names = dict.fromkeys((*_THREAD_VARIABLES, *alike, *exported))
+            given = {x.partition("=")[0] for flag, x in pairwise(mpi_args) if flag == "-x"}
+            wanted = [name for name in names if name not in {JOB_DIR_VARIABLE, *given}]
+            exports = [part for name in wanted for part in ("-x", name)]
         return [str(self.path), "-n", str(num_ranks), *exports, *mpi_args, *program]
 
     def as_it_comes(self) -> list[str]:
@@ -76,11 +85,6 @@ class MpiLauncher:
         """
         whole_lines = self.family == "Open MPI" and not self.version.startswith("(Open MPI) 4")
         return ["--output", ":raw"] if whole_lines else []
-
-    @staticmethod
-    def _exported() -> list[str]:
-        asked = (*VARIABLES.values(), "BURST_RT_JOIN_S")
-        return [*_THREAD_VARIABLES, *(name for name in asked if name in os.environ)]
 
     def environment(
         self, num_ranks: int, threads: int | None, job_dir: Path | str, mpi_args: Sequence[str] = ()

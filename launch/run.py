@@ -353,23 +353,28 @@ def _wait(
     looked_at_s = time.monotonic()
     stuck_since_s: float | None = None
     stuck: tuple[RankWait, int] | None = None
+    failed, ended = False, False
     while mpirun.poll() is None:
         ranks.wait(_POLL_S)
         now_s = time.monotonic()
-        if ending_since_s is None and now_s - looked_at_s > _REPORT_POLL_S:
+        if not ended and now_s - looked_at_s > _REPORT_POLL_S:
             looked_at_s = now_s
             ranks.report_stopped()
-            ending_since_s = now_s if stop.due() or primary_failure(read_reports(job_dir)) else None
-            stuck = ranks.stuck() if ending_since_s is None else None
+            failed = primary_failure(read_reports(job_dir)) is not None
+            if failed or stop.due():
+                ending_since_s = ending_since_s or now_s
+            stuck = ranks.stuck()
             stuck_since_s = None if stuck is None else stuck_since_s or now_s
-            # A rank may join and end before the others have noticed that it joined.
-            if stuck_since_s is not None and now_s - stuck_since_s > _JOINED_GRACE_S:
+            # A rank may join and end before the others have noticed that it joined. MPICH's mpirun
+            # takes no notice of a rank that ends before it has started MPI, even if it failed.
+            ended = stuck_since_s is not None and now_s - stuck_since_s > _JOINED_GRACE_S
+            if ended:
                 mpirun.terminate()
-                ending_since_s = now_s
+                ending_since_s = ending_since_s or now_s
         if ending_since_s is not None and now_s - ending_since_s > _ENDING_DEADLINE_S:
             kill_job(mpirun)
             mpirun.wait()
-    return stuck if ending_since_s is not None and stop.received is None else None
+    return stuck if ended and not failed and stop.received is None else None
 
 
 @click.command(

@@ -77,7 +77,7 @@ def restart_options(command: _F) -> _F:
         type=click.FloatRange(min=0, min_open=True),
         default=None,
         metavar="SECONDS",
-        help="A job that has run for so long has its restarts back.",
+        help="After so long without a failure the count of restarts begins anew.",
     )
     return restarts(window(command))
 

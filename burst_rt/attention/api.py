@@ -93,18 +93,19 @@ def burst_attention(
     softcap: a number c above 0: a scaled score s becomes c * tanh(s / c), before anything else.
     alibi_slopes: `[heads]` or `[batch, heads]`, any float dtype: slope * |i + Skv - Sq - j| is
         taken from the score of query i and key j (ALiBi, arXiv 2108.12409, as flash-attn does).
-        Computed on in lse's dtype; they must not require grad.
+        Computed in lse's dtype; they must not require grad.
     sinks: `[heads]`, any float dtype: the score of one more key of each head, which every query
         sees and whose value is 0, as gpt-oss has them. Neither scaled nor capped. lse counts it:
         a query that sees no key has lse = sink. Differentiable: the gradient is this rank's
-        share, as for any parameter that all ranks hold; DDP, FSDP2 or an all-reduce adds the
-        shares up. Slopes and sinks must hold the same values on every rank.
+        share, as for any parameter that all ranks hold, and `average_gradients`, DDP or FSDP2
+        combines the shares. Slopes and sinks must hold the same values on every rank.
     dropout_p: 0. Dropout is refused: attention is exact here.
     strategy: "ring-kv", "burst", "ring-q", "bidirectional", "two-level[:N]", "direct",
         "all-to-all", "hybrid[:N]", "sliced[:N]" (see `planning.strategies`), or "auto". Where
         the machine is known (measured by `init` or `burst-rt calibrate`, named by BURST_RT_HARDWARE
-        or by its GPU), "auto" takes the strategy with the fastest forecast, but never "sliced";
-        above 256 ranks only where all hops take the same time. Elsewhere "auto" takes "ring-kv",
+        or by its GPU), "auto" takes the strategy with the fastest forecast, but never "sliced" (up
+        to 16 ranks: the one with the fewest bytes of those within 2 % of it); above 256 ranks
+        only where all hops take the same time. Elsewhere "auto" takes "ring-kv",
         "burst", "direct" or, for few queries and many keys, "ring-q", whichever sends the fewest
         bytes. `explain` tells the choice.
     return_lse: whether lse is returned too.
@@ -114,7 +115,7 @@ def burst_attention(
     otherwise, and differentiable. A query that sees no key, and no sink, gets out 0, lse -inf and
     zero gradients.
 
-    Autocast changes nothing: inputs are computed on in the dtype they come in. torch.compile takes
+    Autocast changes nothing: inputs keep the dtype that they come in. torch.compile takes
     the call as one opaque op. Before torch 2.13 torch.compile cannot do so: the call is a graph
     break, and fullgraph=True fails.
 

@@ -72,21 +72,21 @@ _STRIDE = 7919
 def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     """Makes a model ready for `shard`, and checks that it can be used over ranks; returns it.
 
-    Once, before the model is wrapped (DDP, FSDP2). A model that was not given to it is refused.
-    Every later call that no layer attends in, or whose output is not one row for each of the rank's
-    tokens, is refused too. "longrope" and "dynamic" rotary scaling look at the largest position of
-    all ranks from now on, the balancing loss of a mixture of experts counts all ranks' tokens, and
-    models with images get the types of all tokens for their masks. Layers that mix tokens by
+    Call it once, before the model is wrapped (DDP, FSDP2). Calls of a model that was not prepared
+    are refused. So is every later call that no layer attends in, or whose output is not one row for
+    each of the rank's tokens. "longrope" and "dynamic" rotary scaling look at the largest position
+    of all ranks from now on, the balancing loss of a mixture of experts counts all ranks' tokens,
+    and models with images get the types of all tokens for their masks. Layers that mix tokens by
     recurrences and short convolutions do so over the ranks of every call that `shard` has cut
     (`mixing.py`), and as before in other calls.
 
-    Models that no test compares (`TESTED`, and `_HYBRIDS` in releases of transformers that are
-    known), or that have another head than the tested ones, or a forward that is
-    not transformers', compute logits and loss of a short sequence over the ranks, and on each rank
-    with attn_implementation="eager". Their weights are on the context's device then. Collective
-    then; blocks as `burst_attention` does. loss: False leaves the loss out, for models that compute
-    it by themselves and are called without labels: `burst_rt.cross_entropy` makes the loss of all
-    tokens of the logits.
+    A model that no test compares (`TESTED`, and `_HYBRIDS` in releases of transformers that are
+    known), or that has another head than the tested ones, or a forward that is not transformers',
+    is compared with itself: it computes logits and loss of a short sequence over the ranks, and on
+    each rank with attn_implementation="eager". For this its weights must be on the context's
+    device, and the call is collective; it blocks as `burst_attention` does. loss: False leaves the
+    loss out, for models that compute it by themselves and are called without labels:
+    `burst_rt.cross_entropy` makes the loss of all tokens of the logits.
 
     Raises InputError on every rank where the two differ by more than rounding, and where weights
     are elsewhere.

@@ -55,14 +55,16 @@ class CallShape(NamedTuple):
         return "auto" if self.mask else "zigzag" if self.causal else "contiguous"
 
 
-def inputs(shape: CallShape, tokens: int) -> list[torch.Tensor]:
-    """q, k, v, dout of standard normal numbers; q, k, v want gradients.
+def inputs(
+    shape: CallShape, tokens: int, device: torch.device, generator: torch.Generator | None = None
+) -> list[torch.Tensor]:
+    """q, k, v, dout of standard normal numbers, drawn on the CPU; q, k, v want gradients.
 
     `[1, tokens, heads, head_dim]`.
     """
-    tensors = [
-        torch.randn(1, tokens, shape.heads, shape.head_dim).to(shape.dtype) for _ in range(4)
-    ]
+    size = (1, tokens, shape.heads, shape.head_dim)
+    drawn = (torch.randn(size, generator=generator) for _ in range(4))
+    tensors = [x.to(device, shape.dtype) for x in drawn]
     for x in tensors[:3]:
         x.requires_grad_()
     return tensors
@@ -87,7 +89,7 @@ class Bench:
         ctx: a context of the same ranks with settings of its own.
         """
         layout = (ctx or self.ctx).layout(shape.tokens, shape.kind, mask=shape.mask)
-        q, k, v, dout = inputs(shape, layout.shard_len)
+        q, k, v, dout = inputs(shape, layout.shard_len, self.ctx.device)
 
         def run() -> None:
             out = burst_rt.burst_attention(
@@ -104,12 +106,14 @@ class Bench:
         """
         if self.ctx.rank:
             return lambda: None
-        q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs(shape, shape.tokens))
+        given = inputs(shape, shape.tokens, self.ctx.device)
+        q, k, v, dout = (x.detach().transpose(1, 2) for x in given)
         for x in (q, k, v):
             x.requires_grad_()
         causal = shape.causal or shape.mask == Causal()
-        at = torch.arange(shape.tokens)
-        dense = None if shape.mask is None or causal else shape.mask.allows(at[:, None], at)
+        at, dense = torch.arange(shape.tokens), None
+        if shape.mask is not None and not causal:
+            dense = shape.mask.allows(at[:, None], at).to(self.ctx.device)
 
         def run() -> None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=causal)
@@ -132,12 +136,15 @@ class Bench:
 
     def _speed(self, ctx: Context, dtype: torch.dtype) -> Rows:
         sizes = [(2048, 8), (4096, 8), (8192, 8), (16384, 8), (32768, ctx.world_size)]
+        head_dim = 64
+        if ctx.device.type == "cuda":
+            sizes, head_dim = [(2**at, 16) for at in range(14, 21)], 128
         rows: Rows = []
         for tokens, heads in sizes:
             for causal in (False, True):
                 if tokens > self.max_tokens:
                     continue
-                shape = CallShape(tokens, heads, dtype, causal)
+                shape = CallShape(tokens, heads, dtype, causal, head_dim=head_dim)
                 took = self.versus_torch(shape, ctx)
                 rows.append(
                     {
@@ -229,7 +236,7 @@ class Bench:
     def _exposed(self, tokens: int, causal: bool, strategy: str) -> Rows:
         shape = CallShape(tokens, 4, causal=causal)
         layout = self.ctx.layout(tokens, shape.kind)
-        q, k, v, dout = inputs(shape, layout.shard_len)
+        q, k, v, dout = inputs(shape, layout.shard_len, self.ctx.device)
         idle: dict[str, list[WorstIdle]] = {"forward": [], "backward": []}
         self.ctx.stats()  # from here on, GPUs take times
         for _ in range(self.repeats + 1):
@@ -250,31 +257,42 @@ class Bench:
         ]  # fmt: skip
 
     def error(self) -> Rows:
-        """Relative error (Frobenius) of out, dq, dk, dv against float64.
+        """Relative error (Frobenius) of out, dq, dk, dv against float64, with each strategy.
 
-        The table also has the errors of torch's own attention on the same input.
+        Every rank draws the same input and takes its share; so what is compared went over this
+        job's transport. Each call is made twice. The table also has the errors of torch's own
+        attention on the same input.
         """
+        world = self.ctx.world_size
+        heads = 4 if 4 % world == 0 else world  # what exchanges heads needs one for each rank
         rows: Rows = []
-        torch.manual_seed(1)
-        full = [x.detach() for x in inputs(CallShape(2048, 4), 2048)]
-        for causal in (False, True):
-            exact = _torch_attention([x.double() for x in full], causal)
-            plain = _errors(_torch_attention(full, causal), exact)
-            rows.append(
-                {"ranks": "torch, one process", "mask": "causal" if causal else "full", **plain}
-            )
-            for world in (1, 2, 3, 4, 5, 8):
-                ours = burst_rt.run_local(
-                    world, partial(_local_attention, full=full, causal=causal)
-                )[0]
-                rows.append(
-                    {
-                        "ranks": str(world),
-                        "mask": "causal" if causal else "full",
-                        **_errors(ours, exact),
-                    }
-                )
+        for dtype, head_dim in ((torch.float32, 64), (torch.bfloat16, 128)):
+            shape = CallShape(min(2048, self.max_tokens), heads, dtype, head_dim=head_dim)
+            for causal in (False, True):
+                alike = torch.Generator().manual_seed(1)
+                given = inputs(shape, shape.tokens, self.ctx.device, alike)
+                full = [x.detach() for x in given]
+                exact = _torch_attention([x.double() for x in full], causal)
+                mask = "causal" if causal else "full"
+                about: dict[str, Cell] = {"dtype": f"{dtype}"[6:], "mask": mask}
+                plain = _errors(_torch_attention(full, causal), exact)
+                rows.append({"strategy": "torch, one process", **about, **plain, "bits": None})
+                for strategy in _strategies(world):
+                    ours, again = (_over_ranks(self.ctx, full, causal, strategy) for _ in range(2))
+                    same = all(map(torch.equal, ours, again))
+                    bits = "the same" if same else "others"
+                    rows.append(
+                        {"strategy": strategy, **about, **_errors(ours, exact), "bits": bits}
+                    )
         return rows
+
+
+def _strategies(world: int) -> list[str]:
+    """Every strategy that can divide so many ranks."""
+    few = next((n for n in range(2, world) if world % n == 0), world)
+    within = [f"{name}:{few}" for name in ("two-level", "hybrid")] if few < world else []
+    alike = ["ring-kv", "burst", "ring-q", "bidirectional", "direct", "all-to-all", "sliced"]
+    return [*alike, *within] if world > 1 else ["ring-kv"]
 
 
 def _torch_attention(inputs: Sequence[torch.Tensor], causal: bool) -> list[torch.Tensor]:
@@ -285,14 +303,14 @@ def _torch_attention(inputs: Sequence[torch.Tensor], causal: bool) -> list[torch
     return [x.transpose(1, 2) for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))]
 
 
-def _local_attention(
-    ctx: burst_rt.Context, full: Sequence[torch.Tensor], causal: bool
+def _over_ranks(
+    ctx: Context, full: Sequence[torch.Tensor], causal: bool, strategy: str
 ) -> list[torch.Tensor]:
     layout = ctx.layout(full[0].shape[1])
     q, k, v, dout = (layout.shard(x) for x in full)
     for x in (q, k, v):
         x.requires_grad_()
-    out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout)
+    out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
     return [layout.unshard(x) for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))]
 
 
@@ -309,7 +327,7 @@ TITLES = {
     "bf16": "forward + backward, bfloat16, against torch's fused attention in one process",
     "masks": "forward + backward under masks, 2 heads x 64, float32",
     "exposed": "exposed communication (worst rank)",
-    "error": "relative error against float64, 2,048 tokens, 4 heads x 64, float32",
+    "error": "relative error against float64, up to 2,048 tokens",
 }
 
 
@@ -329,13 +347,14 @@ def run_parts(bench: Bench, titles: dict[str, str], out: str | None) -> None:
             if first and not rows:
                 print(f"{title}: nothing is as short as {bench.max_tokens:,} tokens")
             elif first:
-                _publish(
-                    part, f"{title}, {bench.ctx.world_size} ranks x 1 thread", rows, bench, out
-                )
+                each = "GPU" if bench.ctx.device.type == "cuda" else "thread"
+                ranks = f"{bench.ctx.world_size} ranks x 1 {each}"
+                _publish(part, f"{title}, {ranks}", rows, bench, out)
 
 
 def _publish(part: str, title: str, rows: Rows, bench: Bench, out: str | None) -> None:
-    publish(title, rows, out, f"medians of {bench.repeats}, interleaved")
+    note = "each call twice" if part == "error" else f"medians of {bench.repeats}, interleaved"
+    publish(title, rows, out, note)
     if out and part in ("speed", "bf16"):
         draw_bars(
             Path(out).with_suffix(f".{part}.png"),

@@ -134,7 +134,7 @@ def test_an_uncaught_error_has_its_exit_code(by: Launcher, how: str, tmp_path: P
 
 _WRONG_ON_ONE = """
 import os, pathlib, time
-import burst_rt
+import burst_rt.context  # takes seconds on a busy machine, and starts no MPI
 names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 rank = next(int(os.environ[x]) for x in names if x in os.environ)
 wrong = {{"{name}": 3}} if rank == 1 else {{}}

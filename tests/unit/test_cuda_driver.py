@@ -273,8 +273,18 @@ def test_telemetry_gets_a_devices_spans_when_they_have_ended_and_never_waits() -
     device = FakeDevice(3)
     graph = random_graph(random.Random(3), DEVICE_LANES)
     schedule = Schedule.of(graph)
-    log = CallLog(Group("0-2", [0, 1, 2], "mpi", ""), Totals())
+    entered: list[int] = []  # what was asked of the device before the log entered it
+    log = CallLog(
+        Group("0-2", [0, 1, 2], "mpi", ""), Totals(), enter=lambda: entered.append(len(asked))
+    )
     driver = drive(device, graph)
+    happened, asked = device.happened, list[object]()
+
+    def note(event: Any) -> bool:
+        asked.append(event)
+        return happened(event)
+
+    device.happened = note  # type: ignore[method-assign]
     log.began(5, driver)
     log.ended(schedule, driver, None)
     messages, polls = log.take(), 1
@@ -288,6 +298,8 @@ def test_telemetry_gets_a_devices_spans_when_they_have_ended_and_never_waits() -
     assert len(call.spans) == SPAN.itemsize * len(graph.tasks)
     assert log.totals.message(0).compute_s == driver.compute_s > 0
     assert log.take() == []
+    assert asked
+    assert entered == [0]
 
 
 def test_a_task_that_fails_is_the_runs_error() -> None:

@@ -27,6 +27,7 @@ from telemetry_feed import beat, hello
 
 import burst_rt
 from burst_rt.errors import ConfigError, InputError, ProtocolError
+from burst_rt.runtime.machine import Machine
 from burst_rt.telemetry.hub.starting import HUB_MODULE, RunningHub, hub_environment, start_hub
 from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Pong, Severity
 from burst_rt.telemetry.model.views import Snapshot
@@ -85,7 +86,13 @@ def test_ranks_that_are_threads_show_calls_and_leave(
 ) -> None:
     for name, value in hub.environment().items():
         monkeypatch.setenv(name, value)
+    entered: list[str] = []
+    monkeypatch.setattr(
+        Machine, "enter_to_watch", lambda _: entered.append(threading.current_thread().name)
+    )
     burst_rt.run_local(3, lambda ctx: _attend(ctx, 5))
+    # A thread that asks for a GPU's events has entered that GPU, once for each context.
+    assert entered.count("burst_rt telemetry") == 3
     with HubViewer(hub.address, hub.secret) as viewer:
         shown = _wait_until(
             viewer, lambda s: len(s.ranks) == 3 and all(r.status == "left" for r in s.ranks)

@@ -12,8 +12,7 @@ query positions; masks know nothing of the shift.
 A new mask needs `spans`, and all else follows from it. A mask that cannot give spans has
 `relation` and `allows` instead, or is a function (`Mask.from_function`). If a mask does not define
 `pieces`, a PARTIAL tile is computed under the mask itself. A mask's `repr` must say everything
-about the
-mask: ranks compare masks by `repr`.
+about the mask: ranks compare masks by `repr`.
 """
 
 from __future__ import annotations
@@ -214,8 +213,8 @@ class Mask:
         Masks are the same mask if they have the same function object, `within` and key; so a mask
         is made once, and not in every step. Raises InputError for other arguments. The function is
         tried on drawn cells before a call sends anything: where it raises there, or gives no such
-        booleans, or other answers the second time, the call raises InputError on every rank. A
-        function that raises on other cells only fails in the middle of a call, as lost ranks do.
+        booleans, or other answers the second time, the call raises InputError on every rank. If
+        it raises on a cell that was not tried, the call fails midway, as when a rank is lost.
         """
         return Mask._made_by["function"](function, within, key)
 

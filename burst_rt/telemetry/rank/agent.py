@@ -111,8 +111,9 @@ class Agent:
         transport: str,
         reason: str,
         when_left: Callable[[int], None] | None = None,
+        enter: Callable[[], None] = lambda: None,
     ) -> CallLog:
-        """The log of a new context of these ranks of the job. when_left: see `CallLog`."""
+        """The log of a new context of these ranks of the job. when_left, enter: see `CallLog`."""
         name = (
             f"{ranks[0]}-{ranks[-1]}"
             if ranks == list(range(ranks[0], ranks[0] + len(ranks)))
@@ -120,7 +121,7 @@ class Agent:
         )
         again = self._groups[name] = self._groups.get(name, -1) + 1
         group = Group(f"{name} #{again}" if again else name, ranks, transport, reason)
-        log = CallLog(group, self.totals, when_left, self._note_planning)
+        log = CallLog(group, self.totals, when_left, self._note_planning, enter)
         self._logs.append(log)
         self.put(group)
         return log

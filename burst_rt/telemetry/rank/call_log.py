@@ -135,14 +135,17 @@ class Totals:
 class CallLog:
     """The calls of one context: an `Observer` of its runtime. The methods of an observer are for
     the thread that calls, the rest is for the agent's. when_left: called by `left`. when_planned:
-    called by `planned`.
+    called by `planned`. enter: called in the agent's thread, once, before it asks for a device's
+    events (`Device.enter_to_watch`).
     """
 
     def __init__(
         self, group: Group, totals: Totals, when_left: Callable[[int], None] | None = None,
         when_planned: Callable[[float], None] = lambda started_s: None,
+        enter: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.group = group
+        self._enter: Callable[[], None] | None = enter
         self._when_left = when_left
         self.planned = when_planned
         self.totals = totals
@@ -234,6 +237,9 @@ class CallLog:
         if not self._waiting:
             return []
         call = self._waiting[0]
+        if self._enter is not None:
+            self._enter()
+            self._enter = None
         if isinstance(call, _Call) and not call.driver.settled():
             return []
         self._waiting.popleft()

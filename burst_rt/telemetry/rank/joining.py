@@ -99,7 +99,7 @@ def follow(runtime: Runtime, presence: Presence, *, asked: bool | None, within_s
     # A rank that is a thread ends with its context; a process has a `farewell`.
     when_left = partial(_end, key) if key is not None else None
     machine, ranks = runtime.machine, [wish.rank for wish in wishes]
-    runtime.observer = agent.follow(ranks, *machine.choice[:2], when_left)
+    runtime.observer = agent.follow(ranks, *machine.choice[:2], when_left, machine.enter_to_watch)
 
 
 def _meet(

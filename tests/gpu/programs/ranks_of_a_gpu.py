@@ -1,11 +1,12 @@
-"""A rank of `test_processes.py`: processes that share a GPU and really send to each other.
+"""A rank of `test_processes.py`: processes that really send to each other, each with a GPU of its
+own, or sharing one.
 
 Arguments: the transport, and what to do. "spec": calls against the float64 spec, each made twice;
 rank 0 prints the transport and the largest errors as JSON. "lost": the last rank kills itself
 before its third call; the other ranks print how their third call ended, and after how many seconds.
 
-NCCL before 2.30 refuses two ranks on one GPU of one host. It knows hosts by their names, so every
-rank here gives itself one, in a namespace of its own.
+NCCL before 2.30 refuses two ranks on one GPU of one host. It knows hosts by their names, so ranks
+that share a GPU give themselves names, each in a namespace of its own.
 """
 
 from __future__ import annotations
@@ -78,9 +79,16 @@ def _until_one_is_lost(ctx: Context) -> dict[str, object]:
 def main() -> None:
     """The rank."""
     transport, job = sys.argv[1:]
-    if transport != "mpi":
-        _on_a_host_of_its_own(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"  # a CPU rehearses the launching
+    rank, world_size = (
+        int(os.environ.get(f"OMPI_COMM_WORLD_{name}", os.environ.get(other, "1")))
+        for name, other in (("RANK", "RANK"), ("SIZE", "WORLD_SIZE"))
+    )
+    num_gpus = torch.cuda.device_count()
+    alone = num_gpus >= world_size
+    if transport != "mpi" and not alone:
+        _on_a_host_of_its_own(str(rank))
+    # A CPU rehearses the launching.
+    device = f"cuda:{rank if alone else 0}" if num_gpus else "cpu"
     with burst_rt.init(device=device, transport=transport, timeout_s=60) as ctx:
         found = _against_the_spec(ctx) if job == "spec" else _until_one_is_lost(ctx)
         if ctx.rank == 0:
