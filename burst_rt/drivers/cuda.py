@@ -268,6 +268,8 @@ class CudaDriver(BaseDriver):
             self._say_alive(time.perf_counter())
             return self._running, self._options.timeout_s, True
         if self._held:
+            # Nor must what the caller put on its stream before.
+            self._say_alive(time.perf_counter())
             return self._held[0], self._options.timeout_s, True
         return super()._waiting_for()
 

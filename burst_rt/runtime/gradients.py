@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NoReturn
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from burst_rt.errors import ContractMismatch, InputError
+from burst_rt.runtime.device_sums import PIECE_BYTES
 from burst_rt.runtime.sums import (
     RanksOrGroup,
     SummingRanks,
@@ -44,7 +45,7 @@ def average_gradients(
     Ranks compare shapes, dtypes and each parameter's first 64 values, up to rounding. So they find
     other orders and other models, unless these values are equal.
 
-    Collective: one all-reduce for each dtype, of all its gradients, one of three numbers a
+    Collective: one all-reduce for each 64 MiB of gradients of a dtype, one of three numbers a
     parameter, and over a process group one of two numbers. 16-bit gradients are summed in float32.
     Gradients that lie in memory one behind the other, as views of one tensor, are not copied.
     Blocks as `mean_over_ranks` does, and raises InputError as there. Raises ContractMismatch on
@@ -64,16 +65,48 @@ def average_gradients(
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         grads = [parameter.grad for parameter in members if parameter.grad is not None]
-        flat = _one_tensor(grads)
-        copied = flat is None or flat.dtype.itemsize < 4
-        if flat is None:
-            flat = torch.cat([grad.flatten() for grad in grads])
-        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        sum_in_place(flat, ranks)
-        flat /= size
-        if copied:
-            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+        one = _one_tensor(grads)
+        if one is not None and one.dtype.itemsize >= 4:
+            sum_in_place(one, ranks)
+            one /= size
+        else:
+            _average_in_pieces(grads, ranks, size)
+
+
+def _average_in_pieces(
+    grads: list[torch.Tensor], ranks: dist.ProcessGroup | SummingRanks, size: int
+) -> None:
+    """By copies to a tensor of float32 or float64, as large as a piece."""
+    flats = [grad.flatten() for grad in grads]
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    room = max(1, min(sum(map(len, flats)), PIECE_BYTES // dtype.itemsize))
+    piece = torch.empty(room, dtype=dtype, device=grads[0].device)
+    for parts in _pieces(flats, room):
+        places = piece.split([*map(len, parts), room - sum(map(len, parts))])
+        for place, part in zip(places, parts, strict=False):
+            place.copy_(part)
+        places[-1].zero_()  # what the last parts leave free
+        sum_in_place(piece, ranks)
+        piece /= size
+        for place, part in zip(places, parts, strict=False):
+            part.copy_(place)
+    for grad, flat in zip(grads, flats, strict=True):
+        if not grad.is_contiguous():  # then the flat one is a copy
+            grad.copy_(flat.view_as(grad))
+
+
+def _pieces(flats: Iterable[torch.Tensor], room: int) -> Iterator[list[torch.Tensor]]:
+    """Parts of the tensors that fill `room` elements together; the last may be fewer."""
+    parts, free = list[torch.Tensor](), room
+    for flat in flats:
+        for part in (flat[:free], *flat[free:].split(room)):
+            parts += [part] if len(part) else []
+            free -= len(part)
+            if not free:
+                yield parts
+                parts, free = [], room
+    if parts:
+        yield parts
 
 
 def _wanted(parameters: object, group: RanksOrGroup | None) -> list[torch.Tensor]:

@@ -3,8 +3,7 @@
 | device | transport | network lane | a message is |
 |---|---|---|---|
 | cpu | local, mpi, torch | of the host | host memory |
-| cpu | staged | of the host, with copies in parallel | a chunk of host memory (staging without a
-GPU) |
+| cpu | staged | of the host, with copies in parallel | a chunk of host memory |
 | cuda | nccl, torch (its NCCL) | a stream | device memory |
 | cuda | mpi, local | of the host | device memory (an MPI that takes it: `burst-rt doctor` tells) |
 | cuda | staged | of the host, copies on two streams | a pinned chunk of host memory |

@@ -20,6 +20,8 @@ from burst_rt.transport import Memory
 
 __all__ = ["Pipeline", "make_pipeline"]
 
+_RUN = {"call": "Pipeline.run"}
+
 
 def make_pipeline(runtime: Runtime, build: Callable[[int], Graph]) -> Pipeline:
     """Builds and verifies a custom pipeline; blocks and raises as `Context.pipeline` does."""
@@ -70,7 +72,11 @@ class Pipeline:
     the other ranks that this rank is alive.
     """
 
-    def __init__(self, runtime: Runtime, schedule: Schedule, fingerprint: str) -> None:
+    def __init__(
+        self, runtime: Runtime, schedule: Schedule, fingerprint: str,
+        words: Mapping[str, str] = _RUN,
+    ) -> None:  # fmt: skip
+        self._words = words  # what a run is called where ranks compare their calls
         self.runtime = runtime
         self.schedule = schedule
         self.fingerprint = fingerprint  # digest of all ranks' graphs; compared in every run
@@ -118,7 +124,7 @@ class Pipeline:
         tasks = self.graph.tasks
         moved = frozenset(m.part for task in tasks for m in (*task.sends, *task.recvs))
         bound_to, absent, error = self._bind(buffers, moved)
-        words = {"call": "Pipeline.run", "graphs": self.fingerprint}
+        words = {**self._words, "graphs": self.fingerprint}
         if self._first:
             words["the pipeline that ran first"] = f"in call {self._first}"
         contract = Contract(words)

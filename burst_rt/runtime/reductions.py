@@ -1,6 +1,6 @@
-"""Collectives over the control group: sums of a few numbers, and the traces of the last runs.
+"""Collectives over the control group: sums of tensors, and the traces of the last runs.
 
-Not for the tensors of a training step: use `collectives.py` or a library for those.
+On devices large sums go from device to device instead (`device_sums.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from burst_rt.arguments import describe_value, holds_values
 from burst_rt.errors import InputError
+from burst_rt.runtime.device_sums import goes_between_devices, sum_between_devices
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Graph, Span
 
@@ -32,6 +33,9 @@ def all_reduce(
         runtime.refuse("all_reduce", error)
     words = {"call": "all_reduce", "shape": str(tuple(x.shape)), "dtype": str(x.dtype)}
     words.update(about or {})
+    if goes_between_devices(runtime, x):
+        sum_between_devices(runtime, x, words)
+        return x
     host = x.detach().cpu()  # shares x's memory where x is on the CPU
     runtime.collective(words, lambda: runtime.control.allreduce_sum(host.numpy()))
     if x.device.type != "cpu":

@@ -101,6 +101,7 @@ def drive(
     watch: Watch | None = None,
     opening: Opened | None = None,
     timeout_s: float = 20.0,
+    stall_s: float = 20.0,
 ) -> CudaDriver:
     """One run of the graph, its parts being the same memory for every run on this device."""
     schedule = Schedule.of(graph)
@@ -111,7 +112,7 @@ def drive(
         watch=watch or Watch(LocalWorld(3).control(0)),
         opening=opening or Opened(polls),
         timeout_s=timeout_s,
-        stall_s=20.0,
+        stall_s=stall_s,
     )
     driver = CudaDriver(schedule, device, FakeMessages(device), wire or FakeWire(device), options)
     run(schedule, driver)
@@ -411,5 +412,10 @@ def test_a_caller_whose_own_work_never_ends_is_given_up() -> None:
     device.happened = lambda event: False  # type: ignore[method-assign]
     g = GraphBuilder(0, 3, DEVICE_LANES)
     g.exchange("x", sends=[(g.buffer("b", size_bytes=8, initialised=True), 1)], tag=0)
+    world = LocalWorld(3)
     with pytest.raises(Stalled, match="what the caller put on its stream"):
-        drive(device, g.build(), timeout_s=0.3)
+        drive(device, g.build(), timeout_s=0.3, watch=Watch(world.control(0)), stall_s=0.2)
+    peer = Watch(world.control(1))
+    peer.require_all()
+    peer.look()
+    assert 0 in peer.alive  # the others do not take this rank for a stuck one meanwhile
