@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TypeAlias
 
@@ -302,7 +303,17 @@ joined = f", NVLink beyond this host (domain {', '.join(sorted(domains))})" if d
 print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {number} devices{joined}")
 """
 
-_EXTRA = "in the clone, pip install '.[cuda13]' (or '.[cuda12]')"
+_TORCH_NCCL = """
+from burst_rt.transport.torch_nccl import makes_wait, version
+number, variable = version(), makes_wait()
+if not number:
+    raise SystemExit("torch was built without NCCL")
+waits = f"; {variable} is set" if variable else ""
+print(f"{number // 10000}.{number // 100 % 100}.{number % 100}{waits}")
+"""
+
+# The wheels of NCCL, which write the same file.
+_NCCL_WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _DRIVER = "install NVIDIA's driver, which no pip package brings; a container needs --gpus all"
 # Messages of Python, NVML and CUDA if the driver is missing.
 _NO_DRIVER = (
@@ -326,6 +337,38 @@ def _cuda(machine: Inspection) -> _Result:
     return "warning", text, "look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
 
 
+def _extra(machine: Inspection) -> str:
+    """How to install what fits this torch's CUDA."""
+    torch = machine.findings.get("torch")
+    if torch is not None and "CUDA 1" in torch.found:
+        return (
+            f"in the clone, pip install '.[{'cuda12' if 'CUDA 12' in torch.found else 'cuda13'}]'"
+        )
+    return "in the clone, pip install '.[cuda13]' (or '.[cuda12]')"
+
+
+def _nccl(machine: Inspection) -> _Result:
+    """CuPy's NCCL; and whether another package has overwritten the library."""
+    result = _gpu_part(_NCCL, machine)
+    names = {each.metadata["Name"] for each in distributions()}
+    if result[0] == "ok" and names.issuperset(_NCCL_WHEELS):
+        both = " and ".join(_NCCL_WHEELS)
+        advice = "uninstall both, and install again the one for torch's CUDA"
+        return "warning", f"{result[1]}; {both} have written the same file", advice
+    return result
+
+
+def _torch_nccl(machine: Inspection) -> _Result:
+    """What jobs of torchrun use."""
+    answer = ask_python(_TORCH_NCCL, deadline_s=_TORCH_DEADLINE_S)
+    if answer.error:
+        advice = "install a torch built for CUDA; for GPUs only"
+        return "warning" if machine.cuda.text else "absent", answer.error, advice
+    if "is set" in answer.text:
+        return "warning", answer.text, "unset it: the host would wait for each message"
+    return "ok", answer.text
+
+
 def _gpu_part(program: str, machine: Inspection) -> _Result:
     """A part that GPUs need, asked by a Python program: what is missing, and what brings it."""
     answer = ask_python(program)
@@ -335,9 +378,9 @@ def _gpu_part(program: str, machine: Inspection) -> _Result:
     if any(word in error for word in _NO_DRIVER):
         part, advice = "the driver", _DRIVER
     elif "No module named" in error:
-        part, advice = "the Python package", f"{_EXTRA} brings it"
+        part, advice = "the Python package", f"{_extra(machine)} brings it"
     else:
-        part, advice = "its library, or the right version,", f"{_EXTRA} brings it"
+        part, advice = "its library, or the right version,", f"{_extra(machine)} brings it"
     advice += "" if has_gpu else "; for GPUs only"
     return "warning" if has_gpu else "absent", f"{part} is missing: {error}", advice
 
@@ -399,7 +442,8 @@ CHECKS: dict[str, Check] = {
 GPU_CHECKS: dict[str, Check] = {
     "CUDA": _cuda,
     "CuPy": partial(_gpu_part, _VERSION.format("cupy")),
-    "NCCL": partial(_gpu_part, _NCCL),
+    "NCCL": _nccl,
+    "torch's NCCL": _torch_nccl,
     "NVML": partial(_gpu_part, _NVML),
     "MPI, device memory": _device_mpi,
     "transport": _transport,

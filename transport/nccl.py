@@ -42,6 +42,7 @@ _CLOSE_DEADLINE_S = 5.0
 # CuPy raises KeyError while it makes the NcclError.
 _ERRORS = (RuntimeError, KeyError)
 _IN_PROGRESS = 7
+_ROOM = "; the ranks were to connect, for which NCCL takes device memory that torch has not taken"
 
 
 class Nccl(Protocol):
@@ -151,6 +152,7 @@ class NcclTransport:
         timeout_s: float,
         enter_device: Callable[[], None],
         connect: Callable[[NcclTransport], None] = lambda _: None,
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         """Joins the communicator and connects the neighbours in the ring. Collective.
 
@@ -159,7 +161,7 @@ class NcclTransport:
 
         make: joins the communicator; may block for ever. enter_device: makes this rank's device
         current in the calling thread. connect: exchanges something with the `first_pairs` and waits
-        for the messages.
+        for the messages. make_room: called before ranks connect; frees device memory for NCCL.
         """
         self.rank = rank
         self.size = size
@@ -169,6 +171,8 @@ class NcclTransport:
         # Held while a communicator is asked or taken away: a destroyed one must not be asked.
         self._ending = threading.Lock()
         self._enter_device = enter_device
+        self._make_room = make_room
+        self._met: set[int] = set()  # the ranks that this one is connected with
         self._communicator: Communicator | None = None
         self._join(make, timeout_s, connect)
         self.bytes_sent = self.bytes_received = 0
@@ -190,7 +194,12 @@ class NcclTransport:
                 rank=self.rank,
             )
         self.entered_s = time.perf_counter()
+        connects = len(self._met) < self.size - 1 and not self._met.issuperset(
+            peer for _, peer in (*sends, *recvs)
+        )
         try:
+            if connects:
+                self._make_room()
             communicator.exchange(sends, recvs, stream)
             self.bytes_sent += sum(buffer.numel() for buffer, _ in sends)
             self.bytes_received += sum(buffer.numel() for buffer, _ in recvs)
@@ -198,11 +207,13 @@ class NcclTransport:
             peers = sorted({peer for _, peer in (*sends, *recvs)})
             why = (
                 f"rank {self.rank}: NCCL could not start messages with ranks {peers}: "
-                f"{_said(error)}"
+                f"{_said(error)}{_ROOM if connects else ''}"
             )
             raise DeviceError(why, rank=self.rank) from error
         finally:
             self.entered_s = None
+        if connects:
+            self._met.update(peer for _, peer in (*sends, *recvs))
 
     def check(self) -> None:
         """See `OrderedTransport.check`."""

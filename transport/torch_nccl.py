@@ -6,6 +6,8 @@ ranks met. torch does not list it, so the program's groups and their order stay 
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,8 +19,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from burst_rt.transport.base import Memory
 
-__all__ = ["NcclGroup", "TorchCommunicator", "make_group", "version", "with_backend"]
+__all__ = ["NcclGroup", "TorchCommunicator", "make_group", "makes_wait", "version", "with_backend"]
 
+# torch's variable, its former name, and the beginnings of the values that turn it off.
+_BLOCKING_WAIT, _OFF = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"), tuple("0nNfF")
 # torch ends a process whose messages wait for longer. Here the deadlines of calls end it sooner.
 _TORCHS_OWN_DEADLINE = timedelta(days=1)
 
@@ -56,11 +60,25 @@ def version() -> int:
     return major * 10000 + minor * 100 + patch
 
 
+def makes_wait() -> str:
+    """The environment variable that has torch's groups wait on the host; "" if none is set."""
+    given = {name: os.environ.get(name, "") for name in _BLOCKING_WAIT}
+    return next((name for name, x in given.items() if x and not x.startswith(_OFF)), "")
+
+
 def make_group(store: Any, name: str, rank: int, size: int, device: torch.device) -> NcclGroup:
     """A group over NCCL. Does not wait for the other ranks.
 
-    store: of the ranks that have met. name: the same on every rank, and new for every group.
+    store: of the ranks that have met. name: the same on every rank, and new for every group. Warns
+    where the environment makes torch's groups wait.
     """
+    if variable := makes_wait():
+        warnings.warn(
+            f"{variable} is set: the host waits for each message, so that none travels while tiles "
+            "are computed; unset it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     prefixed = PrefixStore(f"burst_rt/nccl/{name}", store)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _TORCHS_OWN_DEADLINE

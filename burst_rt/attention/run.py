@@ -171,24 +171,35 @@ def _bound(call: Forward, plan: Plan, make: Callable[[Binding], _R], given: _Giv
     One of several calls that the ranks agreed on at once cannot be refused: there this rank fails.
     """
     contract, qkv, score_options, results = given
-    try:
-        binding = Binding(
-            plan=plan,
-            machine=call.attention.runtime.machine,
-            scale=call.scale,
-            progress=Progress(),
-            poison=call.attention.poison,
-            qkv=qkv.detach(),
-            results=None if results is None else results.detach(),
-            score_options=score_options.bound(plan.key.dtype, plan.key.problem.batch),
+
+    def bind() -> _R:
+        return make(
+            Binding(
+                plan=plan,
+                machine=call.attention.runtime.machine,
+                scale=call.scale,
+                progress=Progress(),
+                poison=call.attention.poison,
+                qkv=qkv.detach(),
+                results=None if results is None else results.detach(),
+                score_options=score_options.bound(plan.key.dtype, plan.key.problem.batch),
+            )
         )
-        return make(binding)
-    except (MemoryError, RuntimeError) as error:
-        _no_memory(call, plan, contract, error)
+
+    return _in_memory(call, plan, contract, bind)
 
 
 def _in_memory(call: Forward, plan: Plan, contract: Contract, bind: Callable[[], _B]) -> _B:
-    """What `bind` gives, which takes memory as `_bound` does."""
+    """What `bind` gives, which takes memory as `_bound` does.
+
+    Where it finds too little, it is tried once more without the idle slots of other plans.
+    """
+    try:
+        return bind()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error) or not call.attention.runtime.machine.forget():
+            _no_memory(call, plan, contract, error)
+    # The first try's tensors have gone with its error.
     try:
         return bind()
     except (MemoryError, RuntimeError) as error:

@@ -42,6 +42,9 @@ from burst_rt.transport.nccl import (
 
 __all__ = ["GroupMember", "Presence", "check_seconds", "join", "ranks_per_node"]
 
+# Device memory that NCCL is left for the connections of a call, which take some MiB for each rank.
+_ROOM_BYTES = 1 << 30
+
 _JOIN_S = 60.0
 # The errors that a rank brings to the others.
 _TOLD: dict[str, type[BurstError]] = {
@@ -198,6 +201,7 @@ def _carrier(
         within_s,
         partial(torch.cuda.set_device, device),
         partial(_connect, device),
+        partial(_make_room, device),
     )
     connections.transport.close()
     return carrier
@@ -278,6 +282,12 @@ def _connect(device: torch.device, wire: OrderedTransport) -> None:
     for to, source in first_pairs(wire.rank, wire.size):
         wire.exchange([(byte[:1], to)], [(byte[1:], source)], stream.cuda_stream)
     stream.synchronize()
+
+
+def _make_room(device: torch.device) -> None:
+    """Gives back what torch keeps for later, where the device has little left for NCCL."""
+    if torch.cuda.mem_get_info(device)[0] < _ROOM_BYTES:
+        torch.cuda.empty_cache()
 
 
 def _pci_address(device: torch.device) -> str:

@@ -49,6 +49,8 @@ __all__ = ["CallCounts", "Cluster", "Machine", "Mark", "SlotPool", "Slots"]
 
 # Maximum size of a set of slots that is kept between calls on the host.
 _SMALL_BYTES = 1 << 20
+# Calls within which the idle slots of a device count as recent: a few kinds of layers take turns.
+_RECENT = 16
 # Number of calls that wait for their times to be read. Reading the times costs time, so it is put
 # off until somebody asks for statistics; beyond that number each call reads those of one.
 _UNREAD_UP_TO = 64
@@ -189,9 +191,9 @@ class Machine:
         if self._streams is None or free is not None:
             self._pool.give_back(key, slots, free)
 
-    def forget(self) -> None:
-        """Lets go of the idle slots, because there will be no later calls."""
-        self._pool.forget()
+    def forget(self) -> bool:
+        """Lets go of the idle slots, and says whether there were any. Does not block."""
+        return self._pool.forget()
 
 
 @dataclass(frozen=True)
@@ -214,48 +216,61 @@ class SlotPool:
     """Idle sets of slots, by the object that they are for (by identity).
 
     Keeps the `capacity` sets that were given back last, and on a device all sets whose last use has
-    not ended. device: None on the host.
+    not ended. Where a device needs a new set, sets that no recent call has taken are let go: masks
+    that differ from step to step bring new plans, and the old plans do not come again. device: None
+    on the host.
     """
 
     def __init__(self, device: StreamDevice | None, capacity: int = 4) -> None:
         self._device = device
         self._capacity = capacity
-        self._idle: list[tuple[object, Slots, DeviceEvent]] = []
+        self._num_taken = 0
+        # With the number of sets that had been taken when this one came back.
+        self._idle: list[tuple[object, Slots, DeviceEvent, int]] = []
 
     def take(self, key: object, make: Callable[[], Slots]) -> Slots:
         """A set for `key`: an idle set, or a new one. Does not block.
 
         The caller's stream is made to wait for the last use of an idle set.
         """
-        for i, (owner, slots, free) in enumerate(self._idle):
+        self._num_taken += 1
+        for i, (owner, slots, free, _) in enumerate(self._idle):
             if owner is key:
                 del self._idle[i]
                 if self._device is not None:
                     self._device.wait(self._device.caller(), free)
                 return slots
+        if self._device is not None:
+            self._let_go(self._num_taken - _RECENT)
         return make()
 
     def give_back(self, key: object, slots: Slots, free: DeviceEvent) -> None:
         """Gives slots back: they may be used again after the event, on the host at once."""
         if self._device is None and slots.nbytes > _SMALL_BYTES:
             return
-        self._idle.append((key, slots, free))
+        self._idle.append((key, slots, free, self._num_taken))
         while len(self._idle) > self._capacity and (
             self._device is None or self._device.happened(self._idle[0][2])
         ):
             del self._idle[0]
 
-    def forget(self) -> None:
-        """Lets go of all idle sets. Does not block.
+    def forget(self) -> bool:
+        """Lets go of all idle sets, and says whether there were any. Does not block."""
+        had_any = bool(self._idle)
+        self._let_go(self._num_taken)
+        return had_any
+
+    def _let_go(self, up_to: int) -> None:
+        """Lets go of the sets that came back when so many had been taken, or fewer.
 
         A device's allocator hands their memory out again on the stream that they were allocated on.
         Their last use may have been in a call from another stream, so the first stream is made to
         wait for the last use.
         """
-        if self._device is not None:
-            for _, slots, free in self._idle:
+        while self._idle and self._idle[0][3] <= up_to:
+            _, slots, free, _ = self._idle.pop(0)
+            if self._device is not None:
                 self._device.wait(slots.home, free)
-        self._idle.clear()
 
 
 class Mark(NamedTuple):

@@ -5,6 +5,7 @@ or a library.
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from burst_rt.errors import ConfigError
 from burst_rt.launch import checks, doctor
 from burst_rt.launch.asking import ALONE, ProbeAnswer, ask_command, ask_python
 from burst_rt.launch.checks import Finding
+from burst_rt.transport.torch_nccl import makes_wait
 
 
 def _findings(
@@ -82,6 +84,47 @@ def test_of_nccl_it_says_that_the_library_is_missing(monkeypatch: pytest.MonkeyP
         "its library, or the right version, is missing",
     )
     assert "for GPUs only" not in nccl.advice
+
+
+def test_of_torchs_nccl_it_says_what_makes_each_message_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = {"torch_nccl": "2.29.7; TORCH_NCCL_BLOCKING_WAIT is set"}
+    monkeypatch.setattr(
+        checks,
+        "ask_python",
+        lambda source, **_: ProbeAnswer(next((answers[x] for x in answers if x in source), "1.2")),
+    )
+    findings = {x.name: x for x in checks.check(_machine(), checks.GPU_CHECKS)}
+    assert findings["torch's NCCL"].state == "warning"
+    assert findings["torch's NCCL"].advice.startswith("unset it")
+
+
+@pytest.mark.parametrize("value", ["", "0", "1", "True", "false"])
+def test_a_variable_that_has_torchs_groups_wait_is_known(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_BLOCKING_WAIT", value)
+    assert makes_wait() == ("NCCL_BLOCKING_WAIT" if value in ("1", "True") else "")
+
+
+@pytest.mark.parametrize(
+    ("torch", "extra"), [("CUDA 12.8", "[cuda12]'"), ("CUDA 13.0", "[cuda13]'"), ("", "[cuda12]')")]
+)
+def test_what_is_advised_fits_torchs_cuda(torch: str, extra: str) -> None:
+    machine = _machine()
+    machine.findings["torch"] = Finding("torch", "ok", f"2.13.0, 2 threads, {torch}")
+    assert checks._extra(machine).endswith(extra)
+
+
+def test_two_wheels_of_nccl_that_overwrite_each_other_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = [SimpleNamespace(metadata={"Name": name}) for name in checks._NCCL_WHEELS]
+    monkeypatch.setattr(checks, "distributions", lambda: both)
+    nccl = _findings(monkeypatch, {}, cuda="NVIDIA H100")["NCCL"]
+    assert nccl.state == "warning"
+    assert "nvidia-nccl-cu12 and nvidia-nccl-cu13 have written the same file" in nccl.found
 
 
 def test_no_advice_names_a_distribution_that_no_index_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -530,6 +530,28 @@ def test_slots_that_are_let_go_wait_for_their_last_use_where_they_were_allocated
     device.use((), ["slots"], "caller")  # the next to have this memory
 
 
+def test_a_device_lets_go_of_slots_of_plans_that_do_not_come_again() -> None:
+    """A new mask in each step: two new plans, which each layer takes."""
+    device = FakeDevice()
+    device.happened = lambda event: True  # type: ignore[method-assign]
+    pool = SlotPool(device)
+    idle: list[int] = []
+    for _ in range(5):
+        for plan in (object(), object()):
+            for _ in range(20):
+                slots = pool.take(plan, _slots)
+                idle.append(len(pool._idle))
+                pool.give_back(plan, slots, device.record("compute"))
+    assert max(idle) == 1
+    # Kinds of layers take turns, and each finds its own.
+    kinds = [object() for _ in range(4)]
+    first = [pool.take(kind, _slots) for kind in kinds]
+    for _ in range(3):
+        for kind, slots in zip(kinds, first, strict=True):
+            pool.give_back(kind, slots, device.record("compute"))
+        assert [pool.take(kind, _slots) for kind in kinds] == first
+
+
 def test_a_host_keeps_small_slots_only() -> None:
     pool = SlotPool(None, capacity=2)
     small, large, new = _slots(), _slots(1 << 21), _slots()

@@ -111,6 +111,30 @@ def test_an_exchange_is_one_group_of_bytes_on_the_stream() -> None:
     assert (transport.bytes_sent, transport.bytes_received) == (11, 5)
 
 
+def test_there_is_made_room_before_ranks_connect() -> None:
+    """Torch's allocator may have taken all of a GPU's memory by then."""
+    nccl = Recorder()
+    transport = joined(nccl, make_room=lambda: nccl.calls.append(("make room",)))
+    byte = torch.zeros(1, dtype=torch.uint8)
+
+    def made_room(*peers: int) -> bool:
+        nccl.calls.clear()
+        transport.exchange([(byte, peer) for peer in peers], [], stream=1)
+        return nccl.calls[0] == ("make room",)
+
+    assert [made_room(2), made_room(2), made_room(0, 2), made_room(0)] == [True, False, True, False]
+
+
+def test_what_connecting_needs_is_said() -> None:
+    nccl = Recorder()
+    transport = joined(nccl)
+    nccl.fail["groupEnd"] = RuntimeError("unhandled cuda error")
+    for said in ("device memory that torch has not taken", "unhandled cuda error$"):
+        with pytest.raises(DeviceError, match=said):
+            transport.exchange([(torch.zeros(1, dtype=torch.uint8), 2)], [], stream=1)
+        transport._met.add(2)
+
+
 def test_a_group_is_ended_whatever_happens_in_it() -> None:
     nccl = Recorder()
     transport = joined(nccl)

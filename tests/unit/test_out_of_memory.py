@@ -17,6 +17,7 @@ from burst_rt.attention.execute import ForwardRun
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import BurstError, DeviceError, PeerLost
 from burst_rt.kernels.cpu import CpuKernel
+from burst_rt.runtime.machine import Slots
 from burst_rt.serving.decode_run import DecodeRun
 
 # What torch says on the host has no class of its own.
@@ -69,6 +70,32 @@ def test_a_call_that_cannot_be_bound_is_refused_on_every_rank(
 
     done = threading.Barrier(3)
     burst_rt.run_local(3, attend, timeout_s=20)
+
+
+@pytest.mark.parametrize("error", _ERRORS)
+def test_idle_slots_are_let_go_before_a_call_is_refused(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ForwardRun.fresh
+    armed, tries = threading.Event(), list[int]()
+
+    def greedy(*args: Any, **options: Any) -> torch.Tensor:  # fresh's own
+        if armed.is_set():
+            tries.append(1)
+            if len(ctx.runtime.machine._pool._idle):
+                raise error
+        return whole(*args, **options)
+
+    monkeypatch.setattr(ForwardRun, "fresh", greedy)
+    with burst_rt.init(device="cpu") as ctx:
+        layout = ctx.layout(40)
+        x = torch.ones(1, 40, 2, 16)
+        expected = burst_rt.burst_attention(x, x, x, layout=layout)
+        pool = ctx.runtime.machine._pool
+        pool.give_back(object(), Slots({}, {}), None)
+        armed.set()
+        assert torch.equal(burst_rt.burst_attention(x, x, x, layout=layout), expected)
+        assert len(tries) > 1
 
 
 @pytest.mark.parametrize(("run", "tokens"), [(DecodeRun, 1), (ForwardRun, 40)])
