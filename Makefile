@@ -25,7 +25,7 @@ DOCS := $(if $(and $(findstring docs,$(EXTRAS)),$(findstring hf,$(EXTRAS))),$(AL
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
-run: $(RUN) ## train a small model on 2 ranks (under 3 minutes)
+run: $(RUN) ## train a small model on 2 ranks (2 to 4 minutes)
 	$(BIN)/burst-rt train -n 2
 
 # What needs no MPI job of its own runs a test on each core and one more, as a quarter of the time tests wait; who has none left takes

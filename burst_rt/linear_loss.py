@@ -90,7 +90,8 @@ def linear_cross_entropy(
     chunk's logits, and a 16-bit one for 16-bit products (with Liger's kernel what the products
     take, and no more). A chunk has as many tokens as 64 MiB of float32 logits, or, where that is
     more, as many as hidden is wide, but at most 512 on a CPU and 2048 on a GPU. Sums of 16-bit
-    products take up to 48 MiB (192 on a GPU), and under autocast weight is held in its type. The
+    products take up to 48 MiB (192 on a GPU), and under autocast weight is held in its type. A CPU
+    with AVX-512 that lacks its bfloat16 instructions takes one more float32 tensor of logits. The
     same inputs give the same bits, except with "cce". Gradients of gradients are refused.
 
     Raises InputError for wrong shapes, types or ranges, and for a weight that is sharded by FSDP2

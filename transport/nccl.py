@@ -152,7 +152,6 @@ class NcclTransport:
         timeout_s: float,
         enter_device: Callable[[], None],
         connect: Callable[[NcclTransport], None] = lambda _: None,
-        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         """Joins the communicator and connects the neighbours in the ring. Collective.
 
@@ -161,7 +160,7 @@ class NcclTransport:
 
         make: joins the communicator; may block for ever. enter_device: makes this rank's device
         current in the calling thread. connect: exchanges something with the `first_pairs` and waits
-        for the messages. make_room: called before ranks connect; frees device memory for NCCL.
+        for the messages.
         """
         self.rank = rank
         self.size = size
@@ -171,7 +170,8 @@ class NcclTransport:
         # Held while a communicator is asked or taken away: a destroyed one must not be asked.
         self._ending = threading.Lock()
         self._enter_device = enter_device
-        self._make_room = make_room
+        # Called before ranks connect in a call: frees device memory for NCCL.
+        self.make_room: Callable[[], None] = lambda: None
         self._met: set[int] = set()  # the ranks that this one is connected with
         self._communicator: Communicator | None = None
         self._join(make, timeout_s, connect)
@@ -199,7 +199,7 @@ class NcclTransport:
         )
         try:
             if connects:
-                self._make_room()
+                self.make_room()
             communicator.exchange(sends, recvs, stream)
             self.bytes_sent += sum(buffer.numel() for buffer, _ in sends)
             self.bytes_received += sum(buffer.numel() for buffer, _ in recvs)

@@ -201,8 +201,8 @@ def _carrier(
         within_s,
         partial(torch.cuda.set_device, device),
         partial(_connect, device),
-        partial(_make_room, device),
     )
+    carrier.make_room = partial(_make_room, device)
     connections.transport.close()
     return carrier
 

@@ -114,7 +114,8 @@ def test_an_exchange_is_one_group_of_bytes_on_the_stream() -> None:
 def test_there_is_made_room_before_ranks_connect() -> None:
     """Torch's allocator may have taken all of a GPU's memory by then."""
     nccl = Recorder()
-    transport = joined(nccl, make_room=lambda: nccl.calls.append(("make room",)))
+    transport = joined(nccl)
+    transport.make_room = lambda: nccl.calls.append(("make room",))
     byte = torch.zeros(1, dtype=torch.uint8)
 
     def made_room(*peers: int) -> bool:

@@ -58,7 +58,20 @@ def _against_the_spec(ctx: Context) -> dict[str, float]:
         for x, y in zip(first, again, strict=True):
             assert x is None or (y is not None and torch.equal(x, y)), f"{name}: other bits"
         worst[name] = max(errors_of(first, case.truth).values())
-    return worst
+    return worst | {"fp32, sum and mean of gradients": _sums(ctx)}
+
+
+def _sums(ctx: Context) -> float:
+    """The error of a sum that goes from device to device in two pieces, and of such gradients."""
+    count, world = 20_000_000, ctx.world_size
+    x = torch.arange(count, device=ctx.device, dtype=torch.float32) / count + ctx.rank
+    weight = torch.nn.Parameter(torch.ones_like(x))
+    weight.grad = x.clone()
+    ctx.all_reduce(x)
+    burst_rt.average_gradients([weight], group=ctx)
+    truth = torch.arange(count, device=ctx.device).double() / count + (world - 1) / 2
+    off = [((y - truth).norm() / truth.norm()).item() for y in (x.double() / world, weight.grad)]
+    return max(off)
 
 
 def _until_one_is_lost(ctx: Context) -> dict[str, object]:
