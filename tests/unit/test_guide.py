@@ -71,6 +71,24 @@ def test_programs_of_a_page_run(page: str) -> None:
     assert len(_run(page, 2, program)) == 2
 
 
+# Functions that make tensors on the CPU unless they are told a device.
+_MAKES = re.compile(r"torch\.(?:randn?|randint|zeros|ones|empty|full)\((?:[^()]|\([^()]*\))*\)")
+_MODEL = re.compile(r"(?:from_pretrained|Sequential|Mine)\((?:[^()]|\([^()]*\))*\)")
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.stem)
+def test_programs_of_a_page_run_on_gpus_too(page: Path) -> None:
+    """No machine of these tests has one: there `init()` takes it, and tensors have to be there."""
+    program = "\n".join(_blocks(page, "python"))
+    if not re.search(r"init\((?!device)", program):
+        return
+    made = [call for call in _MAKES.findall(program) if "device=" not in call]
+    alone = [call for call in made if "**here" not in call and "generator=" not in call]
+    assert not alone
+    if "generator=" in program or _MODEL.search(program):
+        assert ".to(ctx.device)" in program or "hf.Trainer" in program
+
+
 def test_the_first_program_of_the_readme_runs() -> None:
     program, *_ = _blocks(_ROOT / "README.md", "python")
     for names in _run("README", 2, program):
