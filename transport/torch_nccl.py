@@ -82,6 +82,8 @@ def make_group(store: Any, name: str, rank: int, size: int, device: torch.device
     prefixed = PrefixStore(f"burst_rt/nccl/{name}", store)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _TORCHS_OWN_DEADLINE
+    # Its messages go before the tiles that are on the device already, as those of lanes do.
+    options.is_high_priority_stream = True
     group: NcclGroup = with_backend(
         dist.ProcessGroupNCCL(prefixed, rank, size, options), "NCCL", prefixed, device
     )

@@ -26,12 +26,21 @@ from burst_rt.planning.problem import Problem
 from burst_rt.planning.recurrences import RecurrenceSizes
 from burst_rt.runtime.runtime import Runtime
 
-__all__ = ["AUTO", "CELLS_OF_WIDTH", "LAYOUTS", "ContextLayout", "LayerCosts", "choose_layout"]
+__all__ = [
+    "AUTO", "CELLS_OF_WIDTH", "LAYOUTS", "ContextLayout", "LayerCosts", "choose_layout",
+    "positions_on",
+]  # fmt: skip
 
 AUTO = "auto"
 # What the rest of a model's layer costs for a token, in cells of attention, by the model's width:
 # 12 * width**2 weights, the usual layer, of 2 operations, over 4 * width operations of a cell.
 CELLS_OF_WIDTH = 6
+
+
+def positions_on(device: torch.device, layout: Layout, rank: int) -> torch.Tensor:
+    """The global positions of a rank's tokens, int64. Made on the device: nothing is copied."""
+    runs = layout.runs[rank]
+    return torch.cat([torch.arange(b.start, b.stop, b.step, device=device) for b in runs])
 
 
 @opaque
@@ -76,11 +85,7 @@ class ContextLayout:
             raise InputError(
                 f"layout.positions: rank must be in [0, {self.runtime.world_size}), got {rank}"
             )
-        parts = [
-            torch.arange(b.start, b.stop, b.step, device=self.runtime.device)
-            for b in self.map.runs[owner]
-        ]
-        return torch.cat(parts)
+        return positions_on(self.runtime.device, self.map, owner)
 
     @check_kinds
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -93,7 +98,7 @@ class ContextLayout:
                 f"layout.shard: expected {self.seq_len} tokens along dim {dim}, got shape "
                 f"{tuple(x.shape)}"
             )
-        return x.index_select(dim, self.positions().to(x.device))
+        return x.index_select(dim, positions_on(x.device, self.map, self.runtime.rank))
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The full tensor, on every rank, from every rank's shard.
@@ -124,7 +129,7 @@ class ContextLayout:
                 shard = torch.frombuffer(bytearray(raw), dtype=x.dtype).view(
                     self.map.shard_len(rank), *mine.shape[1:]
                 )
-                full[self.positions(rank).to(x.device)] = shard.to(x.device)
+                full[positions_on(x.device, self.map, rank)] = shard.to(x.device)
         return full.movedim(0, dim)
 
     def _refuses(self, x: torch.Tensor, dim: int) -> InputError | None:

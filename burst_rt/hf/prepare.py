@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from burst_rt.attention.sharding import CELLS_OF_WIDTH, LayerCosts
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.context import Context, require_context
-from burst_rt.errors import InputError
+from burst_rt.errors import DeviceError, InputError
 from burst_rt.hf.balancing import balance_over_ranks, require_balanced
 from burst_rt.hf.blocks import give_token_types
 from burst_rt.hf.lengths import Length, lengths_beyond, shorten_lengths
@@ -83,13 +83,13 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     A model that no test compares (`TESTED`, and `_HYBRIDS` in releases of transformers that are
     known), or that has another head than the tested ones, or a forward that is not transformers',
     is compared with itself: it computes logits and loss of a short sequence over the ranks, and on
-    each rank with attn_implementation="eager". For this its weights must be on the context's
-    device, and the call is collective; it blocks as `burst_attention` does. loss: False leaves the
-    loss out, for models that compute it by themselves and are called without labels:
-    `burst_rt.cross_entropy` makes the loss of all tokens of the logits.
+    each rank with attn_implementation="eager". For this its weights are on the context's device
+    (those on the CPU meanwhile), and the call is collective; it blocks as `burst_attention` does.
+    loss: False leaves the loss out, for models that compute it by themselves and are called without
+    labels: `burst_rt.cross_entropy` makes the loss of all tokens of the logits.
 
     Raises InputError on every rank where the two differ by more than rounding, and where weights
-    are elsewhere.
+    are elsewhere; DeviceError where the device has no room for them.
     """
     require_context(ctx, "hf.prepare")
     if not isinstance(model, torch.nn.Module):
@@ -213,7 +213,8 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
     name, modes = type(model).__name__, {module: module.training for module in model.modules()}
     # FSDP2 may keep its shards elsewhere.
     device_types = {p.device.type for p in model.parameters() if not isinstance(p, DTensor)}
-    if device_types - {ctx.device.type}:
+    on_host = device_types == {"cpu"} and ctx.device.type != "cpu"
+    if device_types - {ctx.device.type} and not on_host:
         error = InputError(
             f"hf.prepare: {name}: expected weights on {ctx.device}, where a short sequence is to "
             f"be computed, got some on {', '.join(sorted(device_types))}; call "
@@ -222,6 +223,8 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
         refuse("hf.prepare", error, ctx.runtime)
     model.eval()
     try:
+        if on_host:
+            model.to(ctx.device)
         rounding = max(
             _check_logits(model, batch, kind, ctx) for kind, batch in _batches(model, ctx).items()
         )
@@ -238,6 +241,14 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
         ) from error
     except InputError:  # every rank sees it, so every rank raises
         raise
+    except torch.OutOfMemoryError as error:
+        no_room = DeviceError(
+            f"hf.prepare: {name}: {ctx.device} has no room for the model, which is to compute a "
+            "short sequence there because no test has compared it; use a tested model, or a device "
+            "with more memory"
+        )
+        no_room.__cause__ = error
+        refuse("hf.prepare", no_room, ctx.runtime)
     except _ERRORS as error:
         wrong = InputError(
             f"hf.prepare: {name} cannot take its attention from burst_rt: expected a model whose "
@@ -249,6 +260,8 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
     finally:
         for module, training in modes.items():
             module.training = training
+        if on_host:
+            model.to("cpu")
 
 
 def _largest(x: float, ctx: Context) -> float:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from burst_rt.attention.sharding import ContextLayout
+from burst_rt.attention.sharding import ContextLayout, positions_on
 from burst_rt.errors import InputError
 from burst_rt.kernels import DTYPES
 from burst_rt.planning.masks import Documents, PrefixTree
@@ -49,7 +49,9 @@ def begins_of(name: str, given: Given, tokens: Tensor) -> Tensor | None:
                 f"{name}: documents must be those of the whole sequence, "
                 f"{misfit or 'without q_lengths'}"
             )
-        places = torch.arange(count) if layout is None else layout.positions().cpu()
+        places = torch.arange(count)
+        if layout is not None:
+            places = positions_on(torch.device("cpu"), layout.map, layout.runtime.rank)
         positions = places.numpy()
         begins = torch.from_numpy(documents.begins(positions) == positions)
         return begins.to(tokens.device)

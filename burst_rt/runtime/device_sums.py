@@ -21,6 +21,9 @@ __all__ = ["PIECE_BYTES", "goes_between_devices", "sum_between_devices"]
 PIECE_BYTES = 64 << 20
 # Fewer bytes are summed sooner by the control group, in one message.
 _FROM_BYTES = 1 << 20
+# The least that a message of a piece has: shorter ones take their latency. And how many sizes of
+# pieces have their rings kept.
+_HOP_BYTES, _KEPT = 4 << 20, 8
 
 # By the number of elements and their bytes: the schedule of a ring, and the digest of all ranks'.
 _Rings = dict[tuple[int, int], tuple[Schedule, str]]
@@ -40,9 +43,12 @@ def sum_between_devices(runtime: Runtime, x: torch.Tensor, words: Mapping[str, s
     does. A rank sends 2 (W-1)/W of the tensor's bytes, and has two slots of a W-th of a piece.
     """
     rings = _rings.setdefault(runtime, {})
-    for piece in x.detach().view(-1).split(PIECE_BYTES // x.itemsize):
+    piece_bytes = max(PIECE_BYTES, _HOP_BYTES * runtime.world_size)
+    for piece in x.detach().view(-1).split(piece_bytes // x.itemsize):
         key = (len(piece), x.itemsize)
         if key not in rings:
+            while len(rings) >= _KEPT:
+                del rings[next(iter(rings))]
             made = make_pipeline(runtime, lambda rank, key=key: _ring(runtime, rank, *key))  # type: ignore[misc]
             rings[key] = made.schedule, made.fingerprint
         Pipeline(runtime, *rings[key], words).run(buffers={"x": piece}, ops={})

@@ -63,6 +63,7 @@ class Process:
         # stays for good: the other ranks count on it even if the program has let go of it.
         self.open: set[Member] = set()
         self._here = threading.local()
+        self._made: list[weakref.ref[Member]] = []  # by all threads, in the order they were made
         self._farewells: list[Callable[[int, BaseException | None], None]] = []
         self._uncaught: list[BaseException] = []
         self._print_uncaught = sys.excepthook
@@ -88,12 +89,23 @@ class Process:
     def add_here(self, member: Member) -> None:
         """Notes that this thread has made a runtime."""
         self._references().append(weakref.ref(member))
+        self._made[:] = [r for r in self._made if r() is not None] + [weakref.ref(member)]
 
     def made_here(self) -> list[Member]:
         """The open runtimes that this thread has made, in the order they were made."""
         references = self._references()
         references[:] = [r for r in references if (made := r()) is not None and not made.closed]
         return [made for r in references if (made := r()) is not None]
+
+    def made_for_here(self) -> list[Member]:
+        """`made_here`; where this thread has made none, the open runtimes of this process's ranks.
+
+        Autograd runs the backwards of a GPU in a thread of its own, for one that waits.
+        """
+        made = (reference() for reference in self._made)
+        return self.made_here() or [
+            x for x in made if x is not None and x in self.open and not x.closed
+        ]
 
     def close_here(self, code: int, error: str) -> None:
         """Closes the runtimes that this thread has made and not closed. Waits for no other rank."""

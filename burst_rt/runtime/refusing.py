@@ -82,7 +82,7 @@ def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoRe
 def _shared_runtimes(runtime: Runtime | None) -> list[Runtime]:
     """The usable runtimes of several ranks that this thread made, and the given one."""
     # Runtimes that other threads made are left out, because they are in calls of those threads.
-    made = [member for member in process.made_here() if isinstance(member, Runtime)]
+    made = [member for member in process.made_for_here() if isinstance(member, Runtime)]
     known = dict.fromkeys([*made, *([runtime] if runtime is not None else [])])
     return [member for member in known if member.usable and member.world_size > 1]
 

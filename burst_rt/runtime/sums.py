@@ -207,7 +207,10 @@ def _sum_in_group(
     compiled = torch.compiler.is_compiling()
     number = 0 if compiled else _next_number(group)
     same = [_compared(forward), _compared(None if compiled else count)]
-    told = torch.tensor(same, dtype=torch.float64, device=x.device).flatten()
+    told = torch.tensor(same, dtype=torch.float64).flatten()
+    if x.is_cuda and not compiled:
+        told = told.pin_memory()  # or the host would wait for the device
+    told = told.to(x.device, non_blocking=True)
     both = torch.cat([x.flatten().double(), told])
     dist.all_reduce(both, group=group)
     size = group.size()

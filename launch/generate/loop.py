@@ -66,7 +66,8 @@ def sample(
     scores_V: Tensor, *, temperature: float, top_p: float, generator: torch.Generator
 ) -> int:
     """The next token: drawn among the most likely ones that together have the probability `top_p`,
-    or the most likely one where the temperature is 0. -1 if the scores are not numbers.
+    or the most likely one where the temperature is 0. -1 if the scores are not numbers. Only what
+    is drawn from leaves the device of the scores.
 
     Nucleus sampling, arXiv 1904.09751.
     """
@@ -78,13 +79,14 @@ def sample(
         return int(scores_V.argmax())
     shares_V = (scores_V / temperature).softmax(0)
     if top_p >= 1:
-        return _draw(shares_V, generator)
+        return _draw(shares_V.cpu(), generator)
     # Sorting all tokens takes longer than all else, and a few have nearly all of the probability.
     count = min(_LIKELIEST, len(shares_V))
     likely, tokens = shares_V.topk(count)
     while count < len(shares_V) and likely.sum() < top_p:
         count = min(8 * count, len(shares_V))
         likely, tokens = shares_V.topk(count)
+    likely = likely.cpu()
     likely[likely.cumsum(0) - likely >= top_p] = 0
     return int(tokens[_draw(likely, generator)])
 
@@ -110,7 +112,7 @@ def _run(
 
     def draw(scores_V: Tensor) -> int:
         return sample(
-            scores_V.cpu(),
+            scores_V,
             temperature=options.temperature,
             top_p=options.top_p,
             generator=generator,

@@ -37,7 +37,7 @@ class Sampler:
 
     def choose(self, scores_V: Tensor, generator: torch.Generator) -> Chosen:
         """The next token by these scores. Raises ConfigError where they are not numbers."""
-        scores_V = scores_V.float().cpu()
+        scores_V = scores_V.float()
         drawn_V = scores_V
         if 0 < self.top_k < len(scores_V):
             least = scores_V.topk(self.top_k).values[-1]

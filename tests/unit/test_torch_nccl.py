@@ -175,6 +175,7 @@ def test_torch_describes_its_nccl_as_it_is_used_here() -> None:
     options = next(node for node in nccl.body if getattr(node, "name", "") == "Options")
     assert isinstance(options, ast.ClassDef)
     assert ast.unparse(options.bases[0]) == "Backend.Options"  # has `_timeout`, which can be set
+    assert "is_high_priority_stream: bool" in map(ast.unparse, options.body)
     assert any(
         isinstance(node, ast.FunctionDef)
         and node.name == "_timeout"

@@ -71,7 +71,7 @@ def _sums(ctx: Context) -> float:
     burst_rt.average_gradients([weight], group=ctx)
     truth = torch.arange(count, device=ctx.device).double() / count + (world - 1) / 2
     off = [((y - truth).norm() / truth.norm()).item() for y in (x.double() / world, weight.grad)]
-    return max(off)
+    return float(max(off))
 
 
 def _until_one_is_lost(ctx: Context) -> dict[str, object]:
