@@ -297,10 +297,15 @@ import pynvml
 pynvml.nvmlInit()
 from burst_rt.runtime.nvlink import nvlink_domain
 number = pynvml.nvmlDeviceGetCount()
-handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(number))
+handles = []
+for index in range(number):
+    try:  # all GPUs of the host are counted, also those of others
+        handles.append(pynvml.nvmlDeviceGetHandleByIndex(index))
+    except pynvml.NVMLError:
+        pass
 domains = {nvlink_domain(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles} - {""}
 joined = f", NVLink beyond this host (domain {', '.join(sorted(domains))})" if domains else ""
-print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {number} devices{joined}")
+print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {len(handles)} devices{joined}")
 """
 
 _TORCH_NCCL = """

@@ -36,7 +36,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # NCCL with other settings on another host may hang.
 _ALIKE = (
     "BURST_RT_", "NCCL_", "TORCH_", "PYTORCH_", "TRITON_", "UCX_", "GLOO_", "MPI4PY_LIBMPI",
-    "XDG_CACHE_HOME",
+    "MASTER_ADDR", "MASTER_PORT", "XDG_CACHE_HOME",
 )  # fmt: skip
 # Names of variables that are set inside an allocation of a batch system; the batch system's count
 # of slots then holds.
@@ -120,7 +120,7 @@ class MpiLauncher:
         # A variable that is set gives the other its value too: torch prefers MKL's to OpenMP's.
         said = next(
             (environment[name] for name in _THREAD_VARIABLES if environment.get(name)),
-            max(1, num_usable_cores() // num_ranks),
+            max(1, num_usable_cores() // -(-num_ranks // _num_hosts(mpi_args))),
         )
         for name in _THREAD_VARIABLES:
             if threads is not None or name not in environment:
@@ -227,7 +227,32 @@ def _unwrapped(mpirun: str) -> str:
 def one_host(mpi_args: Sequence[str]) -> bool:
     """Whether all ranks are sure to be on this host."""
     hosts_named = any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
-    return not _in_batch_job() and not hosts_named
+    return not hosts_named and (not _in_batch_job() or _is_whole_job())
+
+
+def _is_whole_job() -> bool:
+    """Whether this host is all of a job of Slurm's."""
+    # The shell of an allocation may be on a login node.
+    here = socket.gethostname().partition(".")[0]
+    return os.environ.get("SLURM_JOB_NUM_NODES") == "1" and here in (
+        os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_JOB_NODELIST")
+    )  # fmt: skip
+
+
+def _num_hosts(mpi_args: Sequence[str]) -> int:
+    """How many hosts the ranks are on, as far as it is said; else 1."""
+    if one_host(mpi_args):
+        return 1
+    for flag, value in pairwise(mpi_args):
+        if flag in ("-H", "--host", "-host"):
+            return len({host.partition(":")[0] for host in value.split(",")})
+        if flag in ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f"):
+            with suppress(OSError, UnicodeError):
+                lines = Path(value).read_text(encoding="utf-8").splitlines()
+                words = [line.partition("#")[0].split() for line in lines]
+                return max(1, len({each[0].partition(":")[0] for each in words if each}))
+    told = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    return int(told) if told.isdecimal() and int(told) else 1
 
 
 def rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:

@@ -66,7 +66,7 @@ class Restarts:
             if not result.exit_code or result.stopped or result.exit_code in _MISTAKES:
                 return result.exit_code
             if self.window_s is not None and time.monotonic() - started_s >= self.window_s:
-                since = 0
+                since, before = 0, None
             if since >= self.times:
                 return result.exit_code
             failed = _CHANGING.sub("", result.words), self.progress()

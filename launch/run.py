@@ -12,14 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -35,7 +32,8 @@ from burst_rt.launch.mpirun import MpiLauncher, kill_job, one_host, rendezvous
 from burst_rt.launch.postmortem import first_lines
 from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.restarts import ONCE, JobResult, Restarts
-from burst_rt.launch.stopping import ask_to_stop, listen, put_back, read_word
+from burst_rt.launch.signals import Stop, forward_signals
+from burst_rt.launch.stopping import listen, read_word
 from burst_rt.launch.torchrun import launcher_that_is_there
 from burst_rt.launch.verdict import JobEnd, last_words
 from burst_rt.launch.where import machine_options, restart_options, telemetry_options
@@ -54,11 +52,6 @@ _ENDING_DEADLINE_S = 3.0
 _SETTLING_S = 3.0
 # Seconds for which a rank may seem to wait for a rank that has ended.
 _JOINED_GRACE_S = 1.0
-# Seconds that ranks that offer to stop by themselves may take to stop: a step and a checkpoint.
-_STOPPING_DEADLINE_S = 30.0
-# Seconds within which a repeated signal is the same wish: a terminal that closes, or a program that
-# ends this process and its group, may send one signal twice.
-_ONE_WISH_S = 0.3
 
 
 def launch(
@@ -128,7 +121,7 @@ def _run_once(
         listen(job_dir)
         started_at_s = time.time()
         with (
-            _forward_signals() as stop,
+            forward_signals() as stop,
             _telemetry(mpi_args, job_dir) as (hub, told),
             shared_memory(launcher, mpi_args, job_dir.name) as shared,
             Ranks(job_dir, num_ranks) as ranks,
@@ -176,7 +169,7 @@ def _run_once(
 
 
 def _conclude(
-    argv: Sequence[str], kept: KeptFolder, stop: _Stop, end: JobEnd
+    argv: Sequence[str], kept: KeptFolder, stop: Stop, end: JobEnd
 ) -> tuple[str, JobResult]:
     """The text to print of a job that has ended, and its result. Leaves a note in the folder of one
     that failed.
@@ -259,90 +252,8 @@ def _check(argv: Sequence[str], num_ranks: int, threads: int | None) -> None:
         raise InputError(f"no such script: {argv[0]} (in {Path.cwd()}); for a module use -m")
 
 
-@dataclass
-class _Stop:
-    """Passes the first signal on to the ranks or to mpirun; kills the whole job at a second one."""
-
-    received: int | None = None
-    asked: bool = False  # whether the ranks were asked to stop, and may still be stopping
-    _received_at_s: float = 0.0
-    _asked_at_s: float = 0.0
-    _mpirun: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-    _job_dir: Path | None = None
-    _hub: RunningHub | None = None
-
-    def attach(
-        self, mpirun: subprocess.Popen[bytes], job_dir: Path, hub: RunningHub | None
-    ) -> None:
-        self._mpirun, self._job_dir, self._hub = mpirun, job_dir, hub
-        if self.received is not None:
-            mpirun.terminate()
-
-    def due(self) -> bool:
-        """Whether mpirun has been told to end the job.
-
-        Where the ranks were asked to stop, mpirun is told once the ranks' time is up. Does not
-        block.
-        """
-        if self.asked and time.monotonic() - self._asked_at_s > _STOPPING_DEADLINE_S:
-            self.asked = False
-            self._pass_on()
-        return self.received is not None and not self.asked
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        now_s = time.monotonic()
-        if number == self.received and now_s - self._received_at_s < _ONE_WISH_S:
-            return
-        again, self.received, self._received_at_s = self.received is not None, number, now_s
-        if self._mpirun is None or self._job_dir is None:
-            return
-        if not again and self._hub is not None:
-            # Ranks that end now are not lost.
-            self._hub.stopping(signal.Signals(number).name)
-        if again:
-            self.asked = False
-            kill_job(self._mpirun)
-        elif ask_to_stop(self._job_dir, number):
-            self.asked, self._asked_at_s = True, time.monotonic()
-            # Begin a new line: the terminal has written ^C, perhaps after a progress bar.
-            note = (
-                f"burst-rt: stopping after this step, within {_STOPPING_DEADLINE_S:.0f} s; the "
-                "same signal again ends the job at once\n"
-            )
-            os.write(2, ("\n" * os.isatty(2) + note).encode())
-        else:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        assert self._mpirun is not None
-        assert self.received is not None
-        self._mpirun.send_signal(
-            signal.SIGTERM if self.received == signal.SIGHUP else self.received
-        )
-
-
-@contextmanager
-def _forward_signals() -> Iterator[_Stop]:
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        # Python delivers signals to the main thread only, and lets no other thread handle them.
-        yield stop
-        return
-    # Signals that this process was started to ignore (nohup) stay ignored.
-    numbers = [
-        n
-        for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(n) is not signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, stop.handle) for number in numbers}
-    try:
-        yield stop
-    finally:
-        put_back(before)
-
-
 def _wait(
-    mpirun: subprocess.Popen[bytes], job_dir: Path, ranks: Ranks, stop: _Stop
+    mpirun: subprocess.Popen[bytes], job_dir: Path, ranks: Ranks, stop: Stop
 ) -> tuple[RankWait, int] | None:
     """Blocks until mpirun has ended; once a rank has failed or a signal came, 3 s longer at most.
 

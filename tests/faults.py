@@ -445,7 +445,7 @@ def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
         # The temporary folder is this job's alone: whatever is there, the job has left.
         own = folder / "tmp" / f"burst-rt-{os.getuid()}"  # this user's, for the jobs that run
         # What is kept of a job that failed, for the post-mortem: one folder, of no other job.
-        kept = folder / "tmp" / f"burst-rt-jobs-{os.getuid()}"
+        kept = folder / "tmp" / f"burst-rt-jobs-{os.getuid()}-{socket.gethostname()}"
         left = sorted(
             str(path.relative_to(folder))
             for path in (folder / "tmp").rglob("*")

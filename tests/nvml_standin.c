@@ -1,6 +1,6 @@
 /* A library with NVML's symbols, for machines without a GPU. Tests compile it as libnvidia-ml.so.1 and put it on LD_LIBRARY_PATH.
  *
- * Environment: STANDIN_DEVICES (default 2); STANDIN_OLD=1: a chip without GPM, NVLink, energy, a power cap, a highest clock, and PCIe counters;
+ * Environment: STANDIN_DEVICES (default 2), of which STANDIN_CLOSED=n may not be opened; STANDIN_OLD=1: a chip without GPM, NVLink, energy, a power cap, a highest clock, and PCIe counters;
  * STANDIN_CLUSTER=n: the number of the network that NVLink makes of several hosts, with STANDIN_CLIQUE its part and
  * STANDIN_FABRIC_STATE how far it is (default 3: completed), and with which result (STANDIN_FABRIC_STATUS);
  * STANDIN_REASONS=bits: why clocks are held back (default 4: the power cap); STANDIN_XID=1: one XID;
@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, GPU_IS_LOST = 15 };
+enum { SUCCESS = 0, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, GPU_IS_LOST = 15 };
 typedef unsigned long long u64;
 typedef size_t Device;
 
@@ -49,6 +49,7 @@ int nvmlDeviceGetCount_v2(unsigned *count) {
 }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device *device) {
+  if ((int)index == setting("STANDIN_CLOSED", -1)) return NO_PERMISSION;
   *device = index + 1;
   return SUCCESS;
 }

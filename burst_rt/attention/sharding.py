@@ -101,7 +101,7 @@ class ContextLayout:
         return x.index_select(dim, positions_on(x.device, self.map, self.runtime.rank))
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The full tensor, on every rank, from every rank's shard.
+        """The full tensor, on every rank, from every rank's shard, through the host's memory.
 
         Collective; blocks at most the context's `timeout_s` for each of its two rounds. Not
         differentiable: a tensor that requires grad is refused (InputError, on every rank); pass

@@ -12,6 +12,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -43,7 +44,9 @@ def jobs_folder() -> Path:
     """The folder of this user's jobs on this host. Raises OSError where it cannot be made, or is
     somebody else's.
     """
-    folder = Path(tempfile.gettempdir()) / f"burst-rt-jobs-{os.geteuid()}"
+    # Hosts may share the folder, and locks on it may be each host's own.
+    name = f"burst-rt-jobs-{os.geteuid()}-{socket.gethostname()}"
+    folder = Path(tempfile.gettempdir()) / name
     with suppress(FileExistsError):
         folder.mkdir(0o700)
     _require_own(folder)

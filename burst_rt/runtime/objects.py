@@ -7,6 +7,7 @@ receives. Tensors of a step go through `collectives.py` or a library.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import torch
 
 from burst_rt import errors
 from burst_rt.drivers import raw_bytes
-from burst_rt.errors import BurstError, ConfigError, InputError
+from burst_rt.errors import BurstError, ConfigError, DeviceError, InputError
 from burst_rt.runtime.runtime import Runtime
 
 __all__ = ["all_gather", "bytes_of", "first", "together"]
@@ -24,6 +25,11 @@ __all__ = ["all_gather", "bytes_of", "first", "together"]
 _T = TypeVar("_T")
 # Types of plain data. A subclass is refused: it would arrive as its base class.
 _SCALARS = (type(None), bool, int, float, str, bytes)
+# Errors of the system that come again with every start; others (a full disk, a network's) may pass.
+_MISTAKES = (
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTEMPTY, errno.EINVAL,
+)  # fmt: skip
 
 
 def all_gather(
@@ -149,9 +155,12 @@ def _as_typed(error: Exception, call: str) -> BurstError:
         kinds = (kind for kind in type(error).__mro__ if kind.__name__ in errors.__all__)
         known: type[BurstError] = next(kinds)
         return error if known is type(error) else _caused(known(error.message), error)
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno in _MISTAKES:
         text = f"{error}; make the file or folder accessible, then run again."
         return _caused(ConfigError(text), error)
+    if isinstance(error, OSError):
+        text = f"{error}; look at the disk and at the network to it, and at the space left there"
+        return _caused(DeviceError(text), error)
     return _caused(InputError(f"{call}: fn raised {type(error).__name__}: {error}"), error)
 
 

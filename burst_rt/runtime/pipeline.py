@@ -97,7 +97,8 @@ class Pipeline:
         buffers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         ops: Mapping[str, Callable[..., None]],
     ) -> Trace:
-        """Runs the graph once and returns its trace.
+        """Runs the graph once and returns its trace, which on a GPU is filled by
+        `Context.gather_last_run`, once the device has ended.
 
         Collective; blocks until this rank's part is done, within the context's deadlines. With NCCL
         blocks until all work is on streams. Ranks compare the call in which their pipelines ran

@@ -6,7 +6,10 @@ On devices large sums go from device to device instead (`device_sums.py`).
 from __future__ import annotations
 
 import pickle
+import socket
+import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -80,14 +83,20 @@ def gather_last_run(runtime: Runtime) -> list[tuple[Graph, list[Span]]]:
         driver.settle(runtime.timeout_s)
     runtime.timed = True
     # Unpickling is safe: only ranks of this job send on the control group's communicator.
-    payload = pickle.dumps((graph, list(driver.trace)) if driver is not None and timed else None)
+    run = (graph, list(driver.trace)) if driver is not None and timed else None
+    payload = pickle.dumps((_clock(), run))
     pending = runtime.collective(
         {"call": "gather_last_run"}, lambda: runtime.control.allgather(payload)
     )
-    gathered: list[tuple[Graph, list[Span]] | None] = [
+    gathered: list[tuple[_Clock, tuple[Graph, list[Span]] | None]] = [
         pickle.loads(raw) for raw in pending.result()
     ]
-    timed_runs = [run for run in gathered if run is not None]
+    first = gathered[0][0]
+    timed_runs = [
+        (run[0], [_moved(span, _ahead(clock, first)) for span in run[1]])
+        for clock, run in gathered
+        if run is not None
+    ]
     if len(timed_runs) < len(gathered):
         raise InputError(
             "gather_last_run: the last run took no times on "
@@ -95,3 +104,26 @@ def gather_last_run(runtime: Runtime) -> list[tuple[Graph, list[Span]]]:
             "for times of their GPUs; from now on runs take them: make the call again"
         )
     return timed_runs
+
+
+class _Clock(NamedTuple):
+    """A host's clock: the time that `time.perf_counter` counts from, in seconds since the epoch."""
+
+    host: str
+    began_s: float
+
+
+def _clock() -> _Clock:
+    return _Clock(socket.gethostname(), time.time() - time.perf_counter())
+
+
+def _ahead(clock: _Clock, first: _Clock) -> float:
+    """Seconds from the first clock's beginning to this one's. Ranks of one host have one clock."""
+    return 0.0 if clock.host == first.host else clock.began_s - first.began_s
+
+
+def _moved(span: Span, by_s: float) -> Span:
+    if not by_s:
+        return span
+    issued_s, started_s, ended_s = (x + by_s for x in (span.issued_s, span.started_s, span.ended_s))
+    return span._replace(issued_s=issued_s, started_s=started_s, ended_s=ended_s)

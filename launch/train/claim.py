@@ -89,8 +89,10 @@ def look(out: Path, *, resume: bool, elastic: bool = False) -> None:
     if os.path.lexists(out / _LOCK):
         descriptor = _open_lock(out, os.O_RDONLY)
         try:
-            # A shared lock: two processes that look do not disturb each other.
-            _lock(out, descriptor, fcntl.LOCK_SH)
+            # A shared lock: two processes that look do not disturb each other. With `elastic` a run
+            # that is ending is waited for, later.
+            if not elastic:
+                _lock(out, descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
     if not elastic:

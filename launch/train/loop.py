@@ -22,6 +22,7 @@ import burst_rt
 from burst_rt import telemetry
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
+from burst_rt.job import launched
 from burst_rt.launch.stopping import StopRequests, StopVotes
 from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, resolve
 from burst_rt.launch.train.config import RunOptions, TrainConfig, option_name
@@ -373,6 +374,12 @@ def _heading(trainer: Trainer, folder: RunFolder, done: int) -> str:
         for name, before in vars(trainer.asked).items()
         if (after := getattr(config, name)) != before
     ]
+    restarts = launched.restarts()
+    if restarts and not done:
+        fitted.append(
+            f"restart {restarts} found no checkpoint in {folder.path}, and begins again: where "
+            "restarts may move to other hosts, --out must be on a file system of them all\n"
+        )
     return (
         f"{f'resuming after step {done}' if done else 'training'}: "
         f"{trainer.num_parameters / 1e6:.2f} M parameters, "

@@ -23,7 +23,7 @@ from burst_rt.launch.mpirun import MpiLauncher
 from burst_rt.launch.run import command
 from burst_rt.launch.train import claim as claims
 from burst_rt.launch.train.checkpoint import Manifest, resolve
-from burst_rt.launch.train.claim import claim
+from burst_rt.launch.train.claim import claim, look
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
 
@@ -157,6 +157,7 @@ def test_a_restart_waits_for_the_ranks_before_it(
             assert holder.stdout.readline() == "held\n"
             with pytest.raises(ConfigError, match="in use by a run that has not ended"):
                 claim(run, resume=False)
+            look(run, resume=False, elastic=True)
             try:
                 if held_s == "1":
                     claim(run, resume=False, elastic=True).release()

@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 
 from burst_rt.job.reports import JOB_DIR_VARIABLE
-from burst_rt.launch.mpirun import MpiLauncher
+from burst_rt.launch.mpirun import MpiLauncher, one_host, rendezvous
 
 
 def test_variables_that_hosts_must_have_alike_are_passed_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_here = ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "BURST_RT_HARDWARE", "TRITON_CACHE_DIR")
+    set_here = (
+        "NCCL_SOCKET_IFNAME",
+        "NCCL_DEBUG",
+        "BURST_RT_HARDWARE",
+        "TRITON_CACHE_DIR",
+        "MASTER_ADDR",
+    )
     for name in (*set_here, JOB_DIR_VARIABLE, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "here")
     launcher = MpiLauncher(Path("mpirun"), "Open MPI", "(Open MPI) 5.0.11")
@@ -22,10 +28,66 @@ def test_variables_that_hosts_must_have_alike_are_passed_on(
     words = launcher.command(["python"], 16, asked, {"BURST_RT_RESTARTS": "0"})
     passed = [value for flag, value in pairwise(words) if flag == "-x"]
     assert len(passed) == len(set(passed))
-    wanted = {"NCCL_SOCKET_IFNAME", "BURST_RT_HARDWARE", "TRITON_CACHE_DIR", "OMP_NUM_THREADS"}
+    wanted = {
+        "MASTER_ADDR",
+        "NCCL_SOCKET_IFNAME",
+        "BURST_RT_HARDWARE",
+        "TRITON_CACHE_DIR",
+        "OMP_NUM_THREADS",
+    }
     assert {*wanted, "BURST_RT_RESTARTS", "NCCL_DEBUG=INFO"} <= set(passed)
     # The user's own word counts; the job's folder and this host's GPUs are not those of others.
     assert not {"NCCL_DEBUG", JOB_DIR_VARIABLE, "CUDA_VISIBLE_DEVICES"} & set(passed)
+
+
+@pytest.mark.parametrize(
+    ("environment", "one"),
+    [
+        ({}, True),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "here"}, True),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here"}, True),
+        # The shell of an allocation may be on a login node.
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}, False),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "here"}, False),
+        ({"PBS_JOBID": "1"}, False),
+    ],
+)
+def test_a_batch_job_of_this_host_alone_is_one_host(
+    environment: dict[str, str], one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "here.cluster")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert one_host([]) == one
+    assert not one_host(["-H", "n1"])
+    assert bool(rendezvous([])) == one
+
+
+@pytest.mark.parametrize(
+    ("args", "nodes", "threads"),
+    [
+        ([], "", 1),  # one host
+        ([], "8", 7),
+        (["--hostfile", "{}/hosts"], "", 14),
+        (["-H", "a:8,b:8,a:8"], "", 7),
+        (["--hostfile", "/nowhere"], "", 1),
+    ],
+)
+def test_cores_are_shared_by_the_ranks_of_a_host(
+    args: list[str], nodes: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "".join(f"node{i} slots=8\n" for i in range(16))
+    (tmp_path / "hosts").write_text(f"# all\n{lines}\nnode0:8\n")
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    if nodes:
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
+        monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
+    ranks = 16 if "-H" in args else 64
+    monkeypatch.setattr("burst_rt.launch.mpirun.num_usable_cores", lambda: 56)
+    launcher = MpiLauncher(Path("mpirun"), "Open MPI", "(Open MPI) 5.0.11")
+    given = [arg.format(tmp_path) for arg in args]
+    assert launcher.environment(ranks, None, tmp_path, given)["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_mpich_passes_all_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,14 @@ import torch
 
 import burst_rt
 from burst_rt import Context
-from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, Stalled
+from burst_rt.errors import (
+    BurstError,
+    ConfigError,
+    ContractMismatch,
+    DeviceError,
+    InputError,
+    Stalled,
+)
 from burst_rt.runtime.objects import bytes_of
 
 _VALUES: list[object] = [
@@ -109,12 +118,22 @@ class _Special(ConfigError):
         (ConfigError, ConfigError, "no disk on rank {}"),
         (Stalled, Stalled, "no disk on rank {}"),
         (_Special, ConfigError, "no disk on rank {}"),
-        (OSError, ConfigError, "no disk on rank {}; make the file or folder accessible"),
+        (OSError, DeviceError, "no disk on rank {}; look at the disk"),
+        (
+            partial(OSError, errno.ENOSPC),
+            DeviceError,
+            "[Errno 28] no disk on rank {}; look at the disk and at the network to it",
+        ),
+        (
+            partial(OSError, errno.ENOENT),
+            ConfigError,
+            "[Errno 2] no disk on rank {}; make the file or folder accessible",
+        ),
         (KeyError, InputError, "together: fn raised KeyError: 'no disk on rank {}'"),
     ],
 )
 def test_a_failure_on_any_rank_is_the_same_error_on_all(
-    failing: set[int], kind: type[Exception], raised: type[BurstError], words: str
+    failing: set[int], kind: Callable[[str], Exception], raised: type[BurstError], words: str
 ) -> None:
     def act(ctx: Context) -> object:
         def fail() -> None:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import socket
 import subprocess
 import tempfile
 import time
@@ -271,7 +272,9 @@ def test_a_folder_of_somebody_else_is_not_taken(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / f"burst-rt-jobs-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / f"burst-rt-jobs-{os.geteuid()}-{socket.gethostname()}").symlink_to(
+        tmp_path / "elsewhere"
+    )
     with pytest.raises(PermissionError, match="not a folder of this user"):
         folders.hold_folder("job")
     assert folders.ended_jobs() == []

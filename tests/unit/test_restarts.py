@@ -62,3 +62,11 @@ def test_a_job_that_ran_for_long_has_its_restarts_back(monkeypatch: pytest.Monke
     monkeypatch.setattr("burst_rt.launch.restarts.time.monotonic", lambda: next(times))
     results = [JobResult(1, f"error {i}") for i in range(9)]
     assert _started(Restarts(times=1, window_s=10.0), results) == (1, 3)
+
+
+def test_the_same_failure_after_a_long_run_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 1.0, 21.0, 21.0, 22.0])
+    monkeypatch.setattr("burst_rt.launch.restarts.time.monotonic", lambda: next(times))
+    results = [JobResult(1, "ValueError: no")]
+    # The second ran for 20 s; the third fails at once, as the second did.
+    assert _started(Restarts(times=9, window_s=10.0), results) == (1, 3)

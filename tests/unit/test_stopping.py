@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from burst_rt.job.reports import JOB_DIR_VARIABLE
-from burst_rt.launch import run, stopping
+from burst_rt.launch import stopping
+from burst_rt.launch.signals import Stop, forward_signals
 from burst_rt.launch.stopping import (
     SIGNALS,
     LastWord,
@@ -117,7 +118,7 @@ def test_ranks_that_were_asked_have_so_long_and_no_longer(
     now_s = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     monkeypatch.setattr(os, "write", lambda *_: 0)
-    stop = run._Stop()
+    stop = Stop()
     told: list[str] = []
     # As much of mpirun and of a hub as is asked for.
     mpirun: Any = SimpleNamespace(send_signal=sent.append)
@@ -133,6 +134,25 @@ def test_ranks_that_were_asked_have_so_long_and_no_longer(
     assert (stop.due(), sent) == (True, [signal.SIGTERM])
 
 
+@pytest.mark.parametrize("offered", [True, False])
+def test_a_batch_systems_notice_ends_no_launcher(
+    offered: bool, job_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGUSR1: the ranks stop where they offer to, and else get it as their program expects it."""
+    sent: list[int] = []
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    mpirun: Any = SimpleNamespace(send_signal=sent.append)
+    with forward_signals() as stop:
+        assert signal.getsignal(signal.SIGUSR1) == stop.handle
+        stop.attach(mpirun, job_dir, None)
+        if offered:
+            (job_dir / "stops-when-asked").touch()
+        stop.handle(signal.SIGUSR1, None)
+    assert (stop.asked, stop.received) == ((True, signal.SIGUSR1) if offered else (False, None))
+    assert sent == ([] if offered else [signal.SIGUSR1])
+    assert not stop.due()
+
+
 _PRELOADED = """
 #include <signal.h>
 static void ours(int number) { (void)number; }
@@ -142,10 +162,10 @@ _PROGRAM = """
 import signal
 import subprocess
 import sys
-from burst_rt.launch.run import _forward_signals
+from burst_rt.launch.signals import forward_signals
 from burst_rt.launch.stopping import StopRequests
 assert signal.getsignal(signal.SIGHUP) is None
-with StopRequests(offer=False), _forward_signals():
+with StopRequests(offer=False), forward_signals():
     pass
 assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 """

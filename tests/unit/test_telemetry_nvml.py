@@ -78,6 +78,13 @@ def _sample(
     return _Sampled(sources, by_kind["SourceSample"], by_kind["Note"])
 
 
+def test_a_gpu_that_may_not_be_opened_hides_no_other(library: Path) -> None:
+    """NVML counts all GPUs of a host, also those of other jobs."""
+    got = _sample(library, STANDIN_DEVICES="3", STANDIN_CLOSED="1")
+    assert [source["name"] for source in got.sources] == ["gpu:0000-0", "gpu:0000-2"]
+    assert got.samples
+
+
 def test_a_new_chip_has_all_there_is(library: Path) -> None:
     got = _sample(library, STANDIN_XID="1")
     assert [source["name"] for source in got.sources] == ["gpu:0000-0", "gpu:0000-1"]

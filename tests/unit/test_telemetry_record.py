@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -366,6 +367,21 @@ def test_a_message_of_a_newer_version_is_passed_over(path: Path) -> None:
     recorder.add_message(2.0, 0, JobReport(2.0, 4, {"loss": 1.0}))
     recorder.close()
     assert [type(entry.message) for entry in Record(path)] == [Hello, JobReport]
+
+
+def test_a_record_leaves_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that is full would end the training that is watched, in its next checkpoint."""
+    free = iter([5 << 30, 1 << 29])
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=next(free)))
+    recorder = Recorder(tmp_path / "record", 0.0, "test")
+    for _ in range(50):
+        recorder.add(0.0, 0, bytes(1 << 20))
+        recorder.flush()
+    recorder.close()
+    assert "ends here: [Errno 28] less than 1 GiB is free there" in caplog.text
+    assert 16 << 20 < (tmp_path / "record").stat().st_size < 40 << 20
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,10 @@ class NvmlSampler:
         uuids = {gpu.uuid.removeprefix("GPU-"): gpu for gpu in gpus if gpu.uuid}
         addresses = {gpu.pci.lower(): gpu for gpu in gpus if gpu.pci}
         for i in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+            except pynvml.NVMLError:
+                continue  # all GPUs of the host are counted: another job's, or one that is lost
             uuid = _words(pynvml, pynvml.nvmlDeviceGetUUID, handle).removeprefix("GPU-")
             address = _pci_address(pynvml, handle)
             rank_gpu = uuids.get(uuid) or addresses.get(address)

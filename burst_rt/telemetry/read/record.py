@@ -14,8 +14,10 @@ damaged is read up to the damage.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,8 @@ _PLAIN_MAGIC = b"burst_rt record\n"
 _DAMAGE = (ProtocolError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _log = logging.getLogger("burst_rt.telemetry.read.record")
+# A record leaves so much of its disk free, which a checkpoint may need more; looked at now and then.
+_LEFT_BYTES, _LOOKED_EVERY_BYTES = 1 << 30, 16 << 20
 
 
 class _Packed(msgspec.Struct, array_like=True):
@@ -78,6 +82,7 @@ class Recorder:
         self._encoder = msgspec.msgpack.Encoder()
         self._seal = _Seal()
         self._held: list[bytes] = [_MAGIC]
+        self._since_looked = 0
         self._hold(self._encoder.encode(RecordHeader(VERSION, package, began_at_s)))
         self.flush()
 
@@ -98,7 +103,12 @@ class Recorder:
         if self._file is None or not self._held:
             return
         data, self._held = b"".join(self._held), []
+        self._since_looked += len(data)
         try:
+            if self._since_looked > _LOOKED_EVERY_BYTES:
+                self._since_looked = 0
+                if shutil.disk_usage(self._path.parent).free < _LEFT_BYTES:
+                    raise OSError(errno.ENOSPC, "less than 1 GiB is free there")
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
