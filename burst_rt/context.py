@@ -249,8 +249,8 @@ class Context:
         on some rank: make the call again.
 
         Collective; blocks at most `timeout_s` each for the device, the agreement and the gathering.
-        The traces share the clock of rank 0's host, so `scheduler.exposed` can compare them; those of
-        other hosts are as exact as the hosts' wall clocks agree.
+        The traces share the clock of rank 0's host, so `scheduler.exposed` can compare them. Those
+        of other hosts are as exact as the hosts' wall clocks agree.
         """
         return gather_last_run(self.runtime)
 

@@ -293,16 +293,14 @@ print(f"{version // 10000}.{version // 100 % 100}.{version % 100}")
 """
 
 _NVML = """
+from contextlib import suppress
 import pynvml
 pynvml.nvmlInit()
 from burst_rt.runtime.nvlink import nvlink_domain
-number = pynvml.nvmlDeviceGetCount()
 handles = []
-for index in range(number):
-    try:  # all GPUs of the host are counted, also those of others
+for index in range(pynvml.nvmlDeviceGetCount()):
+    with suppress(pynvml.NVMLError):  # all GPUs of the host are counted, also those of others
         handles.append(pynvml.nvmlDeviceGetHandleByIndex(index))
-    except pynvml.NVMLError:
-        pass
 domains = {nvlink_domain(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles} - {""}
 joined = f", NVLink beyond this host (domain {', '.join(sorted(domains))})" if domains else ""
 print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {len(handles)} devices{joined}")
@@ -310,15 +308,15 @@ print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {len(handles)} devices{joi
 
 _TORCH_NCCL = """
 from burst_rt.transport.torch_nccl import makes_wait, version
-number, variable = version(), makes_wait()
+number, waits = version(), makes_wait()
 if not number:
     raise SystemExit("torch was built without NCCL")
-waits = f"; {variable} is set" if variable else ""
-print(f"{number // 10000}.{number // 100 % 100}.{number % 100}{waits}")
+print(f"{number // 10000}.{number // 100 % 100}.{number % 100}", waits and f"; {waits} is set")
 """
 
 # The wheels of NCCL, which write the same file.
 _NCCL_WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_EITHER = "'.[cuda13]' (or '.[cuda12]')"
 _DRIVER = "install NVIDIA's driver, which no pip package brings; a container needs --gpus all"
 # Messages of Python, NVML and CUDA if the driver is missing.
 _NO_DRIVER = (
@@ -345,11 +343,9 @@ def _cuda(machine: Inspection) -> _Result:
 def _extra(machine: Inspection) -> str:
     """How to install what fits this torch's CUDA."""
     torch = machine.findings.get("torch")
-    if torch is not None and "CUDA 1" in torch.found:
-        return (
-            f"in the clone, pip install '.[{'cuda12' if 'CUDA 12' in torch.found else 'cuda13'}]'"
-        )
-    return "in the clone, pip install '.[cuda13]' (or '.[cuda12]')"
+    built = "" if torch is None else torch.found
+    fitting = (f"'.[cuda{n}]'" for n in (12, 13) if f"CUDA {n}" in built)
+    return f"in the clone, pip install {next(fitting, _EITHER)}"
 
 
 def _nccl(machine: Inspection) -> _Result:
@@ -357,9 +353,8 @@ def _nccl(machine: Inspection) -> _Result:
     result = _gpu_part(_NCCL, machine)
     names = {each.metadata["Name"] for each in distributions()}
     if result[0] == "ok" and names.issuperset(_NCCL_WHEELS):
-        both = " and ".join(_NCCL_WHEELS)
-        advice = "uninstall both, and install again the one for torch's CUDA"
-        return "warning", f"{result[1]}; {both} have written the same file", advice
+        text = f"{result[1]}; {' and '.join(_NCCL_WHEELS)} have written the same file"
+        return "warning", text, "uninstall both, and install again the one for torch's CUDA"
     return result
 
 
@@ -367,8 +362,8 @@ def _torch_nccl(machine: Inspection) -> _Result:
     """What jobs of torchrun use."""
     answer = ask_python(_TORCH_NCCL, deadline_s=_TORCH_DEADLINE_S)
     if answer.error:
-        advice = "install a torch built for CUDA; for GPUs only"
-        return "warning" if machine.cuda.text else "absent", answer.error, advice
+        state = "warning" if machine.cuda.text else "absent"
+        return state, answer.error, "install a torch built for CUDA; for GPUs only"
     if "is set" in answer.text:
         return "warning", answer.text, "unset it: the host would wait for each message"
     return "ok", answer.text

@@ -1,6 +1,4 @@
-"""What `burst-rt run` does with the signals that it gets: it asks the ranks to stop, or hands the
-signal on to mpirun.
-"""
+"""The signals that `burst-rt run` gets: it asks the ranks to stop, or hands the signal on."""
 
 from __future__ import annotations
 

@@ -337,14 +337,9 @@ class NvmlSampler:
             if gpu.total_bytes != float("inf"):
                 about["memory_bytes"] = str(int(gpu.total_bytes))
             self.gpus.append(gpu)
+            metrics = sorted(gpu.sensible(gpu.read()))
             self.sources.append(
-                SourceInfo(
-                    name=name,
-                    kind="gpu",
-                    host=host,
-                    metrics=sorted(gpu.sensible(gpu.read())),
-                    about=about,
-                )
+                SourceInfo(name=name, kind="gpu", host=host, metrics=metrics, about=about)
             )
 
     def sample(self) -> list[SourceSample | Note]:

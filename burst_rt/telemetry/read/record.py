@@ -37,7 +37,7 @@ _PLAIN_MAGIC = b"burst_rt record\n"
 _DAMAGE = (ProtocolError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _log = logging.getLogger("burst_rt.telemetry.read.record")
-# A record leaves so much of its disk free, which a checkpoint may need more; looked at now and then.
+# A record leaves so much of its disk free for others, and looks now and then.
 _LEFT_BYTES, _LOOKED_EVERY_BYTES = 1 << 30, 16 << 20
 
 
