@@ -186,9 +186,9 @@ class Context:
 
         No gradient flows through the sum, so that x must not require grad where grad is enabled.
         Collective; blocks at most `timeout_s` for each of its two rounds. Every rank gets the same
-        bits. On GPUs 1 MiB and more goes from device to device, in pieces of 64 MiB, where messages
-        carry device memory (NCCL, MPI); else through the host's memory. Raises InputError on every
-        rank alike.
+        bits. On GPUs 1 MiB and more goes from device to device, in pieces of 64 MiB or more, where
+        messages carry device memory (NCCL, MPI); else through the host's memory. Raises InputError
+        on every rank alike.
         """
         return all_reduce(self.runtime, x)
 

@@ -308,13 +308,13 @@ print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {len(handles)} devices{joi
 
 _TORCH_NCCL = """
 from burst_rt.transport.torch_nccl import makes_wait, version
-number, waits = version(), makes_wait()
+number, name = version(), makes_wait()
 if not number:
     raise SystemExit("torch was built without NCCL")
-print(f"{number // 10000}.{number // 100 % 100}.{number % 100}", waits and f"; {waits} is set")
+said = name and f"; {name} is set"
+print(f"{number // 10000}.{number // 100 % 100}.{number % 100}{said}")
 """
 
-# The wheels of NCCL, which write the same file.
 _NCCL_WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _EITHER = "'.[cuda13]' (or '.[cuda12]')"
 _DRIVER = "install NVIDIA's driver, which no pip package brings; a container needs --gpus all"
@@ -349,7 +349,7 @@ def _extra(machine: Inspection) -> str:
 
 
 def _nccl(machine: Inspection) -> _Result:
-    """CuPy's NCCL; and whether another package has overwritten the library."""
+    """CuPy's NCCL; and whether another wheel has overwritten the library: both write one file."""
     result = _gpu_part(_NCCL, machine)
     names = {each.metadata["Name"] for each in distributions()}
     if result[0] == "ok" and names.issuperset(_NCCL_WHEELS):

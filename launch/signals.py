@@ -61,9 +61,9 @@ class Stop:
         if number == self.received and now_s - self._received_at_s < _ONE_WISH_S:
             return
         offered = self._job_dir is not None and ask_to_stop(self._job_dir, number)
-        if number == signal.SIGUSR1 and not offered:
-            # A batch system's notice is the program's own affair.
-            if self._mpirun is not None:
+        if number == signal.SIGUSR1 and (self.received is not None or not offered):
+            # A batch system's notice: the program's own affair, or of a stop that is under way.
+            if self.received is None and self._mpirun is not None:
                 self._mpirun.send_signal(number)
             return
         again, self.received, self._received_at_s = self.received is not None, number, now_s

@@ -16,18 +16,22 @@ from burst_rt.runtime.pipeline import Pipeline, make_pipeline
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Graph, GraphBuilder, Schedule
 
-__all__ = ["PIECE_BYTES", "goes_between_devices", "sum_between_devices"]
+__all__ = ["goes_between_devices", "piece_bytes", "sum_between_devices"]
 
-PIECE_BYTES = 64 << 20
+# The size of a piece, but at least so much for each rank: shorter messages take their latency.
+_PIECE_BYTES, _A_RANK_BYTES = 64 << 20, 4 << 20
 # Fewer bytes are summed sooner by the control group, in one message.
 _FROM_BYTES = 1 << 20
-# The least that a message of a piece has: shorter ones take their latency. And how many sizes of
-# pieces have their rings kept.
-_HOP_BYTES, _KEPT = 4 << 20, 8
+_KEPT = 8  # sizes of pieces whose rings are kept
 
 # By the number of elements and their bytes: the schedule of a ring, and the digest of all ranks'.
 _Rings = dict[tuple[int, int], tuple[Schedule, str]]
 _rings: WeakKeyDictionary[Runtime, _Rings] = WeakKeyDictionary()
+
+
+def piece_bytes(world_size: int) -> int:
+    """Bytes of the pieces in which so many ranks sum."""
+    return max(_PIECE_BYTES, _A_RANK_BYTES * world_size)
 
 
 def goes_between_devices(runtime: Runtime, x: torch.Tensor) -> bool:
@@ -43,8 +47,7 @@ def sum_between_devices(runtime: Runtime, x: torch.Tensor, words: Mapping[str, s
     does. A rank sends 2 (W-1)/W of the tensor's bytes, and has two slots of a W-th of a piece.
     """
     rings = _rings.setdefault(runtime, {})
-    piece_bytes = max(PIECE_BYTES, _HOP_BYTES * runtime.world_size)
-    for piece in x.detach().view(-1).split(piece_bytes // x.itemsize):
+    for piece in x.detach().view(-1).split(piece_bytes(runtime.world_size) // x.itemsize):
         key = (len(piece), x.itemsize)
         if key not in rings:
             while len(rings) >= _KEPT:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.runtime.device_sums import PIECE_BYTES
+from burst_rt.runtime.device_sums import piece_bytes
 from burst_rt.runtime.sums import (
     RanksOrGroup,
     SummingRanks,
@@ -45,11 +45,11 @@ def average_gradients(
     Ranks compare shapes, dtypes and each parameter's first 64 values, up to rounding. So they find
     other orders and other models, unless these values are equal.
 
-    Collective: one all-reduce for each 64 MiB of gradients of a dtype, one of three numbers a
-    parameter, and over a process group one of two numbers. 16-bit gradients are summed in float32.
-    Gradients that lie in memory one behind the other, as views of one tensor, are not copied.
-    Blocks as `mean_over_ranks` does, and raises InputError as there. Raises ContractMismatch on
-    every rank where parameters differ.
+    Collective: one all-reduce for each 64 MiB of gradients of a dtype (4 MiB a rank, if that is
+    more), which a tensor of float32 holds meanwhile; one of three numbers a parameter; and over a
+    process group one of two numbers. Gradients of float32 or float64 that lie in memory one behind
+    the other, as views of one tensor, are not copied. Blocks as `mean_over_ranks` does, and raises
+    InputError as there. Raises ContractMismatch on every rank where parameters differ.
     """
     ranks = ranks_of(group, _NAME)
     wanted = _wanted(parameters, group)
@@ -79,7 +79,7 @@ def _average_in_pieces(
     """By copies to a tensor of float32 or float64, as large as a piece."""
     flats = [grad.flatten() for grad in grads]
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
-    room = max(1, min(sum(map(len, flats)), PIECE_BYTES // dtype.itemsize))
+    room = max(1, min(sum(map(len, flats)), piece_bytes(size) // dtype.itemsize))
     piece = torch.empty(room, dtype=dtype, device=grads[0].device)
     for parts in _pieces(flats, room):
         places = piece.split([*map(len, parts), room - sum(map(len, parts))])

@@ -11,14 +11,14 @@ import burst_rt
 from burst_rt import Context
 from burst_rt.errors import ContractMismatch
 from burst_rt.runtime import device_sums, gradients, reductions
-from burst_rt.runtime.device_sums import goes_between_devices
+from burst_rt.runtime.device_sums import goes_between_devices, piece_bytes
 
 
 @pytest.fixture(autouse=True)
 def _between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reductions, "goes_between_devices", lambda _, x: x.numel() > 100)
     for module in (device_sums, gradients):
-        monkeypatch.setattr(module, "PIECE_BYTES", 1 << 10)
+        monkeypatch.setattr(module, "piece_bytes", lambda _: 1 << 10)
 
 
 def _of(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -50,6 +50,10 @@ def test_only_large_tensors_on_devices_go_that_way() -> None:
         return goes_between_devices(ctx.runtime, torch.empty(1 << 20))
 
     assert burst_rt.run_local(2, asked) == [False, False]
+
+
+def test_pieces_grow_with_the_ranks() -> None:
+    assert [piece_bytes(world) for world in (2, 16, 64)] == [64 << 20, 64 << 20, 256 << 20]
 
 
 def test_other_sizes_are_refused_on_every_rank() -> None:
