@@ -9,7 +9,9 @@ attention's state, and telemetry.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -49,20 +51,22 @@ _FUNCTIONS = (
 )  # fmt: skip
 
 
+_first_calls = threading.Lock()
+
+
+@cache
 def _call_first() -> None:
-    """Calls each function of a CPU's vectors once, in one thread.
+    """Calls each function of a CPU's vectors once.
 
     MKL looks for a function's fastest version in the first call of a process. Where several threads
     make that call at once, one of them may get half the digits (pytorch issue 188792; seen in 1 of
-    some 1,000 processes with torch 2.13). So the thread that imports this module makes it.
+    some 1,000 processes with torch 2.13). So one thread makes it, before ranks that are threads
+    compute; and not when this module is imported, as MKL also reads its settings then.
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)
         for function in _FUNCTIONS:
             function(one)
-
-
-_call_first()
 
 
 class Context:
@@ -359,6 +363,8 @@ def init(
             raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
     except InputError as error:
         wrong = error
+    with _first_calls:
+        _call_first()
     joined = join(comm, group, str(device), transport if wrong is None else "auto", join_s, wrong)
     machine, within_s = joined.machine, joined.within_s
     machine.enter()
