@@ -13,14 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from burst_rt.errors import InputError
+from burst_rt.launch.host_args import HOST_FILES, find_hosts
 from burst_rt.launch.mpirun import MpiLauncher, kill_job
 
 __all__ = ["Placement", "place_again"]
 
-# Arguments of mpirun with a file of hosts, and with a list of hosts.
-_FILES = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f")
-_LISTS = ("-H", "--host", "-host", "--hosts", "-hosts")
 _SLOTS = re.compile(r"(?:slots\s*=\s*|:)(\d+)")
 # Seconds that a host may take to answer. ssh waits for minutes for one without power.
 _ANSWER_S = 30.0
@@ -34,14 +31,6 @@ class Placement(NamedTuple):
     words: str = ""
 
 
-class _Hosts(NamedTuple):
-    """What mpirun's arguments say of hosts. entries: each host's name, and its text with slots."""
-
-    entries: Sequence[tuple[str, str]]
-    option: str  # which names them
-    others: Sequence[str]  # the other arguments
-
-
 def place_again(
     launcher: MpiLauncher, mpi_args: Sequence[str], num_ranks: int, folder: Path
 ) -> Placement:
@@ -51,7 +40,7 @@ def place_again(
     folder: for files, while the job runs. Blocks for up to 30 s. Nothing changes where no hosts are
     named, and where all answer or none. Raises InputError for a file of hosts that cannot be read.
     """
-    hosts = _find(mpi_args)
+    hosts = find_hosts(mpi_args)
     names = dict.fromkeys(name for name, _ in hosts.entries) if hosts else {}
     if hosts is None or len(names) < 2:
         return Placement(num_ranks, mpi_args)
@@ -61,7 +50,7 @@ def place_again(
     texts = [text for name, text in hosts.entries if name in answering]
     slots = sum(int(found[1]) if (found := _SLOTS.search(text)) else 1 for text in texts)
     value = ",".join(texts)
-    if hosts.option in _FILES:
+    if hosts.option in HOST_FILES:
         path = folder / "hosts.txt"
         path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
         value = str(path)
@@ -69,28 +58,6 @@ def place_again(
     gone = ", ".join(name for name in names if name not in answering)
     words = f"no answer from {gone}; the other hosts have slots for {num} of {num_ranks} ranks"
     return Placement(num, [*hosts.others, hosts.option, value], words)
-
-
-def _find(mpi_args: Sequence[str]) -> _Hosts | None:
-    words = list(mpi_args)
-    for at, word in enumerate(words):
-        option, is_one_word, value = word.partition("=")
-        if option not in (*_FILES, *_LISTS) or not (is_one_word or at + 1 < len(words)):
-            continue
-        others = [*words[:at], *words[at + (1 if is_one_word else 2) :]]
-        value = value if is_one_word else words[at + 1]
-        texts = _lines(Path(value)) if option in _FILES else value.split(",")
-        entries = [(re.split(r"[:\s]", text)[0], text) for text in texts if text]
-        return _Hosts(entries, option, others)
-    return None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--mpi-arg: the file of hosts cannot be read: {error}") from error
-    return [line.partition("#")[0].strip() for line in lines]
 
 
 def _answering(

@@ -21,8 +21,9 @@ from typing import ClassVar
 
 import psutil
 
-from burst_rt.errors import ConfigError
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.job.reports import JOB_DIR_VARIABLE
+from burst_rt.launch.host_args import find_hosts
 from burst_rt.launch.where import TERMINAL_VARIABLE
 
 __all__ = [
@@ -243,14 +244,9 @@ def _num_hosts(mpi_args: Sequence[str]) -> int:
     """How many hosts the ranks are on, as far as it is said; else 1."""
     if one_host(mpi_args):
         return 1
-    for flag, value in pairwise(mpi_args):
-        if flag in ("-H", "--host", "-host"):
-            return len({host.partition(":")[0] for host in value.split(",")})
-        if flag in ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f"):
-            with suppress(OSError, UnicodeError):
-                lines = Path(value).read_text(encoding="utf-8").splitlines()
-                words = [line.partition("#")[0].split() for line in lines]
-                return max(1, len({each[0].partition(":")[0] for each in words if each}))
+    with suppress(InputError):  # mpirun says what is wrong with its file
+        if hosts := find_hosts(mpi_args):
+            return max(1, len({name for name, _ in hosts.entries}))
     told = os.environ.get("SLURM_JOB_NUM_NODES", "")
     return int(told) if told.isdecimal() and int(told) else 1
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from burst_rt.launch.mpirun import kill_job
-from burst_rt.launch.stopping import ask_to_stop, put_back
+from burst_rt.launch.stopping import SIGNALS, ask_to_stop, put_back
 from burst_rt.telemetry.hub.starting import RunningHub
 
 __all__ = ["Stop", "forward_signals"]
@@ -105,11 +105,7 @@ def forward_signals() -> Iterator[Stop]:
         yield stop
         return
     # Signals that this process was started to ignore (nohup) stay ignored.
-    numbers = [
-        n
-        for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        if signal.getsignal(n) is not signal.SIG_IGN
-    ]
+    numbers = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, stop.handle) for number in numbers}
     try:
         yield stop

@@ -69,6 +69,7 @@ def test_a_batch_job_of_this_host_alone_is_one_host(
         ([], "", 1),  # one host
         ([], "8", 7),
         (["--hostfile", "{}/hosts"], "", 14),
+        (["--hostfile={}/hosts"], "", 14),
         (["-H", "a:8,b:8,a:8"], "", 7),
         (["--hostfile", "/nowhere"], "", 1),
     ],
