@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 # importable by that name.
 sys.path.insert(0, str(Path(__file__).parent))
 import source_tree  # noqa: F401  (makes `benchmarks` importable)
+import standin
 
 # Fresh outputs and receive slots hold NaN: memory that is used before it is written shows. MPI jobs
 # inherit the variable.
@@ -33,6 +36,11 @@ torch.set_num_threads(int(os.environ.get("BURST_RT_TEST_THREADS", "1")))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "mpi: starts MPI jobs")
+    if "EMULATED_GPUS" in os.environ and "EMULATED_LIBRARY" not in os.environ:
+        # Pythons of jobs have GPUs; this one, whose results theirs are compared with, has none.
+        folder = Path(tempfile.mkdtemp(prefix="burst-rt-emulated-"))
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ.update(standin.emulated_gpus(folder, int(os.environ["EMULATED_GPUS"])))
 
 
 # Files whose tests build something: pages of the guide, kernels, a job for a GPU.

@@ -58,9 +58,11 @@ def spread(ctx: Context, case: LayerCase) -> Outcome:
     layout = ctx.layout(
         case.seq_len, "contiguous" if case.strategy in TENSOR_PARALLEL else "zigzag"
     )
-    layer = ParallelLayer(layout, case.shape, case.strategy, case.weights())
+    weights = {name: each.to(ctx.device) for name, each in case.weights().items()}
+    layer = ParallelLayer(layout, case.shape, case.strategy, weights)
     is_whole = case.strategy == TENSOR_PARALLEL[0]
-    x, dy = (each.clone() if is_whole else layout.shard(each) for each in case.inputs())
+    whole = [each.to(ctx.device) for each in case.inputs()]
+    x, dy = (each.clone() if is_whole else layout.shard(each) for each in whole)
     x.requires_grad_()
     start = ctx.runtime.transport.bytes_sent
     y = layer(x)
@@ -70,13 +72,13 @@ def spread(ctx: Context, case: LayerCase) -> Outcome:
     assert x.grad is not None
     truth = reference(case)
     found = {
-        name: each if is_whole else layout.unshard(each)
+        name: (each if is_whole else layout.unshard(each)).cpu()
         for name, each in (("y", y.detach()), ("x", x.grad))
     }
     errors = {name: relative_error(each, truth[name]) for name, each in found.items()}
     for name, weight in layer.named_parameters():
         assert weight.grad is not None
-        errors[name] = relative_error(weight.grad, layer.own_part(name, truth[name]))
+        errors[name] = relative_error(weight.grad.cpu(), layer.own_part(name, truth[name]))
     spec = replace(layer.spec, batch=case.batch)
     predicted = (spec.sent_bytes(ctx.rank, forward=True), spec.sent_bytes(ctx.rank, forward=False))
     return Outcome(errors, (forward - start, end - forward), predicted)

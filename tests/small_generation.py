@@ -112,6 +112,7 @@ def _generated(
     later: torch.Tensor,
     options: dict[str, Any],
 ) -> Generated:
+    prompts, shown, later = (x.to(model.device) for x in (prompts, shown, later))
     options = {
         "max_new_tokens": _NEW, "min_new_tokens": _NEW, "do_sample": False,
         "return_dict_in_generate": True, "output_logits": True, **options,
@@ -121,11 +122,11 @@ def _generated(
         longer = torch.cat([first.sequences, later], 1)
         second = model.generate(longer, attention_mask=torch.ones_like(longer), **options)
         logits = (*first.logits, *second.logits)
-        return {"tokens": second.sequences, "logits": torch.stack(logits)}
+        return {"tokens": second.sequences.cpu(), "logits": torch.stack(logits).cpu()}
     if case == "beams":
         options["num_beams"] = 3
     found = model.generate(prompts, attention_mask=shown, **options)
-    return {"tokens": found.sequences, "logits": torch.stack(found.logits)}
+    return {"tokens": found.sequences.cpu(), "logits": torch.stack(found.logits).cpu()}
 
 
 def _tokens(count: int) -> torch.Tensor:

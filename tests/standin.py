@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-__all__ = ["build_cuda_standin", "build_standin", "with_standin"]
+__all__ = ["build_cuda_standin", "build_standin", "emulated_gpus", "with_standin"]
 
 _FOLDER = Path(__file__).parent
 
@@ -24,11 +24,31 @@ def build_cuda_standin(folder: Path) -> Path:
     return _compiled("cuda_standin.c", folder / "libcuda.so.1", f"-I{headers}")
 
 
-def _compiled(source: str, library: Path, *options: str) -> Path:
-    command = ["cc", "-shared", "-fPIC", "-O1", *options, "-o", str(library), str(_FOLDER / source)]
+def _compiled(source: str, library: Path, *options: str, by: str = "cc") -> Path:
+    command = [by, "-shared", "-fPIC", "-O1", str(_FOLDER / source), *options, "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return library.parent
+
+
+def emulated_gpus(folder: Path, count: int) -> dict[str, str]:
+    """Variables of the environment by which torch has GPUs in Pythons that start with them; see
+    `emulated`. The library is compiled into a folder.
+    """
+    import torch
+
+    of_torch = Path(torch.__file__).parent
+    libraries = of_torch / "lib"
+    library = _compiled(
+        "emulated/gpu.cpp", folder / "libemulated.so", "-std=c++20", f"-I{of_torch / 'include'}",
+        f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lc10", "-ltorch_cpu", by="c++",
+    ) / "libemulated.so"  # fmt: skip
+    on_path = [str(_FOLDER / "emulated" / "on_start"), os.environ.get("PYTHONPATH", "")]
+    return {
+        "EMULATED_GPUS": str(count),
+        "EMULATED_LIBRARY": str(library),
+        "PYTHONPATH": os.pathsep.join(filter(None, on_path)),
+    }
 
 
 def with_standin(folder: Path, **settings: str) -> dict[str, str]:

@@ -197,7 +197,9 @@ def choose_transport(asked: str, facts: Sequence[Facts]) -> TransportChoice:
 
 def _choice(ranks: GroupFacts, name: str, reason: str) -> TransportChoice:
     kind = KINDS[name]
-    return TransportChoice(name, reason, kind.wire if ranks.on_gpus else "host", kind.staged)
+    # A rank alone has met nobody, so there is no store by which torch's NCCL would meet.
+    on_host = not ranks.on_gpus or (ranks.alone and kind.meeting is not None)
+    return TransportChoice(name, reason, "host" if on_host else kind.wire, kind.staged)
 
 
 def describe_choice(meeting: Meeting = "mpi") -> str:

@@ -140,7 +140,8 @@ class Step:
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's `[batch, num_tokens, ...]` of all new tokens `[batch, tokens, ...]`.
 
-        The numbers after a row's tokens mean nothing; see `valid`. Local.
+        The numbers after a row's tokens mean nothing; see `valid`. Local. x may be on the host,
+        where prompts come from.
         """
         if x.ndim < 2 or x.shape[:2] != (self._shape.batch, max(self._tokens)):
             self._refuse(
@@ -149,7 +150,7 @@ class Step:
             )  # fmt: skip
         if not self.sharded:
             return x
-        index = self._index.view(*self._index.shape, *(1,) * (x.ndim - 2))
+        index = self._index.to(x.device).view(*self._index.shape, *(1,) * (x.ndim - 2))
         return x.gather(1, index.expand(*self._index.shape, *x.shape[2:]))
 
     def last(self, x: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ def _predicted(ctx: Context, case: Case) -> int:
     inputs = case.inputs()
     sides = (layout, kv_layout, kv_layout)
     q, k, v = (
-        side.shard(x).requires_grad_(need)
+        side.shard(x).to(ctx.device).requires_grad_(need)
         for side, x, need in zip(sides, inputs[:3], case.needs_grad, strict=True)
     )
     plans = burst_rt.explain(

@@ -26,7 +26,7 @@ _BLOCK = 8
 def main(ctx: burst_rt.Context, truths: dict[str, dict[str, Generated]]) -> dict[str, float]:
     found = {}
     for name, by_case in truths.items():
-        model = make_decoder(name, "burst_rt")
+        model = make_decoder(name, "burst_rt").to(ctx.device)
         caches = {
             batch: burst_rt.hf.Cache(model, ctx, capacity=128, batch=batch, block=_BLOCK)
             for batch in {BATCHES[case] for case in by_case}
@@ -75,11 +75,11 @@ def _count_tokens(*modules: torch.nn.Module) -> list[int]:
 
 def _most_tokens(ctx: burst_rt.Context) -> float:
     """The most tokens that this rank runs through the embedding or an MLP in one call."""
-    model = make_decoder("Llama", "burst_rt")
+    model = make_decoder("Llama", "burst_rt").to(ctx.device)
     counts = _count_tokens(model.model.embed_tokens, model.model.layers[1].mlp)
     cache = burst_rt.hf.Cache(model, ctx, capacity=PROMPT, block=_BLOCK)
     counts.clear()  # of the token by which the cache is made
-    prompt = torch.ones(1, PROMPT, dtype=torch.int64)
+    prompt = torch.ones(1, PROMPT, dtype=torch.int64, device=ctx.device)
     model.generate(prompt, **{CACHE: cache}, max_new_tokens=1, use_cache=True)
     assert len(counts) == 2
     return max(counts)
@@ -87,7 +87,7 @@ def _most_tokens(ctx: burst_rt.Context) -> float:
 
 def _difference_with_noise(ctx: burst_rt.Context, truths: dict[str, Generated]) -> float:
     """The same logits, though those of the other ranks are far off while tokens are decoded."""
-    model = make_decoder("Llama", "burst_rt")
+    model = make_decoder("Llama", "burst_rt").to(ctx.device)
     cache = burst_rt.hf.Cache(model, ctx, capacity=128, block=_BLOCK)
 
     def spoil(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def _difference_with_noise(ctx: burst_rt.Context, truths: dict[str, Generated]) 
 
 
 def _difference_under_fsdp2(ctx: burst_rt.Context, truths: dict[str, Generated]) -> float:
-    model = fully_sharded(make_decoder("Llama", "burst_rt"))
+    model = fully_sharded(make_decoder("Llama", "burst_rt").to(ctx.device))
     counts = _count_tokens(model.model.embed_tokens)
     cache = burst_rt.hf.Cache(model, ctx, capacity=128, block=_BLOCK)
     assert counts == [1], "a tested model was compared"

@@ -67,14 +67,14 @@ def _differences(
     wrap: Callable[[Any], Any] = lambda model: model,
     after: Callable[[Any], None] = lambda parameters: None,
 ) -> Differences:
-    model = make_hybrid(name) if name in HYBRIDS else make_model(name)
+    model = (make_hybrid(name) if name in HYBRIDS else make_model(name)).to(ctx.device)
     batch = make_batch(name, kind)
     model.set_attn_implementation("burst_rt")
     model = wrap(burst_rt.hf.prepare(model, ctx))
     part = burst_rt.hf.shard(batch, ctx, layout)
     output = model(**part)
     # Before the backward, after which FSDP2 has sharded the head's weight, and the logits are gone.
-    whole = part["burst_rt"].batch.layout.unshard(output.logits.detach())
+    whole = part["burst_rt"].batch.layout.unshard(output.logits.detach()).cpu()
     output.loss.backward()
     # What embeds the batch, a vision tower say, learns as the model does.
     after([*model.parameters(), *(x for x in batch.values() if x.requires_grad)])
@@ -85,7 +85,8 @@ def _differences(
         "loss": abs(output.loss.item() / truth["loss"] - 1),
         "logits": _difference(whole[meant], truth["logits"][meant]),
         "gradients": max(
-            _difference(grads[name], expected) for name, expected in truth["gradients"].items()
+            _difference(grads[name].cpu(), expected)
+            for name, expected in truth["gradients"].items()
         ),
     }
 

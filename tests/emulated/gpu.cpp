@@ -1,0 +1,121 @@
+// What torch asks of CUDA in C++, where there is none: which device and stream a thread works on, events between streams (for autograd), and when memory is given
+// back. Compiled by tests; emulated/gpu.py loads it before torch asks for the first time.
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/dlpack.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <deque>
+#include <mutex>
+#include <unordered_map>
+
+namespace {
+constexpr auto CUDA = c10::DeviceType::CUDA;
+constexpr int MOST_DEVICES = 64;
+c10::DeviceIndex num_devices = 1;
+thread_local c10::DeviceIndex current_device = 0;
+thread_local c10::StreamId current_streams[MOST_DEVICES] = {};
+
+using Record = int64_t (*)(int device, int64_t stream);
+using Block = void (*)(int64_t event, int device, int64_t stream);
+Record record_event = nullptr;
+Block block_on_event = nullptr;
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return CUDA; }
+  c10::Device getDevice() const override { return {CUDA, current_device}; }
+  void setDevice(c10::Device device) const override { uncheckedSetDevice(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.has_index()) current_device = device.index();
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    auto old = getDevice();
+    setDevice(device);
+    return old;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return num_devices; }
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device, current_streams[device.index()]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto old = getStream(stream.device());
+    current_streams[stream.device_index()] = stream.id();
+    return old;
+  }
+  void record(void **event, const c10::Stream &stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    *event = reinterpret_cast<void *>(record_event(stream.device_index(), stream.id()));
+  }
+  void block(void *event, const c10::Stream &stream) const override {
+    block_on_event(reinterpret_cast<int64_t>(event), stream.device_index(), stream.id());
+  }
+  void destroyEvent(void *, const c10::DeviceIndex) const noexcept override {}
+  void recordDataPtrOnStream(const c10::DataPtr &, const c10::Stream &) const override {}
+};
+
+// torch looks for this very name.
+struct CUDAHooks final : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  int getNumGPUs() const override { return num_devices; }
+  c10::DeviceIndex deviceCount() const override { return num_devices; }
+  c10::DeviceIndex current_device() const override { return ::current_device; }
+  c10::DeviceIndex getCurrentDevice() const override { return ::current_device; }
+  c10::Allocator *getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  const at::Generator &getDefaultGenerator(c10::DeviceIndex) const override { return at::globalContext().defaultGenerator(at::kCPU); }
+  std::string showConfig() const override { return "emulated"; }
+};
+
+struct Owned {
+  void (*deleter)(DLManagedTensor *);
+  DLManagedTensor *tensor;
+  int64_t address, device, stream;
+};
+std::mutex lock;
+std::unordered_map<DLManagedTensor *, Owned> owned;
+std::deque<Owned> given_back;
+
+void give_back(DLManagedTensor *tensor) {
+  std::lock_guard<std::mutex> guard(lock);
+  given_back.push_back(owned[tensor]);
+  owned.erase(tensor);
+}
+}  // namespace
+
+namespace at { REGISTER_CUDA_HOOKS(CUDAHooks) }
+
+extern "C" {
+void emulated_start(int count, Record record, Block block) {
+  num_devices = count;
+  record_event = record;
+  block_on_event = block;
+  static Guard guard;
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(CUDA)].store(&guard);
+}
+int emulated_device() { return current_device; }
+void emulated_set_device(int device) { current_device = device; }
+int64_t emulated_stream(int device) { return current_streams[device]; }
+void emulated_set_stream(int device, int64_t stream) { current_streams[device] = stream; }
+
+// From now on the end of this memory is noted. stream: where it was allocated.
+void emulated_own(DLManagedTensor *tensor, int64_t stream) {
+  std::lock_guard<std::mutex> guard(lock);
+  owned[tensor] = {tensor->deleter, tensor, reinterpret_cast<int64_t>(tensor->dl_tensor.data), tensor->dl_tensor.device.device_id, stream};
+  tensor->deleter = give_back;
+}
+// The next memory that was given back: its address, device and stream, and what to call `emulated_free` with. Returns whether there was one.
+int emulated_given_back(int64_t *out) {
+  std::lock_guard<std::mutex> guard(lock);
+  if (given_back.empty()) return 0;
+  auto memory = given_back.front();
+  given_back.pop_front();
+  out[0] = memory.address, out[1] = memory.device, out[2] = memory.stream;
+  out[3] = reinterpret_cast<int64_t>(memory.deleter), out[4] = reinterpret_cast<int64_t>(memory.tensor);
+  return 1;
+}
+void emulated_free(void (*deleter)(DLManagedTensor *), DLManagedTensor *tensor) { deleter(tensor); }
+}

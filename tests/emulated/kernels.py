@@ -1,0 +1,16 @@
+"""Tile kernels for emulated GPUs: torch's operators in the place of Triton's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["install"]
+
+
+def install(kernels: Any) -> None:
+    """Puts them there; the vendors' kernels refuse."""
+
+    untiled: Any = type(kernels.KERNELS["untiled"])
+    kernels.KERNELS["triton"] = type("Emulated", (untiled,), {"name": "triton"})()
+    for name in ("cudnn", "flash", "flash-4"):
+        type(kernels.KERNELS[name]).refuses = lambda *_: "GPUs are emulated"

@@ -1,0 +1,75 @@
+"""Program on an emulated GPU: makes a mistake of the kind `args[0]` and prints "seen" if it is an
+error; does the same right, and prints "fine".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from emulated.books import Race
+
+import burst_rt
+from burst_rt.drivers.device import TorchDevice
+
+
+def devices(right: bool) -> None:
+    """Tensors of two devices in one operator."""
+    x = torch.ones(3, device="cuda")
+    assert (x + torch.ones(3, device="cuda" if right else "cpu")).sum().item() == 6
+
+
+def order(right: bool) -> None:
+    """One stream reads what another one writes."""
+    x, stream = torch.zeros(3, device="cuda"), torch.cuda.Stream()
+    if right:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = x + 1
+    if right:
+        torch.cuda.current_stream().wait_stream(stream)
+    x.add_(y)
+
+
+def memory(right: bool) -> None:
+    """Memory of one stream goes back while another one reads it."""
+    x, stream = torch.zeros(3, device="cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = x + 1
+    if right:
+        x.record_stream(stream)
+    del x
+    torch.cuda.synchronize() if right else torch.zeros(3, device="cuda")
+    del y
+
+
+def driver(right: bool) -> None:
+    """The driver's streams do not wait for each other."""
+    wait = TorchDevice.wait if right else lambda *_: None
+
+    def attend(ctx: burst_rt.Context) -> None:
+        layout = ctx.layout(64)
+        x = torch.randn(1, layout.shard_len, 2, 16, device=ctx.device, requires_grad=True)
+        burst_rt.burst_attention(x, x, x, layout=layout, strategy="burst").sum().backward()
+
+    with mock.patch.object(TorchDevice, "wait", wait):
+        burst_rt.run_local(2, attend)
+
+
+_MISTAKES: dict[str, tuple[Callable[[bool], None], str]] = {
+    "devices": (devices, "on the same device"),
+    "order": (order, "nothing puts it after"),
+    "memory": (memory, "goes back"),
+    "driver": (driver, "nothing puts it after"),
+}
+make, said = _MISTAKES[sys.argv[1]]
+try:
+    make(False)
+except (Race, RuntimeError) as error:
+    if said in str(error):
+        print("seen", flush=True)
+make(True)
+print("fine", flush=True)

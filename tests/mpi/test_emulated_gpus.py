@@ -1,0 +1,92 @@
+"""Jobs whose ranks have emulated GPUs (`emulated`): programs of the guide, commands and whole
+worlds mix no devices, read nothing too early, and give the results that they give on CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import Job, Launcher, run_command, run_job
+from standin import emulated_gpus
+from tolerances import ERROR
+
+_PROGRAMS = Path(__file__).parent / "programs"
+# Devices do nothing now and then: what does not wait for them is too early.
+_LAG = {"EMULATED_LAG_S": "0.002"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Pythons that start from here on have four GPUs."""
+    former = dict(os.environ)
+    os.environ.update(emulated_gpus(tmp_path_factory.mktemp("emulated"), 4) | _LAG)
+    yield
+    os.environ.clear()
+    os.environ.update(former)
+
+
+def _run(name: str, num_ranks: int, *args: str, by: Launcher = "burst-rt run") -> Job:
+    job = run_job(_PROGRAMS / name, num_ranks, args, by=by)
+    assert job.exit_code == 0, job.text
+    return job
+
+
+@pytest.mark.parametrize("what", ["devices", "order", "memory", "driver"])
+def test_what_a_gpu_would_get_wrong_is_an_error(what: str) -> None:
+    job = run_job(_PROGRAMS / "emulated_faults.py", 1, [what])
+    assert job.exit_code == 0, job.text
+    assert job.out.split() == ["seen", "fine"], job.text
+
+
+_PAGES = ("index", "masks", "recurrences", "serving", "pipelines", "watching", "plain")
+
+
+@pytest.mark.parametrize(("by", "pages"), [("burst-rt run", _PAGES), ("torchrun", ("serving",))])
+def test_the_guide(by: Launcher, pages: tuple[str, ...]) -> None:
+    """Over CuPy's NCCL under `burst-rt run`, over torch's under torchrun."""
+    job = _run("emulated_pages.py", 2, *pages, by=by)
+    assert job.out.count("emulated page") == 2 * len(pages), job.text
+
+
+@pytest.mark.parametrize(("transport", "num_ranks"), [("nccl", 3), ("staged", 4), ("mpi", 2)])
+def test_attention(transport: str, num_ranks: int, tmp_path: Path) -> None:
+    _run("attention_world.py", num_ranks, str(tmp_path / "outcome.json"), transport)
+    found = json.loads((tmp_path / "outcome.json").read_text(encoding="utf-8"))
+    worst = max(error for of_case in found["errors"].values() for error, _ in of_case.values())
+    assert worst <= ERROR[torch.bfloat16]
+    for name, of_case in found["errors"].items():
+        if name not in ("bf16", "fp16"):
+            assert max(error for error, _ in of_case.values()) <= ERROR[torch.float32], name
+    assert all(predicted == sent for predicted, sent in found["bytes"].values())
+    assert found["repeats"]
+
+
+def test_the_host_waits_for_no_gpu_in_calls_that_come_again() -> None:
+    job = _run("emulated_waits.py", 4)
+    for rank in range(4):
+        assert f"rank {rank}, turn 1: []" in job.out, job.text
+
+
+def test_recurrences(tmp_path: Path) -> None:
+    _run("recurrence_world.py", 3, str(tmp_path / "outcome.json"), "nccl")
+    found = json.loads((tmp_path / "outcome.json").read_text(encoding="utf-8"))
+    assert max(found["errors"].values()) <= ERROR[torch.float32]
+
+
+def test_the_first_commands_of_the_guide_for_gpus(tmp_path: Path) -> None:
+    bench = ["bench", "attention", "-n", "2", "--part", "error", "--max-tokens", "256"]
+    job = run_command(bench, cwd=tmp_path)
+    assert job.exit_code == 0, job.text
+    assert job.out.count("the same") >= 20, job.text
+    assert "differ" not in job.out, job.text
+    job = run_command(["train", "-n", "2", "--steps", "6", "--seq-len", "512"], cwd=tmp_path)
+    assert job.exit_code == 0, job.text
+    assert "on cuda:0" in job.out, job.text
+    first, last = re.findall(r"step +[16]/6 +loss ([\d.]+)", job.out)
+    assert float(last) < float(first)
