@@ -19,7 +19,7 @@ RUN := $(call stamp,$(RUN_EXTRAS))
 # Where EXTRAS has both, as in CI, one installation is enough.
 DOCS := $(if $(and $(findstring docs,$(EXTRAS)),$(findstring hf,$(EXTRAS))),$(ALL),$(call stamp,docs$(comma)hf))
 
-.PHONY: help run test test-all test-mpis test-masks test-newest test-tritons test-flash-4 check lint types tree docs unit other-cpus other-transformers builds other-trainers faults seeds findings bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-mpis test-masks test-newest test-tritons test-emulated test-flash-4 check lint types tree docs unit other-cpus other-transformers builds other-trainers faults seeds findings bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -118,6 +118,12 @@ other-transformers: $(ALL) ## models of transformers, with the oldest release th
 		'tests/mpi/test_models.py::test_models_are_those_of_one_process[2]' \
 		'tests/mpi/test_generate.py::test_generated_text_is_that_of_one_process[2]' \
 		tests/unit/test_hf.py tests/unit/test_hf_cache.py tests/unit/test_hf_lengths.py
+
+# Files whose jobs compute on whatever device ranks have.
+ON_GPUS := $(addprefix tests/mpi/test_,$(addsuffix .py,models generate recurrence train_model generate_command guide_script finetune layer objects))
+
+test-emulated: $(ALL) ## jobs of tests with four emulated GPUs, whose streams keep books (tests/emulated); a quarter of an hour
+	EMULATED_GPUS=4 EMULATED_LAG_S=0.001 $(BIN)/pytest $(JOBS) $(ON_GPUS)
 
 # Oldest to newest; .venv has one between. The interpreter of 3.6 needs an older numpy.
 TRITONS := 3.6.0 3.8.0 3.9.0

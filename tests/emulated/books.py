@@ -72,6 +72,8 @@ class Books:
         self._clocks: dict[Key, Clock] = defaultdict(dict)
         self._uses: dict[int, list[_Use]] = {}  # by where the memory begins
         self._sizes: dict[int, int] = {}  # of memory that is in use, likewise
+        # By stream: sizes of memory that has gone back, with uses that its next work may overtake.
+        self._gone: dict[Key, list[tuple[int, list[_Use]]]] = defaultdict(list)
 
     def clock(self, stream: Key) -> Clock:
         """What has happened once all that is on the stream now is done."""
@@ -88,19 +90,31 @@ class Books:
         with self.lock:
             return [key for key in self._clocks if key[0] == device]
 
-    def begin(self, base: int, size: int) -> None:
-        """Notes new memory."""
+    def begin(self, base: int, size: int, stream: Key) -> None:
+        """Notes new memory. It may be any that has gone back to the stream, and is as large."""
         with self.lock:
-            self._uses[base], self._sizes[base] = [], size
+            self._sizes[base], self._uses[base] = size, []
+            former, self._gone[stream] = self._gone[stream], []
+            for size_of_former, uses in former:
+                left = [use for use in uses if not self._is_before(use, stream)]
+                if left:
+                    self._gone[stream].append((size_of_former, left))
+                if size_of_former >= size:
+                    whole = Span(base, base, base + size)
+                    self._uses[base] += [use._replace(span=whole) for use in left]
 
     def end(self, base: int, stream: Key) -> None:
-        """Notes that memory goes back to the stream that it was allocated on. Raises Race."""
+        """Notes that memory goes back to the stream that it was allocated on.
+
+        Like CUDA's memory in torch it may be used again at once, by what comes next on that stream.
+        """
         with self.lock:
-            now = self.clock(stream)
-            self._sizes.pop(base, None)
-            for use in self._uses.pop(base, ()):
-                if use.stream != stream and now.get(use.stream, 0) < use.time:
-                    raise Race(f"memory goes back to {stream}, and nothing waits until {use}")
+            uses = [use for use in self._uses.pop(base, ()) if not self._is_before(use, stream)]
+            self._gone[stream].append((self._sizes.pop(base, 0), uses))
+
+    def _is_before(self, use: _Use, stream: Key) -> bool:
+        """Whether what comes next on a stream comes after a use."""
+        return use.stream == stream or self.clock(stream).get(use.stream, 0) >= use.time
 
     def keep(self, base: int, stream: Key) -> None:
         """Memory does not go back before what is on the stream now is done (`record_stream`)."""

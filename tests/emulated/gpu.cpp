@@ -5,6 +5,7 @@
 #include <ATen/dlpack.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <atomic>
 #include <deque>
 #include <mutex>
 #include <unordered_map>
@@ -38,6 +39,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, device, current_streams[device.index()]);
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    static std::atomic<int64_t> made{1 << 20};
+    return c10::Stream(c10::Stream::UNSAFE, device, made++);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     auto old = getStream(stream.device());
     current_streams[stream.device_index()] = stream.id();
@@ -70,19 +76,24 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   std::string showConfig() const override { return "emulated"; }
 };
 
-struct Owned {
-  void (*deleter)(DLManagedTensor *);
-  DLManagedTensor *tensor;
+// Memory of a device, and how to free it. stream: where it was allocated.
+struct Memory {
   int64_t address, device, stream;
+  void (*free)(void *);
+  void *context;
 };
 std::mutex lock;
-std::unordered_map<DLManagedTensor *, Owned> owned;
-std::deque<Owned> given_back;
+std::unordered_map<void *, Memory> in_use;  // by context
+std::deque<Memory> given_back;
 
-void give_back(DLManagedTensor *tensor) {
+void give_back(void *context) {
   std::lock_guard<std::mutex> guard(lock);
-  given_back.push_back(owned[tensor]);
-  owned.erase(tensor);
+  given_back.push_back(in_use[context]);
+  in_use.erase(context);
+}
+void keep(void *context, const Memory &memory) {
+  std::lock_guard<std::mutex> guard(lock);
+  in_use[context] = memory;
 }
 }  // namespace
 
@@ -101,11 +112,19 @@ void emulated_set_device(int device) { current_device = device; }
 int64_t emulated_stream(int device) { return current_streams[device]; }
 void emulated_set_stream(int device, int64_t stream) { current_streams[device] = stream; }
 
-// From now on the end of this memory is noted. stream: where it was allocated.
+// From now on the end of a tensor's memory is noted.
 void emulated_own(DLManagedTensor *tensor, int64_t stream) {
-  std::lock_guard<std::mutex> guard(lock);
-  owned[tensor] = {tensor->deleter, tensor, reinterpret_cast<int64_t>(tensor->dl_tensor.data), tensor->dl_tensor.device.device_id, stream};
-  tensor->deleter = give_back;
+  auto address = reinterpret_cast<int64_t>(tensor->dl_tensor.data);
+  keep(tensor, {address, tensor->dl_tensor.device.device_id, stream, reinterpret_cast<void (*)(void *)>(tensor->deleter), tensor});
+  tensor->deleter = reinterpret_cast<void (*)(DLManagedTensor *)>(give_back);
+}
+// Gives a storage other memory; what was there is given back.
+void emulated_resize(c10::StorageImpl *storage, int64_t bytes, int64_t stream) {
+  auto device = storage->device();
+  void *memory = bytes ? malloc(bytes) : nullptr;
+  if (memory) keep(memory, {reinterpret_cast<int64_t>(memory), device.index(), stream, free, memory});
+  storage->set_data_ptr_noswap(c10::DataPtr(memory, memory, memory ? give_back : [](void *) {}, device));
+  storage->set_nbytes(bytes);
 }
 // The next memory that was given back: its address, device and stream, and what to call `emulated_free` with. Returns whether there was one.
 int emulated_given_back(int64_t *out) {
@@ -114,8 +133,8 @@ int emulated_given_back(int64_t *out) {
   auto memory = given_back.front();
   given_back.pop_front();
   out[0] = memory.address, out[1] = memory.device, out[2] = memory.stream;
-  out[3] = reinterpret_cast<int64_t>(memory.deleter), out[4] = reinterpret_cast<int64_t>(memory.tensor);
+  out[3] = reinterpret_cast<int64_t>(memory.free), out[4] = reinterpret_cast<int64_t>(memory.context);
   return 1;
 }
-void emulated_free(void (*deleter)(DLManagedTensor *), DLManagedTensor *tensor) { deleter(tensor); }
+void emulated_free(void (*free)(void *), void *context) { free(context); }
 }

@@ -15,7 +15,7 @@ import torch
 from emulated.books import Span, place
 from emulated.cuda import BOOKS, Stream, current, index_of, library
 
-__all__ = ["install"]
+__all__ = ["host_of", "install", "span_of"]
 
 _ATEN = torch.ops.aten
 _CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -53,16 +53,18 @@ def _as_of(x: torch.Tensor, device: int, index: int, owner: bool = False) -> tor
     if owner and x.untyped_storage().nbytes():
         library.emulated_own(ctypes.c_void_p(address), ctypes.c_int64(current(index).cuda_stream))
         _note_ends()
-        BOOKS.begin(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
+        storage = x.untyped_storage()
+        BOOKS.begin(storage.data_ptr(), storage.nbytes(), current(index).key)
     return torch._C._from_dlpack(capsule)
 
 
-def _host_of(x: torch.Tensor) -> torch.Tensor:
+def host_of(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of a device as one of the host."""
     # DLPack knows nothing of torch's lazy signs.
     if x.is_conj():
-        return _host_of(x.conj()).conj()
+        return host_of(x.conj()).conj()
     if x.is_neg():
-        return torch._neg_view(_host_of(torch._neg_view(x)))
+        return torch._neg_view(host_of(torch._neg_view(x)))
     return _as_of(x, _HOST, 0)
 
 
@@ -85,7 +87,8 @@ def _note_ends() -> None:
             library.emulated_free(ctypes.c_void_p(deleter), ctypes.c_void_p(tensor))
 
 
-def _span(x: torch.Tensor) -> Span:
+def span_of(x: torch.Tensor) -> Span:
+    """The bytes from a tensor's first number to its last."""
     first = x.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return Span(x.untyped_storage().data_ptr(), first, first + (last + 1) * x.element_size())
@@ -146,11 +149,11 @@ class _Call:
         self.device = self.device or x.device
         self._require(x.device == self.device or self.name in _COPIES, x.device)
         if x.numel():
-            (self.writes if writes else self.reads).append(_span(x))
+            (self.writes if writes else self.reads).append(span_of(x))
         # A place for results that has no numbers yet may grow.
         grows = is_out and not x.numel()
         self.grows |= grows
-        of_host = torch.empty(0, dtype=x.dtype) if grows else _host_of(x.detach())
+        of_host = torch.empty(0, dtype=x.dtype) if grows else host_of(x.detach())
         self._by_id[id(of_host)] = of_host, x
         self._as_given[id(x)] = of_host
         self._by_storage[of_host.untyped_storage()._cdata] = x
@@ -208,7 +211,7 @@ class _Call:
             )
         made = _as_of(result, _CUDA, self.index, owner=True)
         if made.numel() and not self.name.startswith(("empty", "new_empty")):
-            self.writes.append(_span(made))
+            self.writes.append(span_of(made))
         return made
 
     def _rebind(self, x: torch.Tensor, of_host: torch.Tensor) -> None:
@@ -217,7 +220,7 @@ class _Call:
             _CPU_KERNEL, x, made.untyped_storage(), 0, made.shape, made.stride()
         )
         if made.numel():
-            self.writes.append(_span(made))
+            self.writes.append(span_of(made))
 
     def waits(self) -> str:
         """Why the host waits for this call; "" if it does not."""
@@ -285,6 +288,22 @@ def _pin(x: torch.Tensor, device: Any = None) -> torch.Tensor:
     return pinned
 
 
+def _resize(storage: Any, size: int) -> Any:
+    if storage.device.type != "cuda":
+        return _plain_resize(storage, size)
+    stream = current(storage.device.index)
+    library.emulated_resize(
+        ctypes.c_void_p(storage._cdata), ctypes.c_int64(size), ctypes.c_int64(stream.cuda_stream)
+    )
+    _note_ends()
+    if size:
+        BOOKS.begin(storage.data_ptr(), size, stream.key)
+    return storage
+
+
+_plain_resize: Any = torch.UntypedStorage.resize_
+
+
 def _record_stream(x: torch.Tensor, stream: Any) -> None:
     BOOKS.keep(x.untyped_storage().data_ptr(), stream.key)
 
@@ -322,6 +341,8 @@ def install() -> None:
     aten.impl("_fused_sdp_choice", lambda *_, **__: 0, "CUDA")  # torch's operators
     tensor: Any = torch.Tensor
     tensor.is_pinned, tensor.pin_memory, tensor.record_stream = _is_pinned, _pin, _record_stream
+    storage: Any = torch.UntypedStorage
+    storage.resize_ = _resize
     plain_empty: Any = torch.empty
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import Job, Launcher, run_command, run_job
+from small_hybrids import truth_of_hybrid
+from small_models import truth
 from standin import emulated_gpus
 from tolerances import ERROR
 
@@ -77,6 +79,17 @@ def test_recurrences(tmp_path: Path) -> None:
     _run("recurrence_world.py", 3, str(tmp_path / "outcome.json"), "nccl")
     found = json.loads((tmp_path / "outcome.json").read_text(encoding="utf-8"))
     assert max(found["errors"].values()) <= ERROR[torch.float32]
+
+
+def test_models_of_transformers_and_fsdp2(tmp_path: Path) -> None:
+    cases = {"Llama": ("plain", "packed"), "GptOss": ("packed",), "Gemma3Images": ("left",)}
+    truths = {name: {kind: truth(name, kind) for kind in kinds} for name, kinds in cases.items()}
+    truths["Jamba"] = {"packed": truth_of_hybrid("Jamba", "packed")}
+    torch.save(truths, tmp_path / "truths.pt")
+    _run("models.py", 3, str(tmp_path / "truths.pt"), str(tmp_path / "results.json"))
+    found = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert {"Llama packed fully_sharded", "Jamba packed DistributedDataParallel"} <= found.keys()
+    assert max(max(differences.values()) for differences in found.values()) <= 1e-5
 
 
 def test_the_first_commands_of_the_guide_for_gpus(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 
 def _torch(_: object) -> None:
-    from emulated import cuda, tensors
+    from emulated import collectives, cuda, tensors
 
     cuda.install()
     tensors.install()
+    collectives.install()
 
 
 def _nccl(module: object) -> None:
