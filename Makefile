@@ -120,9 +120,9 @@ other-transformers: $(ALL) ## models of transformers, with the oldest release th
 		tests/unit/test_hf.py tests/unit/test_hf_cache.py tests/unit/test_hf_lengths.py
 
 # Files whose jobs compute on whatever device ranks have.
-ON_GPUS := $(addprefix tests/mpi/test_,$(addsuffix .py,models generate recurrence train_model generate_command guide_script finetune layer objects))
+ON_GPUS := $(addprefix tests/mpi/test_,$(addsuffix .py,models generate recurrence train_model generate_command guide_script finetune layer objects beside accelerate serve serving))
 
-test-emulated: $(ALL) ## jobs of tests with four emulated GPUs, whose streams keep books (tests/emulated); a quarter of an hour
+test-emulated: $(ALL) ## jobs of tests with four emulated GPUs, whose streams keep books (tests/emulated); half an hour
 	EMULATED_GPUS=4 EMULATED_LAG_S=0.001 $(BIN)/pytest $(JOBS) $(ON_GPUS)
 
 # Oldest to newest; .venv has one between. The interpreter of 3.6 needs an older numpy.

@@ -74,7 +74,8 @@ def main() -> dict[str, Any]:
     mesh = accelerator.torch_device_mesh
     if mesh is None:
         shape = (accelerator.num_processes // CONTEXT, CONTEXT)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "cp"))
+        names = ("dp_replicate", "cp")
+        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
         accelerator.state.device_mesh = mesh  # by it `prepare` gives a context's ranks equal rows
     with burst_rt.init(group=mesh["cp"]) as ctx:
         torch.manual_seed(0)

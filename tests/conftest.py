@@ -47,8 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 _BUILDING_FILES = {"test_aot.py", "test_gpu_check.py", "test_guide.py", "test_tune.py"}
 # Files that take minutes, or (the page) longer than all others of their folder.
 _LONG_FILES = {
-    "test_faults.py", "test_leaving.py", "test_models.py", "test_page.py", "test_serve.py",
-    "test_train.py", "test_train_model.py", "test_trainer.py",
+    "test_emulated_gpus.py", "test_faults.py", "test_leaving.py", "test_models.py", "test_page.py",
+    "test_serve.py", "test_train.py", "test_train_model.py", "test_trainer.py",
 }  # fmt: skip
 
 

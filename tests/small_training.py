@@ -26,10 +26,11 @@ from burst_rt.rotary import rotations
 from burst_rt.runtime.connections import Group
 
 __all__ = [
-    "STEPS", "TOKENS", "MakeOptimizer", "Stage", "adamw", "alone", "make_decoder", "sequences",
-    "sgd", "train", "train_by_rows",
+    "DEVICE", "STEPS", "TOKENS", "MakeOptimizer", "Stage", "adamw", "alone", "make_decoder",
+    "sequences", "sgd", "train", "train_by_rows",
 ]  # fmt: skip
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the ranks
 STEPS = 12
 TOKENS = 75
 _SEQUENCES, _PROMPT = 4, 20
@@ -49,7 +50,7 @@ def make_decoder() -> Decoder:
         attention = block.get_submodule("attention")
         attention.sinks = nn.Parameter(torch.full((_CONFIG.heads,), 4.0))
         attention.register_forward_pre_hook(_give_sinks)
-    return decoder
+    return decoder.to(DEVICE)
 
 
 def _give_sinks(attention: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -63,7 +64,7 @@ def sequences(part: slice = slice(None)) -> tuple[Tensor, Tensor]:
     """Tokens and labels `[sequences, tokens]` of whole sequences; a prompt has no labels."""
     generator = torch.Generator().manual_seed(4)
     text = torch.randint(_CONFIG.vocab_size, (_SEQUENCES, TOKENS + 1), generator=generator)
-    tokens, labels = text[:, :-1], text[:, 1:].clone()
+    tokens, labels = text[:, :-1].to(DEVICE), text[:, 1:].to(DEVICE, copy=True)
     labels[:, :_PROMPT] = -100
     return tokens[part], labels[part]
 
@@ -71,9 +72,9 @@ def sequences(part: slice = slice(None)) -> tuple[Tensor, Tensor]:
 @cache
 def alone(make_optimizer: MakeOptimizer) -> list[float]:
     """The losses of one process, with torch's own attention and torch's own mean."""
-    model = make_decoder()
+    model = make_decoder().cpu()
     optimizer = make_optimizer(model.parameters())
-    tokens, labels = sequences()
+    tokens, labels = (x.cpu() for x in sequences())
     losses = []
     for _ in range(STEPS):
         scores = model(tokens, torch.arange(TOKENS), _attend_alone)

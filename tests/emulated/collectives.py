@@ -24,6 +24,8 @@ _NAMES = (
     "reduce_scatter_tensor_coalesced_", "alltoall_", "alltoall_base_", "gather_", "scatter_",
     "barrier",
 )  # fmt: skip
+# Of two ranks: who started one waits for it later.
+_MESSAGES = ("send", "recv_")
 _libraries: list[torch.library.Library] = []
 
 
@@ -62,13 +64,14 @@ def _by_gloo(name: str) -> Callable[..., Any]:
         stream = current(tensors[0].device.index)
         stream.finish()
         results = op(*of_host, **kwargs)
-        work = results[-1] if isinstance(results, tuple) else results
-        work.wait()
+        if name not in _MESSAGES:
+            (results[-1] if isinstance(results, tuple) else results).wait()
         spans = [span_of(x) for x in tensors if x.numel()]
         BOOKS.use(stream.key, [], spans, f"{name} at {place()}")
         return back(results)
 
-    return collective
+    untraced: Callable[..., Any] = torch.compiler.disable(collective)
+    return untraced
 
 
 def install() -> None:
@@ -79,5 +82,5 @@ def install() -> None:
     with warnings.catch_warnings():
         # That torch's own, which look for NCCL, are replaced.
         warnings.simplefilter("ignore")
-        for name in _NAMES:
+        for name in (*_NAMES, *_MESSAGES):
             c10d.impl(name, _by_gloo(name), "CUDA")

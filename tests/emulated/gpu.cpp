@@ -3,12 +3,14 @@
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/dlpack.h>
-#include <c10/core/CPUAllocator.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <atomic>
 #include <deque>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace {
 constexpr auto CUDA = c10::DeviceType::CUDA;
@@ -59,6 +61,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr &, const c10::Stream &) const override {}
 };
 
+std::mutex pinning;
+std::unordered_set<const void *> pinned;
+
+void free_pinned(void *memory) {
+  std::lock_guard<std::mutex> guard(pinning);
+  pinned.erase(memory);
+  free(memory);
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    std::lock_guard<std::mutex> guard(pinning);
+    void *memory = aligned_alloc(64, (bytes / 64 + 1) * 64);
+    pinned.insert(memory);
+    return {memory, memory, free_pinned, c10::DeviceType::CPU};
+  }
+  void copy_data(void *to, const void *from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
 // torch looks for this very name.
 struct CUDAHooks final : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
@@ -71,7 +92,14 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   c10::DeviceIndex deviceCount() const override { return num_devices; }
   c10::DeviceIndex current_device() const override { return ::current_device; }
   c10::DeviceIndex getCurrentDevice() const override { return ::current_device; }
-  c10::Allocator *getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  bool isPinnedPtr(const void *data) const override {
+    std::lock_guard<std::mutex> guard(pinning);
+    return pinned.count(data);
+  }
+  c10::Allocator *getPinnedMemoryAllocator() const override {
+    static PinnedAllocator allocator;
+    return &allocator;
+  }
   const at::Generator &getDefaultGenerator(c10::DeviceIndex) const override { return at::globalContext().defaultGenerator(at::kCPU); }
   std::string showConfig() const override { return "emulated"; }
 };
@@ -98,6 +126,15 @@ void keep(void *context, const Memory &memory) {
 }  // namespace
 
 namespace at { REGISTER_CUDA_HOOKS(CUDAHooks) }
+
+// DistributedDataParallel's, by the host's clock.
+namespace c10d {
+struct EmulatedTimer final : Timer {
+  explicit EmulatedTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+C10_REGISTER_TYPED_CLASS(TimerRegistry, CUDA, EmulatedTimer)
+}  // namespace c10d
 
 extern "C" {
 void emulated_start(int count, Record record, Block block) {

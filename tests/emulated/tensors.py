@@ -32,7 +32,6 @@ _WAIT = {
     "unique_consecutive",
     "unique_dim",
 }
-_pinned: set[int] = set()  # where pinned memory begins
 
 
 class _Struct(ctypes.Structure):
@@ -232,7 +231,7 @@ class _Call:
             return f"{self.name} by booleans"
         if self.name in _COPIES and self._of_host:
             told = self.args[2] if len(self.args) > 2 else self.kwargs.get("non_blocking", False)
-            if not (told and all(_is_pinned(x) for x in self._of_host)):
+            if not (told and all(x.is_pinned() for x in self._of_host)):
                 return "copy between host and device"
         return ""
 
@@ -276,16 +275,6 @@ def _on_device(op: Any, *args: Any, **kwargs: Any) -> Any:
     if why:
         stream.wait_here(why)
     return result
-
-
-def _is_pinned(x: torch.Tensor, device: Any = None) -> bool:
-    return x.untyped_storage().data_ptr() in _pinned
-
-
-def _pin(x: torch.Tensor, device: Any = None) -> torch.Tensor:
-    pinned = x.detach().clone()
-    _pinned.add(pinned.untyped_storage().data_ptr())
-    return pinned
 
 
 def _resize(storage: Any, size: int) -> Any:
@@ -340,13 +329,6 @@ def install() -> None:
     aten.impl("histc", lambda x, *args: _on_device(_ATEN.histc.default, x.float(), *args), "CUDA")
     aten.impl("_fused_sdp_choice", lambda *_, **__: 0, "CUDA")  # torch's operators
     tensor: Any = torch.Tensor
-    tensor.is_pinned, tensor.pin_memory, tensor.record_stream = _is_pinned, _pin, _record_stream
+    tensor.record_stream = _record_stream
     storage: Any = torch.UntypedStorage
     storage.resize_ = _resize
-    plain_empty: Any = torch.empty
-
-    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
-        made = plain_empty(*args, **kwargs)
-        return _pin(made) if pin_memory else made
-
-    vars(torch)["empty"] = empty

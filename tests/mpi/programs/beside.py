@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_training import (
+    DEVICE,
     STEPS,
     TOKENS,
     Stage,
@@ -48,7 +49,7 @@ from burst_rt.errors import ContractMismatch
 
 
 def fsdp2(folder: Path) -> list[float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
     mine = slice(mesh.get_local_rank("dp"), None, 2)
     model = make_decoder()
@@ -60,7 +61,7 @@ def fsdp2(folder: Path) -> list[float]:
 
 
 def micro_batches(folder: Path) -> list[float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
     mine = slice(mesh.get_local_rank("dp"), None, 2)
     model = make_decoder()
@@ -71,7 +72,7 @@ def micro_batches(folder: Path) -> list[float]:
 
 
 def hsdp(folder: Path) -> list[float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
     mine = slice(mesh.get_local_rank("dp"), None, 2)
     model = make_decoder()
     fully_shard(model, mesh=mesh)
@@ -80,7 +81,7 @@ def hsdp(folder: Path) -> list[float]:
 
 
 def ddp(folder: Path) -> list[float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
     mine = slice(mesh.get_local_rank("dp"), None, 2)
     model = DistributedDataParallel(make_decoder())
     with burst_rt.init(group=mesh["cp"]) as ctx:
@@ -88,7 +89,7 @@ def ddp(folder: Path) -> list[float]:
 
 
 def tensor_parallel(folder: Path) -> list[float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("cp", "tp"))
     model = make_decoder()
     plan: dict[str, ParallelStyle] = {
         "attention.query": ColwiseParallel(),
@@ -110,7 +111,7 @@ def tensor_parallel(folder: Path) -> list[float]:
 
 
 def pipeline(folder: Path) -> list[float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("pp", "cp"))
     index = mesh.get_local_rank("pp")
     with burst_rt.init(group=mesh["cp"]) as ctx:
         layout = ctx.layout(TOKENS)
@@ -144,7 +145,7 @@ def zero(folder: Path) -> list[float]:
     """The first half of the steps on any number of ranks, and then the second half on another."""
     path = folder / "checkpoint"
     resumed = path.exists()
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "cp"))
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
     mine = slice(mesh.get_local_rank("dp"), None, mesh.size(0))
     model = make_decoder()
@@ -178,7 +179,7 @@ def arguments(folder: Path) -> list[float]:
 
     With a policy for mixed precision FSDP2 goes through all arguments.
     """
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("cp",))
     ids = torch.arange(2 * TOKENS).view(2, TOKENS)
     batch = {"input_ids": ids, "position_ids": ids % 29}
     with burst_rt.init(group=mesh["cp"]) as ctx:
@@ -191,9 +192,10 @@ def arguments(folder: Path) -> list[float]:
             assert x.dtype == torch.bfloat16
             return burst_rt.burst_attention(x, x, x, layout=given.layout, mask=mask & given.mask)
 
-        x = part.layout.shard(torch.rand(2, TOKENS, 16, generator=torch.Generator().manual_seed(0)))
+        whole = torch.rand(2, TOKENS, 16, generator=torch.Generator().manual_seed(0))
+        x = part.layout.shard(whole.to(DEVICE))
         torch.manual_seed(0)  # the same weights on every rank
-        module = Takes(attend)
+        module = Takes(attend).to(DEVICE)
         expected = attend(
             module.linear(x).bfloat16().unflatten(-1, (2, 8)), part, part.layout, burst_rt.Causal()
         )

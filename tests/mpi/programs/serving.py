@@ -19,7 +19,7 @@ exec(_program.replace("(1, 700)", f"(1, {_length})"), names)
 
 
 def _next_without_a_cache(ids: torch.Tensor) -> int:
-    x, positions = names["table"][ids], torch.arange(ids.shape[1])[None]
+    x, positions = names["table"][ids], torch.arange(ids.shape[1], device=ids.device)[None]
     for layer in range(2):
         q, k, v = (each.transpose(1, 2) for each in names["project"](layer, x, positions))
         attend = torch.nn.functional.scaled_dot_product_attention
@@ -30,7 +30,7 @@ def _next_without_a_cache(ids: torch.Tensor) -> int:
 
 ids = names["prompt"]
 for _ in range(8):
-    ids = torch.cat((ids, torch.tensor([[_next_without_a_cache(ids)]])), 1)
+    ids = torch.cat((ids, ids.new_tensor([[_next_without_a_cache(ids)]])), 1)
 expected = ids[:, _length:]
 assert torch.equal(names["tokens"], expected), (names["tokens"], expected)
 assert torch.equal(names["answer"], expected)  # on every rank, of the prompt that rank 0 had

@@ -107,8 +107,9 @@ def tokenizer() -> Any:
 def options(folder: Path, num_contexts: int, **others: Any) -> dict[str, Any]:
     """Training arguments: rows a step are the same for any number of contexts."""
     return {
-        "output_dir": str(folder), "use_cpu": True, "seed": 5, "report_to": "none",
-        "disable_tqdm": True, "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "linear",
+        "output_dir": str(folder), "use_cpu": not torch.cuda.is_available(),
+        "seed": 5, "report_to": "none", "disable_tqdm": True,
+        "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "linear",
         "max_steps": STEPS, "logging_steps": 1, "logging_nan_inf_filter": False,
         "gradient_accumulation_steps": 2, "save_strategy": "no", "bf16": False,
         "ddp_find_unused_parameters": False,
