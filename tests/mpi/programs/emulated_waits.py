@@ -1,5 +1,5 @@
 """Rank program on emulated GPUs: says where the host waits for a GPU in calls that it has made
-before: nowhere.
+before: nowhere. Then a step of a cache cuts a prompt that is on the host.
 """
 
 from __future__ import annotations
@@ -31,5 +31,17 @@ with burst_rt.init() as ctx:
                 out.sum().backward()
         gated_delta_rule(q, k, v, -g, beta, layout=layout).sum().backward()
         print(f"rank {ctx.rank}, turn {again}: {[*dict.fromkeys(waits)]}", flush=True)
+    waits.clear()
     q.sum().item()
     assert len(waits) == 1, "no wait is noted"
+
+    # Prompts may still be on the host.
+    cache = burst_rt.KVCache(
+        ctx, num_layers=1, batch=1, num_kv_heads=4, head_dim=16, capacity=64, dtype=q.dtype
+    )
+    prompt = torch.arange(60)[None]
+    step = cache.step(60)
+    assert torch.equal(step.cut(prompt), step.cut(prompt.to(ctx.device)).cpu())
+    q, k, v = torch.zeros(3, 1, step.num_tokens, 4, 16, device=ctx.device)
+    step.attend(0, q, k, v)
+    step.commit()
