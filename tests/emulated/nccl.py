@@ -1,12 +1,14 @@
-"""CuPy's NCCL, from process to process of one host, over Unix sockets.
+"""NCCL's messages, CuPy's and torch's, from process to process of one host, over Unix sockets.
 
 What is received arrives when it arrives, and streams that need it wait until then.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import shutil
 import socket
 import struct
 import tempfile
@@ -21,7 +23,7 @@ import torch
 
 from emulated.cuda import BOOKS, Stream, current_device, stream_of
 
-__all__ = ["install"]
+__all__ = ["install", "install_group"]
 
 _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES of nccl.h
 _RANK = struct.Struct("i")
@@ -183,7 +185,9 @@ class _Group:
 
 def get_unique_id() -> bytes:
     """See CuPy."""
-    return tempfile.mkdtemp(prefix="emulated-nccl-").encode().ljust(_ID_BYTES, b"\0")
+    folder = tempfile.mkdtemp(prefix="emulated-nccl-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder.encode().ljust(_ID_BYTES, b"\0")
 
 
 def group_start() -> None:

@@ -18,6 +18,10 @@ from small_models import truth
 from standin import emulated_gpus
 from tolerances import ERROR
 
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="a torch built for CUDA has no room for emulated GPUs"
+)
+
 _PROGRAMS = Path(__file__).parent / "programs"
 # Devices do nothing now and then: what does not wait for them is too early.
 _LAG = {"EMULATED_LAG_S": "0.002"}
