@@ -5,10 +5,8 @@ What is received arrives when it arrives, and streams that need it wait until th
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
-import shutil
 import socket
 import struct
 import tempfile
@@ -185,8 +183,8 @@ class _Group:
 
 def get_unique_id() -> bytes:
     """See CuPy."""
-    folder = tempfile.mkdtemp(prefix="emulated-nccl-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # Beside the library, in a folder of the test that goes when it ends.
+    folder = tempfile.mkdtemp(prefix="nccl-", dir=os.path.dirname(os.environ["EMULATED_LIBRARY"]))
     return folder.encode().ljust(_ID_BYTES, b"\0")
 
 
