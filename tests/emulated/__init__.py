@@ -7,15 +7,17 @@ when it is put on a stream. What order a GPU would have is kept in books: work t
 of the host puts after what it needs raises `Race` (`books.py`), and so does work on memory that was
 given back while another stream may still use it. Messages over NCCL arrive when they arrive, and
 work that needs them is done then, by a thread of the devices (`nccl.py`); Gloo carries torch's
-collectives (`collectives.py`). Torch's operators step in for Triton's kernels.
+collectives (`collectives.py`). Torch's operators step in for Triton's kernels; or Triton starts its
+own, and its interpreter runs them (`triton.py`), which takes tens of times as long.
 
 So a program that passes here does not mix devices, does not read what is not there yet, and calls
-nothing that the stand-ins lack. What kernels compute, how long anything takes, and what CUDA and
-NCCL refuse is not seen here.
+nothing that the stand-ins lack. How long anything takes, and what CUDA and NCCL refuse, is not seen
+here.
 
 `on_start` on PYTHONPATH does all this to every Python of a job (`standin.emulated_gpus`):
 
 EMULATED_LIBRARY  gpu.cpp, compiled
 EMULATED_GPUS     how many GPUs there are
+EMULATED_TRITON   if set, kernels are Triton's own
 EMULATED_LAG_S    how long they do nothing now and then, so that what does not wait is too early
 """

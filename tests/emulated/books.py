@@ -129,6 +129,10 @@ class Books:
                 raise Race(f"{size} bytes at {address:#x} are no memory of a device")
             return Span(base, address, address + size)
 
+    def size(self, base: int) -> int:
+        """The number of bytes of a memory."""
+        return self._sizes[base]
+
     def use(self, stream: Key, reads: Iterable[Span], writes: Iterable[Span], what: str) -> None:
         """Notes work on a stream. Raises Race."""
         with self.lock:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
 from emulated.books import place
 from emulated.cuda import BOOKS, current
@@ -70,7 +71,8 @@ def _by_gloo(name: str) -> Callable[..., Any]:
         BOOKS.use(stream.key, [], spans, f"{name} at {place()}")
         return back(results)
 
-    untraced: Callable[..., Any] = torch.compiler.disable(collective)
+    # torch.compiler.disable would import torch's compiler, for a second, in every process.
+    untraced: Callable[..., Any] = _disable_dynamo(collective)
     return untraced
 
 

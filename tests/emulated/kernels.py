@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 __all__ = ["install"]
@@ -10,7 +11,8 @@ __all__ = ["install"]
 def install(kernels: Any) -> None:
     """Puts them there; the vendors' kernels refuse."""
 
-    untiled: Any = type(kernels.KERNELS["untiled"])
-    kernels.KERNELS["triton"] = type("Emulated", (untiled,), {"name": "triton"})()
+    if "EMULATED_TRITON" not in os.environ:
+        untiled: Any = type(kernels.KERNELS["untiled"])
+        kernels.KERNELS["triton"] = type("Emulated", (untiled,), {"name": "triton"})()
     for name in ("cudnn", "flash", "flash-4"):
         type(kernels.KERNELS[name]).refuses = lambda *_: "GPUs are emulated"

@@ -38,14 +38,24 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def _run(name: str, num_ranks: int, *args: str, by: Launcher = "burst-rt run") -> Job:
-    job = run_job(_PROGRAMS / name, num_ranks, args, by=by)
+    job = run_job(_PROGRAMS / name, num_ranks, args, by=by, warm="torch")
     assert job.exit_code == 0, job.text
     return job
 
 
-@pytest.mark.parametrize("what", ["devices", "order", "memory", "driver"])
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are Triton's, run by its interpreter."""
+    monkeypatch.setenv("EMULATED_TRITON", "1")
+
+
+_OF_LAUNCHES = ("addresses", "specialized", "tables")
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("what", ["devices", "order", "memory", "driver", *_OF_LAUNCHES])
 def test_what_a_gpu_would_get_wrong_is_an_error(what: str) -> None:
-    job = run_job(_PROGRAMS / "emulated_faults.py", 1, [what])
+    job = run_job(_PROGRAMS / "emulated_faults.py", 1, [what], warm="torch")
     assert job.exit_code == 0, job.text
     assert job.out.split() == ["seen", "fine"], job.text
 
@@ -73,6 +83,28 @@ def test_attention(transport: str, num_ranks: int, tmp_path: Path) -> None:
     assert found["repeats"]
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_launches_of_triton(num_ranks: int, tmp_path: Path) -> None:
+    """Calls that come again start what was kept; a rank alone has no driver between."""
+    _run("emulated_kernels.py", num_ranks, str(tmp_path / "outcome.json"))
+    found = json.loads((tmp_path / "outcome.json").read_text(encoding="utf-8"))
+    limits = {
+        "bf16": ERROR[torch.bfloat16],
+        "packed": ERROR[torch.bfloat16],
+        "fp16": ERROR[torch.float16],
+    }
+    for name, of_case in found.items():
+        assert len(of_case["errors"]) >= 5
+        limit = limits.get(name, ERROR[torch.float32])
+        assert all(error <= limit for error in of_case["errors"].values()), (name, of_case)
+    for name in ("bf16", "fp16", "window", "packed"):
+        (_, kept), *_, (own_way, kept_again) = found[name]["launches"]
+        assert kept == 0, (name, found[name])
+        assert kept_again > 0, (name, found[name])
+        assert own_way <= 1, (name, found[name])  # where an address is no multiple of 16
+
+
 def test_the_host_waits_for_no_gpu_in_calls_that_come_again() -> None:
     job = _run("emulated_waits.py", 4)
     for rank in range(4):
@@ -98,11 +130,13 @@ def test_models_of_transformers_and_fsdp2(tmp_path: Path) -> None:
 
 def test_the_first_commands_of_the_guide_for_gpus(tmp_path: Path) -> None:
     bench = ["bench", "attention", "-n", "2", "--part", "error", "--max-tokens", "256"]
-    job = run_command(bench, cwd=tmp_path)
+    job = run_command(bench, cwd=tmp_path, warm="torch")
     assert job.exit_code == 0, job.text
     assert job.out.count("the same") >= 20, job.text
     assert "differ" not in job.out, job.text
-    job = run_command(["train", "-n", "2", "--steps", "6", "--seq-len", "512"], cwd=tmp_path)
+    job = run_command(
+        ["train", "-n", "2", "--steps", "6", "--seq-len", "512"], cwd=tmp_path, warm="torch"
+    )
     assert job.exit_code == 0, job.text
     assert "on cuda:0" in job.out, job.text
     first, last = re.findall(r"step +[16]/6 +loss ([\d.]+)", job.out)

@@ -5,9 +5,12 @@ import os
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 def _torch(_: object) -> None:
@@ -36,6 +39,12 @@ def _kernels(module: object) -> None:
     kernels.install(module)
 
 
+def _triton(module: object) -> None:
+    from emulated import triton
+
+    triton.install(module)
+
+
 _AFTER = {
     "torch": _torch,
     "cupy_backends.cuda.libs.nccl": _nccl,
@@ -50,8 +59,11 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name not in _AFTER:
             return None
-        after = _AFTER.pop(name)
-        spec: Any = find_spec(name)
+        others = (each for each in sys.meta_path if each is not self)
+        specs = (each.find_spec(name, path, target) for each in others)
+        spec: Any = next((spec for spec in specs if spec is not None), None)
+        if spec is None:
+            return None
         plain = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
@@ -59,7 +71,8 @@ class _Finder(MetaPathFinder):
                 # Before torch asks for CUDA for the first time.
                 ctypes.CDLL(os.environ["EMULATED_LIBRARY"])
             plain(module)
-            after(module)
+            # Who only asks where a module is does not import it.
+            _AFTER.pop(name, _nothing)(module)
 
         spec.loader.exec_module = exec_module
         found: ModuleSpec = spec
@@ -67,5 +80,7 @@ class _Finder(MetaPathFinder):
 
 
 if "EMULATED_LIBRARY" in os.environ:
+    if "EMULATED_TRITON" in os.environ:
+        _AFTER["triton"] = _triton
     sys.path.insert(0, str(Path(__file__).parents[2]))
     sys.meta_path.insert(0, _Finder())

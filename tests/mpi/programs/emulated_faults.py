@@ -7,13 +7,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
+import triton
+import triton.language as tl
 from emulated.books import Race
 
 import burst_rt
 from burst_rt.drivers.device import TorchDevice
+from burst_rt.kernels.triton import tables as of_triton
 
 
 def devices(right: bool) -> None:
@@ -61,16 +65,55 @@ def driver(right: bool) -> None:
         burst_rt.run_local(2, attend)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _double_kernel(p_x: Any, length: Any, BLOCK: tl.constexpr, MASKED: tl.constexpr) -> None:
+    o_x = tl.arange(0, BLOCK)
+    mask = o_x < length if MASKED else o_x < BLOCK
+    tl.store(p_x + o_x, 2 * tl.load(p_x + o_x, mask=mask), mask=mask)
+
+
+def addresses(right: bool) -> None:
+    """A kernel reads beyond its memory."""
+    x = torch.ones(5, device="cuda")
+    _double_kernel[1,](x, 5, 8, right)
+    assert x.tolist() == [2] * 5
+
+
+def specialized(right: bool) -> None:
+    """A kernel is started on an address that it was not compiled for."""
+    x = torch.ones(8, device="cuda")
+    compiled = _double_kernel[1,](x, 4, 4, True)
+    compiled[1, 1, 1](x[4 if right else 3 :].data_ptr(), 4, 4, True)
+
+
+def tables(right: bool) -> None:
+    """Kernels of one stream read tables that another one copies."""
+    plain = of_triton._on_stream
+
+    def attend(ctx: burst_rt.Context) -> None:
+        ctx.attention.poison = False  # kernels go to the caller's stream
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                x = torch.randn(1, 40, 2, 16, device=ctx.device)
+                burst_rt.burst_attention(x, x, x, layout=ctx.layout(40), causal=True)
+
+    with mock.patch.object(of_triton, "_on_stream", plain if right else lambda kept, _: kept.table):
+        burst_rt.run_local(1, attend)
+
+
 _MISTAKES: dict[str, tuple[Callable[[bool], None], str]] = {
     "devices": (devices, "on the same device"),
     "order": (order, "nothing puts it after"),
     "memory": (memory, "nothing puts it after"),
     "driver": (driver, "nothing puts it after"),
+    "addresses": (addresses, "are no memory of a device"),
+    "specialized": (specialized, "% 16"),
+    "tables": (tables, "nothing puts it after"),
 }
 make, said = _MISTAKES[sys.argv[1]]
 try:
     make(False)
-except (Race, RuntimeError) as error:
+except (Race, RuntimeError, ValueError) as error:
     if said in str(error):
         print("seen", flush=True)
 torch.cuda.synchronize()
