@@ -36,7 +36,8 @@ torch.set_num_threads(int(os.environ.get("BURST_RT_TEST_THREADS", "1")))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "mpi: starts MPI jobs")
-    if "EMULATED_GPUS" in os.environ and "EMULATED_LIBRARY" not in os.environ:
+    starts_others = bool(config.getoption("numprocesses", None))  # which run the tests (-n)
+    if "EMULATED_GPUS" in os.environ and not starts_others:
         # Pythons of jobs have GPUs; this one, whose results theirs are compared with, has none.
         folder = Path(tempfile.mkdtemp(prefix="burst-rt-emulated-"))
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

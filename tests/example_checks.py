@@ -53,11 +53,12 @@ def performer(ctx: Context, tokens: int, causal: bool) -> float:
         return (weights @ v.transpose(0, 1) / weights.sum(-1, keepdim=True)).transpose(0, 1)
 
     state = torch.empty(_HEADS, 12, _V_DIM + 1, dtype=torch.float64)
-    of = Performer(ctx, tokens, state, causal)
+    of = Performer(ctx, tokens, state.to(ctx.device), causal)
+    on_device = features.to(ctx.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return of(q, k, v, features).transpose(0, 1)
+        return of(q, k, v, on_device).transpose(0, 1)
 
     return _largest_error(ctx, attend, whole, _qkv(tokens), of.shares)
 
@@ -108,12 +109,13 @@ def _largest_error(
     """Of the output and the gradients of all inputs, in whose rows this rank has its share."""
     noise = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=noise, dtype=torch.float64) for shape in shapes]
-    mine = [x.split(list(shares))[ctx.rank].clone().requires_grad_() for x in inputs]
+    mine = [x.split(list(shares))[ctx.rank].clone().to(ctx.device) for x in inputs]
+    mine = [x.requires_grad_() for x in mine]
     inputs = [x.requires_grad_() for x in inputs]
     expected, out = whole(*inputs), attend(*mine)
     dout = torch.randn(expected.shape, generator=noise, dtype=torch.float64)
     expected.backward(dout)
-    out.backward(dout.split(list(shares))[ctx.rank])
+    out.backward(dout.split(list(shares))[ctx.rank].to(ctx.device))
     found, truths = [out, *(x.grad for x in mine)], [expected, *(x.grad for x in inputs)]
     errors = []
     for got, truth in zip(found, truths, strict=True):
@@ -123,6 +125,6 @@ def _largest_error(
             continue
         both = list(truth.split(list(shares)))
         assert both[ctx.rank].shape == got.shape
-        both[ctx.rank] = got
+        both[ctx.rank] = got.cpu()
         errors.append(relative_error(torch.cat(both), truth))
     return max(errors)

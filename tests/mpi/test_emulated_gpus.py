@@ -18,6 +18,9 @@ from small_models import truth
 from standin import emulated_gpus
 from tolerances import ERROR
 
+from burst_rt.telemetry.read.record import Record
+from burst_rt.telemetry.read.tape import replay
+
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None, reason="a torch built for CUDA has no room for emulated GPUs"
 )
@@ -103,6 +106,33 @@ def test_launches_of_triton(num_ranks: int, tmp_path: Path) -> None:
         assert kept == 0, (name, found[name])
         assert kept_again > 0, (name, found[name])
         assert own_way <= 1, (name, found[name])  # where an address is no multiple of 16
+
+
+_RECORDED = """
+import torch, burst_rt
+with burst_rt.init() as ctx:
+    layout = ctx.layout(512)
+    shape = 1, layout.shard_len, 4, 64
+    x = torch.randn(shape, device=ctx.device, requires_grad=True)
+    for _ in range(5):
+        burst_rt.burst_attention(x, x, x, causal=True, layout=layout).sum().backward()
+"""
+
+
+def test_a_record_has_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last ones end on the devices after the program has left its context."""
+    path, program = tmp_path / "run.record", tmp_path / "recorded.py"
+    program.write_text(_RECORDED, encoding="utf-8")
+    monkeypatch.setenv("BURST_RT_RECORD", str(path))
+    job = run_job(program, 2, cwd=tmp_path, warm="torch")
+    assert job.exit_code == 0, job.text
+    model = replay(Record(path))
+    calls = model.timeline(0.0).calls
+    for rank in model.snapshot().ranks:
+        own = [call for call in calls if call.rank == rank.rank]
+        assert [call.kind for call in own] == 5 * ["forward", "backward"]
+        assert {"compute", "network"} <= {span.lane for call in own for span in call.spans}
+        assert rank.dropped == 0
 
 
 def test_the_host_waits_for_no_gpu_in_calls_that_come_again() -> None:

@@ -21,7 +21,7 @@ def attend(x):
     return burst_rt.burst_attention(x, x, x, causal=True, layout=layout)
 ctx = burst_rt.init()
 layout = ctx.layout(1000)
-attend(torch.randn(1, layout.shard_len + {more}, 4, 32))
+attend(torch.randn(1, layout.shard_len + {more}, 4, 32, device=ctx.device))
 """
 
 
@@ -84,7 +84,7 @@ import torch
 import burst_rt
 ctx = burst_rt.init()
 layout = ctx.layout(1000)
-x = torch.randn(1, layout.shard_len, 4, 32)
+x = torch.randn(1, layout.shard_len, 4, 32, device=ctx.device)
 try:
     burst_rt.burst_attention(x[:, ctx.rank :], x, x, layout=layout)
 except burst_rt.errors.InputError as error:

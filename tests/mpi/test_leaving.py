@@ -260,7 +260,7 @@ import os, pathlib, signal
 import torch
 import burst_rt
 ctx = burst_rt.init()
-x = torch.ones(1, 4, 1, 16)
+x = torch.ones(1, 4, 1, 16, device=ctx.device)
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 for step in range(3):
     if (attempt, step, ctx.rank) == (0, 1, 1):
@@ -518,7 +518,7 @@ import os, pathlib
 import torch
 import burst_rt
 ctx = burst_rt.init(timeout_s=30)
-x = torch.zeros(1, 4, 1, 16)
+x = torch.zeros(1, 4, 1, 16, device=ctx.device)
 pathlib.Path(f"pid-{ctx.rank}").write_text(str(os.getpid()))
 try:
     while True:
@@ -632,7 +632,7 @@ import pathlib, time
 import torch
 import burst_rt
 ctx = burst_rt.init()
-x = torch.zeros(1, 4, 1, 16)
+x = torch.zeros(1, 4, 1, 16, device=ctx.device)
 if ctx.rank == 1:
     pathlib.Path("left_at").write_text(str(time.time()))
     burst_rt.burst_attention(x, x, x, layout=ctx.layout(8), causl=True)
@@ -655,7 +655,7 @@ import time
 import torch
 import burst_rt
 ctx = burst_rt.init(timeout_s=3.0)
-x = torch.zeros(1, 4, 1, 16)
+x = torch.zeros(1, 4, 1, 16, device=ctx.device)
 layout = ctx.layout(4 * ctx.world_size)
 burst_rt.burst_attention(x, x, x, layout=layout)
 if ctx.rank == 1:
@@ -680,7 +680,7 @@ import torch
 import burst_rt
 ctx = burst_rt.init(timeout_s=20)
 layout = ctx.layout(4 * ctx.world_size)
-x = torch.zeros(1, 4, 1, 16)
+x = torch.zeros(1, 4, 1, 16, device=ctx.device)
 def call():
     burst_rt.burst_attention(x, x, x, layout=layout)
 call()
@@ -779,7 +779,7 @@ def part():
     ctx = burst_rt.init()
     if ctx.rank == 0:
         try:
-            x = torch.zeros(1, 4, 1, 16)
+            x = torch.zeros(1, 4, 1, 16, device=ctx.device)
             burst_rt.burst_attention(x, x, x, layout=ctx.layout(8))
         except burst_rt.errors.PeerLost:
             pathlib.Path("told").touch()
@@ -801,7 +801,7 @@ import time
 import torch
 import burst_rt
 ctx = burst_rt.init(timeout_s=3.0)
-x = torch.zeros(1, 4, 1, 16)
+x = torch.zeros(1, 4, 1, 16, device=ctx.device)
 if ctx.rank == 1:
     time.sleep(40)
 burst_rt.burst_attention(x, x, x, layout=ctx.layout(8))

@@ -72,7 +72,8 @@ _LATE = """
 import time, torch, burst_rt
 with burst_rt.init() as ctx:
     layout = ctx.layout(TOKENS)
-    q, k, v = (torch.randn(1, layout.shard_len, 4, 64) for _ in range(3))
+    shape = 1, layout.shard_len, 4, 64
+    q, k, v = (torch.randn(shape, device=ctx.device) for _ in range(3))
     took_s = 0.0
     for _ in range(8):
         if ctx.rank == 1:
@@ -119,7 +120,7 @@ with burst_rt.init() as ctx:
     neighbours = [subprocess.Popen([sys.executable, "-c", spinning]) for _ in beside]
     try:
         layout = ctx.layout(6_144)
-        q = torch.randn(1, layout.shard_len, 4, 64)
+        q = torch.randn(1, layout.shard_len, 4, 64, device=ctx.device)
         for _ in range(10):
             burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
     finally:
@@ -169,7 +170,7 @@ with burst_rt.init() as ctx:
     for i in range(15):
         BEFORE
         layout = ctx.layout(513)
-        q = torch.randn(1, layout.shard_len, 2, 64)
+        q = torch.randn(1, layout.shard_len, 2, 64, device=ctx.device)
         burst_rt.burst_attention(q, q, q, mask=mask, layout=layout)
 """
 
@@ -200,7 +201,8 @@ import time, torch, burst_rt
 from burst_rt.telemetry import span, step
 with burst_rt.init() as ctx:
     layout = ctx.layout(512)
-    q, k, v = (torch.randn(1, layout.shard_len, 4, 64, requires_grad=True) for _ in range(3))
+    shape = 1, layout.shard_len, 4, 64
+    q, k, v = (torch.randn(shape, device=ctx.device, requires_grad=True) for _ in range(3))
     for _ in range(5):
         with step():
             with span("forward"):

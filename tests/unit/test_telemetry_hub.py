@@ -26,6 +26,7 @@ from forked import with_torch
 from telemetry_feed import beat, hello
 
 import burst_rt
+from burst_rt.drivers import BaseDriver
 from burst_rt.errors import ConfigError, InputError, ProtocolError
 from burst_rt.runtime.machine import Machine
 from burst_rt.telemetry.hub.starting import HUB_MODULE, RunningHub, hub_environment, start_hub
@@ -318,6 +319,25 @@ def test_a_rank_that_ends_hears_the_hub_out(tmp_path: Path) -> None:
                 connection.sendall(frame(msgspec.msgpack.encode(Pong(0.0, 0.0))))
                 time.sleep(0.05)
         closing.join(_DEADLINE_S)
+
+
+@pytest.mark.parametrize(("ends", "told"), [(True, (6, 0)), (False, (0, 6))])
+def test_calls_that_a_device_has_yet_to_end_are_awaited_or_counted(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch, ends: bool, told: tuple[int, int]
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(BaseDriver, "settled", lambda _: ended.is_set())
+    agent = _agent(hub)
+    with burst_rt.init() as ctx:
+        ctx.runtime.observer = agent.follow([0], "local", "")
+        _attend(ctx, 3)
+    time.sleep(0.5)  # the agent wakes, and finds the context closed
+    if ends:
+        threading.Timer(0.05, ended.set).start()
+    agent.close(0)
+    with HubViewer(hub.address, hub.secret) as viewer:
+        (rank,) = _wait_until(viewer, lambda s: s.ranks[0].status == "left").ranks
+        assert (agent.totals.counts.traced_calls, rank.dropped) == told
 
 
 def test_a_dropped_connection_is_noticed_within_100_ms(hub: RunningHub) -> None:

@@ -64,8 +64,11 @@ _RESEND_S = 0.02
 # Minimum number of seconds between two samples of hosts and processes: their processor time is
 # counted in hundredths of a second, so samples closer together would say little.
 _HOST_PERIOD_S = 0.5
-# Seconds for which a rank that ends waits until its last words are sent.
+# Seconds for which a rank that ends waits until its last words are sent; and for which these wait
+# for calls that a device has yet to end.
 _BYE_DEADLINE_S = 0.5
+_SETTLING_S = 0.3
+_ASK_AGAIN_S = 0.002
 
 _log = logging.getLogger("burst_rt.telemetry")
 
@@ -313,7 +316,7 @@ class Agent:
         while self._waiting:
             message = self._waiting.popleft()
             if isinstance(message, Bye):
-                self._drain()
+                self._drain_all(0.0 if message.code else _SETTLING_S)
                 self._count()
             self._queue(message)
         self._drain()
@@ -331,9 +334,22 @@ class Agent:
                 taken += 1
                 for message in messages:
                     self._queue(message)
-            if log.closed and not taken:
+            # After its context is closed a device may still work on its last calls.
+            if log.closed and log.is_empty:
                 self._logs.remove(log)
                 self.num_dropped += log.num_dropped
+
+    def _drain_all(self, within_s: float) -> None:
+        """Takes all calls that end within some seconds, and gives the others up."""
+        deadline_s = time.perf_counter() + within_s
+        self._drain()
+        while any(not log.is_empty for log in self._logs):
+            if time.perf_counter() >= deadline_s:
+                for log in self._logs:
+                    log.give_up()
+                return
+            time.sleep(_ASK_AGAIN_S)
+            self._drain()
 
     def _queue(self, message: FromRank | Ping) -> None:
         spans = isinstance(message, (EndedCall, PhaseEnded))

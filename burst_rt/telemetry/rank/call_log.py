@@ -218,6 +218,16 @@ class CallLog:
         self._stopped = True
         self._waiting.clear()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no ended call waits to be taken."""
+        return not self._waiting
+
+    def give_up(self) -> None:
+        """Counts as dropped the calls that still wait: their device has not ended them in time."""
+        self.num_dropped += len(self._waiting)
+        self._waiting.clear()
+
     def doing(self) -> Activity:
         """The present activity of the context."""
         current = self.current

@@ -53,7 +53,7 @@ def main() -> None:
 
         # A disagreement in one group reaches no other, and an argument that is wrong on one rank is
         # an error where the others wait.
-        x = torch.zeros(1, 30, 2, 16)
+        x = torch.zeros(1, 30, 2, 16, device=world.device)
         if rank < 2:
             with pytest.raises(ContractMismatch, match="strategy: "):
                 burst_rt.burst_attention(

@@ -39,7 +39,7 @@ def main() -> None:
         assert job.allreduce(1) == 4
 
         # A disagreement in one pair reaches neither the other nor the world.
-        x = torch.zeros(1, 30, 2, 16)
+        x = torch.zeros(1, 30, 2, 16, device=world.device)
         if job.rank < 2:
             with pytest.raises(ContractMismatch, match="strategy: "):
                 burst_rt.burst_attention(

@@ -48,7 +48,8 @@ def leave(*_: object) -> NoReturn:
 
 
 def call() -> None:
-    q = torch.randn(1, layout.shard_len, 2, 16, requires_grad=True)
+    shape = 1, layout.shard_len, 2, 16
+    q = torch.randn(shape, device=ctx.device, requires_grad=True)
     out = burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
     out.sum().backward()
 

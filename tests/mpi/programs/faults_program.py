@@ -180,9 +180,14 @@ num_tiles = 0
 generating = False
 
 
+def kernel_class() -> Any:
+    """Of the kernel that does the tiles."""
+    return type(KERNELS["cpu" if ctx.device.type == "cpu" else "triton"])
+
+
 def watch_tiles() -> None:
-    """From here on every tile of the CPU's kernel is a place to fault in."""
-    kernel: Any = type(KERNELS["cpu"])
+    """From here on every tile is a place to fault in."""
+    kernel = kernel_class()
     forward, backward = kernel.forward, kernel.backward
 
     def watched_forward(*args: Any) -> Any:
@@ -216,8 +221,8 @@ def watch_sums() -> None:
 
 
 def watch_decodes() -> None:
-    """The same of every decode of the CPU's kernel."""
-    kernel: Any = type(KERNELS["cpu"])
+    """The same of every decode."""
+    kernel = kernel_class()
     decode = kernel.decode
 
     def watched(*args: Any) -> Any:
@@ -236,7 +241,7 @@ def serve() -> None:
     for tokens in (40, 1, 1):
         step = cache.step(tokens)
         for layer in range(2):
-            x = torch.randn(1, step.num_tokens, 2, 16)
+            x = torch.randn(1, step.num_tokens, 2, 16, device=ctx.device)
             step.attend(layer, x, x, x)
             if tokens == 1:
                 reach("layer")
@@ -256,7 +261,7 @@ def pipeline() -> None:
         return g.build()
 
     ctx.pipeline(build).run(
-        buffers={name: torch.ones(16) for name in "xyz"},
+        buffers={name: torch.ones(16, device=ctx.device) for name in "xyz"},
         ops={"look": lambda y: reach("pipeline")},
     )
 
@@ -267,9 +272,9 @@ def generate() -> None:
 
     global generating
     generating = True
-    model = make_llama().eval()
+    model = make_llama().eval().to(ctx.device)
     model.set_attn_implementation("burst_rt")
-    ids = torch.arange(40)[None] % 60 + 1
+    ids = torch.arange(40, device=ctx.device)[None] % 60 + 1
     tokens = model.generate(
         ids, past_key_values=burst_rt.hf.Cache(model, ctx, capacity=64, batch=1, block=4),
         max_new_tokens=3, do_sample=False,
@@ -291,8 +296,8 @@ def train() -> None:
 
     rows = [{"input_ids": [1 + i % 60 for i in range(40)], "labels": [3] * 40}] * 4
     options = transformers.TrainingArguments(
-        output_dir="trainer", use_cpu=True, report_to="none", max_steps=2, save_strategy="no",
-        disable_tqdm=True, per_device_train_batch_size=1,
+        output_dir="trainer", use_cpu=ctx.device.type == "cpu", report_to="none", max_steps=2,
+        save_strategy="no", disable_tqdm=True, per_device_train_batch_size=1,
     )  # fmt: skip
     Trainer(model=make_llama(), args=options, train_dataset=rows, context=ctx).train()
 
@@ -310,7 +315,8 @@ def make_llama() -> Any:
 
 
 def call() -> None:
-    q = torch.randn(1, layout.shard_len, 2, 16, requires_grad=True)
+    shape = 1, layout.shard_len, 2, 16
+    q = torch.randn(shape, device=ctx.device, requires_grad=True)
     out = burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
     reach("between")
     out.sum().backward()

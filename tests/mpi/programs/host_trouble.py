@@ -19,7 +19,7 @@ _TOKENS, _HEADS, _HEAD_DIM = 1024, 16, 64
 ctx = burst_rt.init(stall_s=2.0, timeout_s=4.0)
 assert ctx.runtime.machine.ranks_per_node == 2, ctx.runtime.machine.ranks_per_node
 layout = ctx.layout(_TOKENS * ctx.world_size)
-q = torch.randn(1, layout.shard_len, _HEADS, _HEAD_DIM)
+q = torch.randn(1, layout.shard_len, _HEADS, _HEAD_DIM, device=ctx.device)
 try:
     while True:
         burst_rt.burst_attention(q, q, q, layout=layout, strategy="ring-kv")
