@@ -120,7 +120,8 @@ other-transformers: $(ALL) ## models of transformers, with the oldest release th
 		tests/unit/test_hf.py tests/unit/test_hf_cache.py tests/unit/test_hf_lengths.py
 
 # Files whose jobs compute on whatever device ranks have.
-ON_GPUS := $(addprefix tests/mpi/test_,$(addsuffix .py,models generate recurrence train_model generate_command guide_script finetune layer objects beside accelerate serve serving))
+ON_GPUS := $(addprefix tests/mpi/test_,$(addsuffix .py,models generate recurrence train train_model generate_command guide_script finetune layer \
+	objects beside accelerate serve serving leaving faults error_words issued postmortem examples))
 
 test-emulated: $(ALL) ## jobs of tests with four emulated GPUs, whose streams keep books (tests/emulated); half an hour
 	EMULATED_GPUS=4 EMULATED_LAG_S=0.001 $(BIN)/pytest $(JOBS) $(ON_GPUS)

@@ -187,7 +187,9 @@ class CudaDriver(BaseDriver):
         for other in after:
             device.wait(stream, self._issued[other].ended)
         started = device.record(stream, timed=True) if self.timed else None
-        self.putting = task
+        self.putting, flight, at = task, self._flight, 0
+        if flight is not None:  # whatever ends this process in a launch, the record says where
+            at = flight.add(8 * task.id + TASK_ENTRY, issued_s, issued_s)
         device.begin(task.name)
         try:
             failure = self._start(task, stream, handle)
@@ -198,6 +200,8 @@ class CudaDriver(BaseDriver):
             self._failed = True
             self._landed.append(failure)
             return
+        if flight is not None:
+            flight.take_back(at)
         self._issued[task.id] = _Issued(
             task, issued_s, started, device.record(stream, timed=self.timed)
         )

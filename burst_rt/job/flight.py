@@ -136,6 +136,13 @@ class FlightRecord:
         times[at] = begun_s
         return at + 4
 
+    def take_back(self, end: int) -> None:
+        """Removes an entry. end: the place of its end in `times`."""
+        at = end - 4
+        self.times[at] = 0.0
+        if self._at == (at + 5 if at < _LAST else _FIRST):  # it is the last one
+            self._at = at
+
     def close(self, *, closed: bool) -> None:
         """Notes whether the rank has left all its groups, and none of them failed."""
         self._map[CLOSED_AT] = closed

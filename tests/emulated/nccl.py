@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -127,7 +128,8 @@ def _in_background(work: Callable[..., None], *args: Any) -> SimpleQueue[Any]:
 
 
 def _write(connect: Callable[[], socket.socket], queue: SimpleQueue[Any]) -> None:
-    with connect() as connection:
+    # A peer that has left takes no more. Whoever reads from it notices.
+    with connect() as connection, suppress(OSError):
         while (data := queue.get()) is not None:
             connection.sendall(data)
 

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from fake_device import FakeDevice, FakeMessages, FakeWire, Part, Race
 
 from burst_rt.drivers import CudaDriver, DriverOptions, Watch
 from burst_rt.errors import BurstError, ContractMismatch, DeviceError, Stalled
+from burst_rt.job.flight import FlightRecord
+from burst_rt.job.flights import read_flight
 from burst_rt.scheduler import (
     CONTROL,
     DEVICE_LANES,
@@ -102,6 +105,7 @@ def drive(
     opening: Opened | None = None,
     timeout_s: float = 20.0,
     stall_s: float = 20.0,
+    flight: FlightRecord | None = None,
 ) -> CudaDriver:
     """One run of the graph, its parts being the same memory for every run on this device."""
     schedule = Schedule.of(graph)
@@ -113,6 +117,7 @@ def drive(
         opening=opening or Opened(polls),
         timeout_s=timeout_s,
         stall_s=stall_s,
+        flight=flight,
     )
     driver = CudaDriver(schedule, device, FakeMessages(device), wire or FakeWire(device), options)
     run(schedule, driver)
@@ -268,6 +273,31 @@ def test_spans_of_device_tasks_come_when_they_have_ended() -> None:
     assert all(span.issued_s > 0 and span.ended_s >= span.started_s for span in spans.values())
     assert driver.compute_s >= 0
     assert NETWORK.name in {span.lane for span in spans.values()}
+
+
+def test_a_rank_that_ends_in_a_launch_leaves_the_task_in_its_record(tmp_path: Path) -> None:
+    device, flight = FakeDevice(3), FlightRecord(tmp_path, 0, 3)
+    graph = random_graph(random.Random(3), DEVICE_LANES)
+    launched: list[str | None] = []
+
+    def doing() -> str | None:
+        read = read_flight(tmp_path, 0)
+        assert read is not None
+        return None if read.doing is None else read.doing.name
+
+    def work(*args: Any) -> None:
+        launched.append(doing())
+        if len(launched) == 5:
+            raise SystemExit
+        device.use(*args)
+
+    flight.enter(1, "forward", time.perf_counter(), graph)
+    with pytest.raises(SystemExit):
+        drive(device, graph, work=work, flight=flight)
+    names = {task.name for task in graph.tasks}
+    assert len(set(launched)) == 5
+    assert set(launched) <= names
+    assert doing() == launched[-1]
 
 
 def test_telemetry_gets_a_devices_spans_when_they_have_ended_and_never_waits() -> None:

@@ -69,6 +69,24 @@ def test_a_task_has_its_times_and_its_names(tmp_path: Path) -> None:
     assert abs(left.wall(time.perf_counter()) - time.time()) < 1.0
 
 
+def test_what_is_taken_back_leaves_the_others(tmp_path: Path) -> None:
+    record = FlightRecord(tmp_path, 0, 2)
+    record.enter(1, "forward", 10.0, _graph())
+    end = record.add(TASK_ENTRY, 11.0, 11.0)
+    assert _read(tmp_path).doing is not None
+    record.take_back(end)
+    assert _read(tmp_path).entries == []
+    for number in range(NUM_ENTRIES + 2):  # all around the ring
+        record.add(8 * 2 + TASK_ENTRY, 11.0, 12.0 + number)
+        record.take_back(record.add(TASK_ENTRY, 11.0, 11.0))
+    entries = _read(tmp_path).entries
+    assert [entry.task for entry in entries] == [2] * (NUM_ENTRIES - 1)  # the first one's place
+    first, second = (record.add(8 * task + TASK_ENTRY, 5e4, 5e4 + task) for task in (0, 2))
+    record.take_back(first)
+    assert second != first
+    assert [entry.task for entry in _read(tmp_path).entries if entry.begun_s >= 5e4] == [2]
+
+
 def test_messages_are_under_way_until_they_have_ended(tmp_path: Path) -> None:
     record = FlightRecord(tmp_path, 0, 2)
     record.enter(1, "forward", 10.0, _graph())
