@@ -119,12 +119,15 @@ other-transformers: $(ALL) ## models of transformers, with the oldest release th
 		'tests/mpi/test_generate.py::test_generated_text_is_that_of_one_process[2]' \
 		tests/unit/test_hf.py tests/unit/test_hf_cache.py tests/unit/test_hf_lengths.py
 
-# Files whose jobs compute on whatever device ranks have.
-ON_GPUS := $(addprefix tests/mpi/test_,$(addsuffix .py,models generate recurrence train train_model generate_command guide_script finetune layer \
-	objects beside accelerate serve serving leaving faults error_words issued postmortem examples))
+# Files whose jobs compute on whatever device ranks have; of these, those that have what Triton's kernels take. TRL starts a Triton kernel of
+# its own, and a test is of a machine without a GPU.
+ON_GPUS := models generate recurrence train_model generate_command finetune layer objects beside serve leaving faults error_words issued postmortem
+LIKE_USERS := examples accelerate guide_script serving train
+OF_MPI = $(1:%=tests/mpi/test_%.py) -k 'not trl_trains and not only_ranks_can_refuse'
 
 test-emulated: $(ALL) ## jobs of tests with four emulated GPUs, whose streams keep books (tests/emulated); half an hour
-	EMULATED_GPUS=4 EMULATED_LAG_S=0.001 $(BIN)/pytest $(JOBS) $(ON_GPUS)
+	EMULATED_GPUS=4 EMULATED_LAG_S=0.001 EMULATED_REFUSES=1 $(BIN)/pytest $(JOBS) $(call OF_MPI,$(LIKE_USERS))
+	EMULATED_GPUS=4 EMULATED_LAG_S=0.001 $(BIN)/pytest $(JOBS) $(call OF_MPI,$(ON_GPUS))
 
 # Oldest to newest; .venv has one between. The interpreter of 3.6 needs an older numpy.
 TRITONS := 3.6.0 3.8.0 3.9.0

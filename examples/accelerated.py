@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 import burst_rt
 
-CONTEXT, TOKENS, VOCABULARY, DIM = 2, 75, 64, 32
+CONTEXT, TOKENS, VOCABULARY, DIM = 2, 75, 64, 64
 
 
 class Model(nn.Module):

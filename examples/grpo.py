@@ -23,7 +23,7 @@ def make_policy() -> Any:
     """The same weights on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=WORDS, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
     return LlamaForCausalLM(config)

@@ -73,7 +73,7 @@ def make_model() -> tuple[Any, Any]:
     )  # fmt: skip
     transformers.set_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=None,
         eos_token_id=1,
     )  # fmt: skip

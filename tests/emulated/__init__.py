@@ -19,5 +19,6 @@ here.
 EMULATED_LIBRARY  gpu.cpp, compiled
 EMULATED_GPUS     how many GPUs there are
 EMULATED_TRITON   if set, kernels are Triton's own
+EMULATED_REFUSES  if set, and torch's operators step in, they refuse what Triton's kernels refuse
 EMULATED_LAG_S    how long they do nothing now and then, so that what does not wait is too early
 """

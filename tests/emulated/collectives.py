@@ -25,6 +25,8 @@ _NAMES = (
     "reduce_scatter_tensor_coalesced_", "alltoall_", "alltoall_base_", "gather_", "scatter_",
     "barrier",
 )  # fmt: skip
+# Of which Gloo compares shapes, and NCCL numbers of elements.
+_FLAT = ("_allgather_base_", "_reduce_scatter_base_")
 # Of two ranks: who started one waits for it later.
 _MESSAGES = ("send", "recv_")
 _libraries: list[torch.library.Library] = []
@@ -49,6 +51,8 @@ def _by_gloo(name: str) -> Callable[..., Any]:
             if not isinstance(x, torch.Tensor) or not x.is_cuda:
                 return x
             of_host = host_of(x.detach())
+            if name in _FLAT:
+                of_host = of_host.view(-1)
             given[id(of_host)] = of_host, x
             return of_host
 

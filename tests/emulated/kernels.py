@@ -12,7 +12,10 @@ def install(kernels: Any) -> None:
     """Puts them there; the vendors' kernels refuse."""
 
     if "EMULATED_TRITON" not in os.environ:
-        untiled: Any = type(kernels.KERNELS["untiled"])
-        kernels.KERNELS["triton"] = type("Emulated", (untiled,), {"name": "triton"})()
+        untiled, triton = (type(kernels.KERNELS[name]) for name in ("untiled", "triton"))
+        words = {"name": "triton"}
+        if "EMULATED_REFUSES" in os.environ:
+            words["refuses"] = triton.refuses
+        kernels.KERNELS["triton"] = type("Emulated", (untiled,), words)()
     for name in ("cudnn", "flash", "flash-4"):
         type(kernels.KERNELS[name]).refuses = lambda *_: "GPUs are emulated"

@@ -61,8 +61,9 @@ class NcclCommunicator:
             peer: SimpleQueue() for peer in range(size)
         }
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(f"{self._folder}/{rank}")
+        self._listener.bind(f"{self._folder}-{rank}")
         self._listener.listen(size)
+        os.rename(f"{self._folder}-{rank}", f"{self._folder}/{rank}")  # whoever sees it may connect
         _in_background(self._accept)
         while len(os.listdir(self._folder)) < size:
             time.sleep(0.01)

@@ -52,6 +52,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMULATED_TRITON", "1")
 
 
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton's kernels refuse is refused."""
+    monkeypatch.setenv("EMULATED_REFUSES", "1")
+
+
 _OF_LAUNCHES = ("addresses", "specialized", "tables")
 
 
@@ -66,6 +72,7 @@ def test_what_a_gpu_would_get_wrong_is_an_error(what: str) -> None:
 _PAGES = ("index", "masks", "recurrences", "serving", "pipelines", "watching", "plain")
 
 
+@pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize(("by", "pages"), [("burst-rt run", _PAGES), ("torchrun", ("serving",))])
 def test_the_guide(by: Launcher, pages: tuple[str, ...]) -> None:
     """Over CuPy's NCCL under `burst-rt run`, over torch's under torchrun."""
@@ -158,6 +165,7 @@ def test_models_of_transformers_and_fsdp2(tmp_path: Path) -> None:
     assert max(max(differences.values()) for differences in found.values()) <= 1e-5
 
 
+@pytest.mark.usefixtures("strict")
 def test_the_first_commands_of_the_guide_for_gpus(tmp_path: Path) -> None:
     bench = ["bench", "attention", "-n", "2", "--part", "error", "--max-tokens", "256"]
     job = run_command(bench, cwd=tmp_path, warm="torch")

@@ -13,6 +13,7 @@ from example_checks import CHECKS, EXAMPLES
 from tolerances import ERROR
 
 import burst_rt
+from burst_rt.kernels.triton.kernel import _MIN_HEAD_DIM
 
 _NAMES = ("linformer", "performer", "downsampled")
 
@@ -38,3 +39,13 @@ def test_the_program_says_what_it_sent(name: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("name", _NAMES)
 def test_an_example_is_short(name: str) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_small_models_have_heads_that_gpus_take() -> None:
+    heads = [runpy.run_path(str(EXAMPLES / "accelerated.py"))["DIM"] // 4]
+    for path in EXAMPLES.glob("*.py"):
+        config = r"hidden_size=(\d+).*?num_attention_heads=(\d+)"
+        for width, number in re.findall(config, path.read_text(encoding="utf-8"), re.DOTALL):
+            heads.append(int(width) // int(number))
+    assert len(heads) >= 3
+    assert min(heads) >= _MIN_HEAD_DIM
