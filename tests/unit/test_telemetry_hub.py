@@ -340,6 +340,24 @@ def test_calls_that_a_device_has_yet_to_end_are_awaited_or_counted(
         assert (agent.totals.counts.traced_calls, rank.dropped) == told
 
 
+def test_a_rank_whose_device_has_failed_says_so_all_the_same(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settled(_: BaseDriver) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    agent = _agent(hub)
+    with burst_rt.init() as ctx:
+        ctx.runtime.observer = agent.follow([0], "local", "")
+        monkeypatch.setattr(BaseDriver, "settled", settled)
+        _attend(ctx, 2)
+    time.sleep(0.5)  # the agent wakes, and asks
+    agent.close(70, "the device failed")
+    with HubViewer(hub.address, hub.secret) as viewer:
+        (rank,) = _wait_until(viewer, lambda s: s.ranks[0].status not in ("live", "silent")).ranks
+        assert (rank.status, rank.dropped) == ("left", 4)
+
+
 def test_a_dropped_connection_is_noticed_within_100_ms(hub: RunningHub) -> None:
     with HubViewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as other:
         connection = _rank(hub, 1)

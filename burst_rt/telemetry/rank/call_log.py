@@ -224,7 +224,7 @@ class CallLog:
         return not self._waiting
 
     def give_up(self) -> None:
-        """Counts as dropped the calls that still wait: their device has not ended them in time."""
+        """Counts as dropped the calls that still wait: their device does not end them in time."""
         self.num_dropped += len(self._waiting)
         self._waiting.clear()
 
@@ -247,10 +247,14 @@ class CallLog:
         if not self._waiting:
             return []
         call = self._waiting[0]
-        if self._enter is not None:
-            self._enter()
-            self._enter = None
-        if isinstance(call, _Call) and not call.driver.settled():
+        try:
+            if self._enter is not None:
+                self._enter()
+                self._enter = None
+            if isinstance(call, _Call) and not call.driver.settled():
+                return []
+        except RuntimeError:  # a device that has failed ends nothing; the rank's own call says why
+            self.give_up()
             return []
         self._waiting.popleft()
         if isinstance(call, Agreed):
