@@ -32,7 +32,7 @@ import torch
 
 from burst_rt.kernels import triton as package
 
-__all__ = ["HopperError", "load"]
+__all__ = ["HopperError", "Pointer", "block", "load", "note_access", "run_grid"]
 
 _PACKAGE = package.__name__
 # Its modules that have device functions, and are loaded again where one of them imports another.
@@ -70,19 +70,20 @@ class _Block(torch.Tensor):
         return SimpleNamespace(layout=_LAYOUT)
 
 
-def _block(x: Any, dtype: torch.dtype | None = None) -> _Block:
+def block(x: Any, dtype: torch.dtype | None = None) -> _Block:
+    """As a tensor in registers."""
     return torch.as_tensor(x, dtype=dtype).as_subclass(_Block)
 
 
-class _Pointer:
+class Pointer:
     """Elements of a tensor's memory, by their places in it."""
 
     def __init__(self, memory: torch.Tensor, places: Any) -> None:
         self.memory, self.places = memory, places
         self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
-    def __add__(self, places: Any) -> _Pointer:
-        return _Pointer(self.memory, self.places + places)
+    def __add__(self, places: Any) -> Pointer:
+        return Pointer(self.memory, self.places + places)
 
     __radd__ = __add__
 
@@ -132,7 +133,7 @@ class _Shared:
         return _Shared(self.memory.view(*shape), self.root)
 
     def load(self, layout: Any) -> _Block:
-        return _block(self.memory.clone())
+        return block(self.memory.clone())
 
     def store(self, value: torch.Tensor) -> None:
         assert value.dtype == self.dtype, (value.dtype, self.dtype)
@@ -292,8 +293,8 @@ def _warpgroup_mma(a: Any, b: _Shared, acc: Any, *, use_acc: bool = True, is_asy
     def finish() -> _Block:
         product = left().float() @ right().float()
         if not use_acc:
-            return _block(product)
-        return _block((first.value if isinstance(first, _Product) else first) + product)
+            return block(product)
+        return block((first.value if isinstance(first, _Product) else first) + product)
 
     product = _Product(finish)
     _here.products.append(product)
@@ -318,7 +319,7 @@ class _Descriptor:
     """What the copy engine knows of a matrix."""
 
     def __init__(
-        self, pointer: _Pointer, shape: Any, strides: Any, block: Sequence[int], layout: Any
+        self, pointer: Pointer, shape: Any, strides: Any, block: Sequence[int], layout: Any
     ) -> None:
         self.pointer, self.layout = pointer, layout
         self.shape, self.strides = [int(x) for x in shape], [int(x) for x in strides]
@@ -333,7 +334,7 @@ class _Descriptor:
             at = at.view([-1 if i == axis else 1 for i in range(len(corner))])
             places = places + at * self.strides[axis]
             inside = inside & (at < self.shape[axis])
-        return _load(_Pointer(self.pointer.memory, places), inside, 0.0).as_subclass(torch.Tensor)
+        return _load(Pointer(self.pointer.memory, places), inside, 0.0).as_subclass(torch.Tensor)
 
 
 def _copy_to_shared(
@@ -347,10 +348,15 @@ def _copy_to_shared(
     )
 
 
-def _load(pointer: _Pointer, mask: Any = None, other: Any = None) -> _Block:
+def note_access(memory: torch.Tensor, places: Any, asked: Any, writes: bool) -> None:
+    """Is told of every access, for whoever replaces it. asked: which of the places are meant."""
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = None) -> _Block:
     places, asked = pointer.inside(mask)
+    note_access(pointer.memory, places, asked, False)
     values = pointer.memory[places.long()].clone()  # one element would be a view
-    return _block(values if mask is None else torch.where(asked, values, _like(values, other)))
+    return block(values if mask is None else torch.where(asked, values, _like(values, other)))
 
 
 def _like(values: torch.Tensor, other: Any) -> torch.Tensor:
@@ -359,8 +365,9 @@ def _like(values: torch.Tensor, other: Any) -> torch.Tensor:
     return torch.as_tensor(other).to(values.dtype).as_subclass(torch.Tensor)
 
 
-def _store(pointer: _Pointer, value: Any, mask: Any = None) -> None:
+def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     places, asked = pointer.inside(mask)
+    note_access(pointer.memory, places, asked, True)
     values = torch.as_tensor(value).to(pointer.memory.dtype).as_subclass(torch.Tensor)
     values, places, asked = torch.broadcast_tensors(values, places, asked)
     pointer.memory[places[asked].long()] = values[asked]
@@ -369,7 +376,7 @@ def _store(pointer: _Pointer, value: Any, mask: Any = None) -> None:
 _adding = threading.Lock()
 
 
-def _atomic_add(pointer: _Pointer, value: Any, mask: Any = None, **_: str) -> _Block:
+def _atomic_add(pointer: Pointer, value: Any, mask: Any = None, **_: str) -> _Block:
     _here.program.raise_if_failed()
     if isinstance(value, int) and not value:  # it waits for others
         _here.program.end_if_late()
@@ -400,7 +407,7 @@ class _Function:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
-            _run_grid(grid[0], lambda: self.fn(*map(_argument, args), **constants))
+            run_grid(grid[0], lambda: self.fn(*map(_argument, args), **constants))
 
         return launch
 
@@ -408,14 +415,14 @@ class _Function:
 def _argument(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         memory = torch.empty(0, dtype=x.dtype).set_(x.detach().untyped_storage())
-        return _Pointer(memory, _block(x.storage_offset()))
-    return _block(x, torch.int64) if isinstance(x, int) else x
+        return Pointer(memory, block(x.storage_offset()))
+    return block(x, torch.int64) if isinstance(x, int) else x
 
 
 _draws = itertools.count()
 
 
-def _run_grid(size: int, kernel: Callable[[], None]) -> None:
+def run_grid(size: int, kernel: Callable[[], None]) -> None:
     """Runs a kernel's programs, several at once."""
     draw = random.Random(next(_draws))
     numbers, failed = iter(range(size)), list[BaseException]()
@@ -469,10 +476,10 @@ _language = SimpleNamespace(
     BlockedLayout=_LAYOUT, SwizzledSharedLayout=_LAYOUT, NVMMASharedLayout=_LAYOUT,
     constexpr=lambda x: x, static_assert=lambda ok: None, static_range=_ranges, range=_ranges,
     int32=torch.int32, int64=torch.int64, float32=torch.float32,
-    program_id=lambda axis: _block(_here.program.number),
+    program_id=lambda axis: block(_here.program.number),
     cdiv=lambda a, b: -(-a // b),
-    arange=lambda start, stop, layout=None: _block(torch.arange(start, stop, dtype=torch.int32)),
-    full=lambda shape, value, dtype, layout=None: _block(torch.full(shape, value, dtype=dtype)),
+    arange=lambda start, stop, layout=None: block(torch.arange(start, stop, dtype=torch.int32)),
+    full=lambda shape, value, dtype, layout=None: block(torch.full(shape, value, dtype=dtype)),
     expand_dims=lambda x, axis: x.unsqueeze(axis), convert_layout=lambda x, layout: x,
     where=torch.where, maximum=torch.maximum, exp2=torch.exp2, log2=torch.log2,
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),

@@ -8,7 +8,7 @@ of the host puts after what it needs raises `Race` (`books.py`), and so does wor
 given back while another stream may still use it. Messages over NCCL arrive when they arrive, and
 work that needs them is done then, by a thread of the devices (`nccl.py`); Gloo carries torch's
 collectives (`collectives.py`). Torch's operators step in for Triton's kernels; or Triton starts its
-own, and its interpreter runs them (`triton.py`), which takes tens of times as long.
+own, and its interpreter, or a stand-in for Gluon, runs them (`triton.py`), which takes far longer.
 
 So a program that passes here does not mix devices, does not read what is not there yet, and calls
 nothing that the stand-ins lack. How long anything takes, and what CUDA and NCCL refuse, is not seen

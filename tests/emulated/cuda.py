@@ -90,6 +90,8 @@ class Stream:
         self.device_index, self.priority = index_of(device), priority
         self._queue: deque[_Item] = deque()
         self.num_put = self.num_done = 0  # of what has been in the queue
+        # Events recorded here, and the last one that the host has seen happen.
+        self.num_recorded = self.last_seen = 0
         with BOOKS.lock:
             self.cuda_stream = 1000 + len(Stream.by_key) if handle is None else handle
             self.stream_id = self.cuda_stream
@@ -205,12 +207,14 @@ class Event:
         self.timed, self.clock, self.at_s = enable_timing, dict[Key, int](), 0.0
         self._stream: Stream | None = None
         self._number = 0  # of the stream's work that comes before
-        self._seen = True
+        self._place = 0  # among the stream's events
 
     def record(self, stream: Stream | None = None) -> None:
         """See torch."""
         self._stream = stream = stream or current_stream()
-        self._number, self.clock, self._seen = stream.num_put, BOOKS.clock(stream.key), False
+        self._number, self.clock = stream.num_put, BOOKS.clock(stream.key)
+        stream.num_recorded += 1
+        self._place = stream.num_recorded
         self.at_s = time.perf_counter()
 
     def is_over(self) -> bool:
@@ -227,8 +231,9 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        """See torch. When the host learns of it is drawn."""
-        if not self.is_over() or (not self._seen and _draw.random() < 0.5):
+        """See torch. When the host learns of it is drawn, unless it has seen a later one."""
+        seen = self._stream is None or self._stream.last_seen >= self._place
+        if not self.is_over() or (not seen and _draw.random() < 0.5):
             return False
         self.synchronize()
         return True
@@ -237,8 +242,8 @@ class Event:
         """See torch."""
         if self._stream is not None:
             self._stream.finish(self._number)
+            self._stream.last_seen = max(self._stream.last_seen, self._place)
         BOOKS.after(HOST, self.clock)
-        self._seen = True
 
     def elapsed_time(self, end: Event) -> float:
         """See torch."""

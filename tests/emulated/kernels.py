@@ -13,9 +13,12 @@ def install(kernels: Any) -> None:
 
     if "EMULATED_TRITON" not in os.environ:
         untiled, triton = (type(kernels.KERNELS[name]) for name in ("untiled", "triton"))
-        words = {"name": "triton"}
-        if "EMULATED_REFUSES" in os.environ:
-            words["refuses"] = triton.refuses
+
+        def refuses(kernel: Any, work: Any) -> Any:
+            kind = triton if "EMULATED_REFUSES" in os.environ else untiled
+            return kind.refuses(kernel, work)
+
+        words = {"name": "triton", "refuses": refuses}
         kernels.KERNELS["triton"] = type("Emulated", (untiled,), words)()
     for name in ("cudnn", "flash", "flash-4"):
         type(kernels.KERNELS[name]).refuses = lambda *_: "GPUs are emulated"

@@ -3,29 +3,32 @@
 Triton's own code decides which kernel a launch needs and what it gets: addresses and numbers. Here
 a compiled kernel is what it was to be compiled for, its types and what it may take for granted; a
 launch that does not keep to that is an error, where a GPU would read something else. Every load and
-store is entered in the books. Kernels in Gluon, which the interpreter does not take, are refused as
-by a compiler.
+store is entered in the books. Kernels in Gluon, which the interpreter does not take, are run by
+`gluon_standin`.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from ctypes import c_char
 from types import SimpleNamespace
 from typing import Any
 
+import gluon_standin
 import numpy as np
+import torch
 import triton.compiler
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
-from triton.errors import TritonError
 from triton.runtime import _allocation, driver, interpreter
 from triton.runtime.jit import JITFunction
 
 from emulated.books import Span, place
 from emulated.cuda import BOOKS, current, current_device, stream_of
 
-__all__ = ["install"]
+__all__ = ["install", "launched"]
 
 _ARCH = 90
 # Bytes that a program's descriptors take.
@@ -33,6 +36,7 @@ _DESCRIPTORS_BYTES = 3 * 128
 # Spans of one memory that are kept apart for a launch.
 _MOST_SPANS = 8
 
+launched: Counter[str] = Counter()  # how often each kernel was
 # The interpreter keeps its current program in a global.
 _one_at_a_time = threading.RLock()
 
@@ -55,8 +59,9 @@ class _Touched:
         if at.size:
             first, end = int(at.min()), int(at.max()) + size
             base = BOOKS.span(first, end - first).base
-            if (base, size) not in self._elements:
-                self._elements[base, size] = np.zeros(BOOKS.size(base) // size + 2, dtype=bool)
+            with BOOKS.lock:
+                if (base, size) not in self._elements:
+                    self._elements[base, size] = np.zeros(BOOKS.size(base) // size + 2, dtype=bool)
             self._elements[base, size][(at - np.uint64(base)) // np.uint64(size) + np.uint64(1)] = 1
 
     def spans(self) -> list[Span]:
@@ -162,6 +167,7 @@ class _Launcher:
             raise TypeError(f"{self._name} takes {len(names)} arguments, got {len(arguments)}")
         stream = stream_of(current_device(), handle)
         stream.finish()
+        launched[self._name] += 1
         with _one_at_a_time:
             values = {
                 name: self._value(index, name, argument)
@@ -192,6 +198,8 @@ class _Launcher:
         for attribute, factor in self._attrs.get((index,), ()):
             if attribute == "tt.divisibility" and number % factor:
                 raise ValueError(f"{self._name} is for {name} % {factor} = 0, got {number}")
+        if self._function.is_gluon():
+            return _of_gluon(kind, number)
         if kind.startswith("fp"):
             return float(np.float32(number))
         of = tl.str_to_ty(kind, None)
@@ -199,7 +207,38 @@ class _Launcher:
         return tl.tensor(interpreter.TensorHandle(np.array([number], dtype=numpy_type), of), of)
 
 
+_TYPES = {
+    "*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32, "*i32": torch.int32
+}  # fmt: skip
+
+
+def _of_gluon(kind: str, number: Any) -> Any:
+    """An argument as the stand-in of Gluon has it."""
+    if not kind.startswith("*"):
+        return number if kind.startswith("fp") else gluon_standin.block(number, torch.int64)
+    base = BOOKS.span(number, 1).base
+    size, dtype = BOOKS.size(base), _TYPES[kind]
+    count, place = size // dtype.itemsize, (number - base) // dtype.itemsize
+    whole = torch.frombuffer((c_char * size).from_address(base), dtype=dtype, count=count)
+    return gluon_standin.Pointer(whole, gluon_standin.block(place))
+
+
+def _note_access(memory: Any, places: Any, asked: Any, writes: bool) -> None:
+    size = memory.itemsize
+    at = memory.data_ptr() + places.numpy().astype(np.int64) * size
+    (_writes if writes else _reads).note(at.astype(np.uint64), asked.numpy(), size)
+
+
+def _run_gluon(function: Any, grid: tuple[int, int, int], values: Any) -> None:
+    module = gluon_standin.load()[function.fn.__module__.rpartition(".")[2]]
+    kernel = getattr(module, function.fn.__name__)
+    gluon_standin.run_grid(grid[0], lambda: kernel(**values))
+
+
 def _run(function: Any, grid: tuple[int, int, int], values: Any) -> None:
+    if function.is_gluon():
+        _run_gluon(function, grid, values)
+        return
     builder = interpreter.interpreter_builder
     fn = _interpreted(function).rewrite()
     interpreter._patch_lang(function.fn)
@@ -236,14 +275,13 @@ class _Compiled(CompiledKernel):  # type: ignore[misc]
 
 def _compile(source: Any, target: Any = None, options: Any = None, **_: Any) -> _Compiled:
     """In the place of triton.compiler.compile."""
-    if source.fn.is_gluon():
-        raise TritonError("Gluon is not emulated")
     return _Compiled(source)
 
 
 def install(_: object) -> None:
     """Gives Triton the driver of emulated GPUs."""
     _mend_interpreter()
+    gluon_standin.note_access = _note_access
     triton.compiler.compile = _compile
     JITFunction.__call__ = lambda function, *args, **kwargs: _interpreted(function)(*args, **kwargs)
     properties = {"max_shared_mem": 227 << 10, "multiprocessor_count": 132, "warpSize": 32}

@@ -278,6 +278,7 @@ pathlib.Path(f"done-{ctx.rank}-{attempt}").touch()
 
 _JOINING = """
 import os, pathlib, sys, time
+from contextlib import suppress
 import burst_rt.context  # takes seconds on a busy machine, and starts no MPI
 when, starter, how = sys.argv[1:]
 def leave():
@@ -300,9 +301,10 @@ if when == "before MPI":
     # A rank that leaves while others start MPI is Open MPI's own case. The launcher has seen it
     # leave once its process is gone.
     state = pathlib.Path("/proc", pathlib.Path("leaver").read_text(), "stat")
-    # Intel MPI's mpirun leaves it a zombie.
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.02)
+    with suppress(OSError):  # its process is gone
+        # Intel MPI's mpirun leaves it a zombie.
+        while state.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.02)
 if starter == "mpi4py":
     from mpi4py import MPI
 if leaver and when == "before init":

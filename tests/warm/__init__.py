@@ -69,6 +69,7 @@ _NAMES = {
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     *("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "PWD", "OLDPWD", "SHLVL", "_", "PYTHON_EXEC"),
     *("COLUMNS", "LINES", "NO_COLOR"),
+    "EMULATED_REFUSES",  # read when a kernel is asked (emulated/kernels.py)
     "MKL_CBWR",  # read by MKL's first product, which no import does (tests/mpi/test_warm.py)
 }
 

@@ -3,7 +3,7 @@
 Every call is made three times, the last two by launches that were kept, where they can be. Then
 come steps with other documents each, where there is room for few tables. Rank 0 writes `{case:
 {"errors": the largest ones, "launches": [by Triton's own way, kept] of each turn}}` to the JSON
-file `args[0]`.
+file `args[0]`, and `launches` of all kernels under "decode".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from mask_truths import FUNCTIONS, Sizes, truth_of
-from spec import errors_of, reference
+from spec import errors_of, reference, relative_error
 from worlds import Case, attend
 
 import burst_rt
@@ -39,6 +39,9 @@ _CASES = {
     "a function": Case(
         40, heads=4, kv_heads=2, batch=2, mask=FUNCTIONS[_FUNCTION].mask(_SIZES), strategy="burst"
     ),
+    "roles": _PLAIN.but(
+        q_len=300, dtype=torch.bfloat16, head_dim=128, strategy="burst"
+    ),  # of warps, in Gluon
     "v of another head_dim": _PLAIN.but(head_dim=48, v_head_dim=32, strategy="two-level:1"),
 }  # fmt: skip
 counts: Counter[str] = Counter()
@@ -78,8 +81,33 @@ def main() -> None:
                 for step in range(4):
                     mask = Causal() & Documents([100 + step, 60, 40 - step])
                     measure(ctx, "other documents", _PLAIN.but(q_len=200, mask=mask))
+        errors = {"out": _decode(ctx)}
+        from emulated.triton import launched  # Triton, in whose place it steps, comes first
+
+        found["decode"] = {"errors": errors, "launches": dict(launched)}
         if ctx.rank == 0:
             Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _decode(ctx: burst_rt.Context) -> float:
+    """A prompt, and a token after it: the token's error."""
+    tokens, noise = 60, torch.Generator().manual_seed(0)
+    whole = torch.randn(3, 1, tokens, 4, 16, generator=noise)
+    cache = burst_rt.KVCache(
+        ctx, num_layers=1, batch=1, num_kv_heads=4, head_dim=16, capacity=64, dtype=whole.dtype
+    )
+
+    def attend(some: torch.Tensor) -> torch.Tensor:
+        step = cache.step(some.shape[2])
+        q, k, v = (step.cut(x).to(ctx.device) for x in some)
+        out = step.attend(0, q, k, v)
+        step.commit()
+        return out.cpu()
+
+    attend(whole[:, :, :-1])
+    q, k, v = whole
+    seen = reference(q, k, v, torch.zeros_like(q), mask=Causal()).out[:, -1:]
+    return relative_error(attend(whole[:, :, -1:]), seen)
 
 
 def _truth(case: Case) -> Any:
