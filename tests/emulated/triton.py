@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import triton.compiler
 import triton.language as tl
+from interpreting import spare_work
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import _allocation, driver, interpreter
@@ -117,10 +118,9 @@ def _to_bfloat16(x: Any) -> Any:
 
 
 def _mend_interpreter() -> None:
-    """Has it convert and multiply 16-bit numbers as a GPU does, and do nothing twice."""
+    """Has it convert and multiply 16-bit numbers as a GPU does, and note what memory it touches."""
+    spare_work(interpreter)
     builder, handle = interpreter.interpreter_builder, interpreter.TensorHandle
-    # Whether sums of integers overflow is asserted in debug mode alone.
-    builder.options = SimpleNamespace(**vars(builder.options) | {"sanitize_overflow": False})
 
     def wide(x: Any) -> Any:
         return _to_float(x.data) if x.dtype.scalar == tl.bfloat16 else x.data
@@ -138,16 +138,6 @@ def _mend_interpreter() -> None:
 
     builder.cast_impl, builder.create_dot = cast, dot
     interpreter._interpreter = _Memory(interpreter._interpreter)
-    # Searching triton.language for what to patch takes two thirds of a launch; it stays patched.
-    patch, patched = interpreter._patch_lang, set[Any]()
-
-    def patch_once(fn: Any) -> Any:
-        if fn not in patched:
-            patch(fn)
-            patched.add(fn)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = patch_once
 
 
 class _Launcher:
