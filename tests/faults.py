@@ -26,6 +26,7 @@ import os
 import random
 import re
 import shlex
+import signal
 import socket
 import statistics
 import subprocess
@@ -86,8 +87,9 @@ _WAYS = (
     "memory",
 )
 # What a job must bear: a rank that is stopped for a while, one that holds Python's lock for longer
-# than `stall_s`, or is late by more, between calls, one that is a hundred times slower.
-_BORNE = ("slow", "slower", "late", "lock", "sigcont")
+# than `stall_s`, or is late by more, between calls, one that is a hundred times slower. A batch
+# system that suspends the job stops all of its processes, here for longer than `stall_s`.
+_BORNE = ("slow", "slower", "late", "lock", "sigcont", "suspend")
 # Once MPI has been finalized, Python ignores exceptions.
 _FINAL_WAYS = (*_SIGNALS, *_CRASHES, "os-exit-0", "os-exit-3")
 _HELD_PHASES = ("before", "between", "awaited", *_IN_A_CALL, "layer")
@@ -99,6 +101,7 @@ _JOIN_S = 3.0
 # timeout_s and stall_s of jobs in which a rank stops, and of those that must bear one.
 _LIMITS_S = (5.0, 3.0)
 _BORNE_S = (60.0, 3.0)
+_SUSPENDED_S = 5.0
 # Starting may take long on a busy machine.
 _STARTING_S = 300.0
 # How much longer a job that has not ended in time is watched.
@@ -270,7 +273,7 @@ def _run(case: Case, folder: Path, outcome: Outcome) -> None:
             start_new_session=True,
         )
     try:
-        fault_at_s = _fault(case, folder, job)
+        fault_at_s = _fault(case, folder, job, mark)
         wanted_s = fault_at_s + _DEADLINE_S + case.waits_s
         if case.harmless or case.how == "calls":
             wanted_s = time.time() + _STARTING_S
@@ -405,7 +408,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _fault(case: Case, folder: Path, job: subprocess.Popen[bytes]) -> float:
+def _fault(case: Case, folder: Path, job: subprocess.Popen[bytes], own_mark: str) -> float:
     """Blocks until the fault has come, or makes it; its time in seconds since the epoch."""
     if case.how == "calls":
         return time.time()
@@ -414,6 +417,8 @@ def _fault(case: Case, folder: Path, job: subprocess.Popen[bytes]) -> float:
         if job.poll() is not None or time.monotonic() > deadline_s:
             raise AssertionError(f"the fault did not come: {_text(folder, job)}")
         time.sleep(0.02)
+    if case.how == "suspend":
+        _suspend(_alive(own_mark))
     if case.victim.isdigit():
         return float(mark.read_text(encoding="utf-8"))
     process = psutil.Process(job.pid)
@@ -426,6 +431,17 @@ def _fault(case: Case, folder: Path, job: subprocess.Popen[bytes]) -> float:
     time.sleep(0.3)
     process.kill()
     return time.time()
+
+
+def _suspend(processes: Sequence[psutil.Process]) -> None:
+    """Stops a job's processes for longer than `stall_s`, while ranks wait for one of them."""
+    time.sleep(0.3)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        if number == signal.SIGSTOP:
+            time.sleep(_SUSPENDED_S)
 
 
 def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:

@@ -351,7 +351,7 @@ class BaseDriver:
             for of, _, number, _ in self._about.values():
                 self._flight.add(8 * of.id + MESSAGE_ENTRY, number, now_s)
         if self._control is not None:
-            self._watch.say_entered(self._opening.number, backoff.elapsed_s(), limit_s)
+            self._watch.say_entered(self._opening.number, backoff.waited_s, limit_s)
         lost = self._watch.lost(
             None if self._control is not None else {peer for _, peer, *_ in self._about.values()}
         )
@@ -364,20 +364,23 @@ class BaseDriver:
         heard_s = (
             0.0 if is_local else max((when for when, _ in self._watch.alive.values()), default=0.0)
         )
-        silent_s = time.perf_counter() - max(backoff.started_s, heard_s)
+        silent_s = backoff.known_s(heard_s)
         return None if silent_s <= limit_s else _failed(task, self._stalled(task, silent_s))
 
     def _gone_on(self, backoff: Backoff) -> ContractMismatch | None:
         """The error for a rank that is awaited here and waits in a later call; or None."""
-        waited_s, number = backoff.elapsed_s(), self._opening.number
-        if waited_s < _ASKS_AFTER_S:
+        number = self._opening.number
+        if backoff.waited_s < _ASKS_AFTER_S:
             return None
         awaited = {peer for _, peer, *_ in self._about.values()}
         self._watch.ask(awaited, number)
-        later = [peer for peer in awaited if self._watch.entered.get(peer, 0) > number]
-        if not later or waited_s < 2 * _ASKS_AFTER_S:  # its messages may be on their way
+        rank = self._graph.rank
+        peer = min(
+            (peer for peer in awaited if self._watch.entered.get(peer, 0) > number), default=rank
+        )
+        # Its messages of this call may still be on their way.
+        if peer == rank or backoff.known_s(("later", peer)) < _ASKS_AFTER_S:
             return None
-        rank, peer = self._graph.rank, min(later)
         error = self._watch.errors[peer]
         return ContractMismatch(
             f"rank {rank}: rank {peer} left this step, of which call {number} is the agreement, "

@@ -149,8 +149,8 @@ class CudaDriver(BaseDriver):
         """Blocks until the device has ended the run, at most `timeout_s`; then raises Stalled."""
         backoff = Backoff()
         while not self.settled():
-            if backoff.elapsed_s() > timeout_s:
-                raise self._stalled(next(iter(self._issued.values())).task, backoff.elapsed_s())
+            if backoff.waited_s > timeout_s:
+                raise self._stalled(next(iter(self._issued.values())).task, backoff.waited_s)
             backoff.pause()
 
     def settled(self) -> bool:

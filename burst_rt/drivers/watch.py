@@ -16,7 +16,7 @@ from burst_rt.errors import BurstError, DeviceError, PeerLost, Stalled
 from burst_rt.transport import ControlGroup, NoticeKind, Pending
 from burst_rt.transport.base import UNKNOWN_CODE
 
-__all__ = ["Backoff", "SharedWatch", "Watch"]
+__all__ = ["Backoff", "RunningClock", "SharedWatch", "Watch"]
 
 # Seconds for which messages of a rank that has left may still be in transit: it may have done all
 # of its part in the call before.
@@ -26,6 +26,27 @@ _LEAVE_GRACE_S = 1.0
 _HOT_S = 1e-3
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 500e-6
+# A process that does not read its clock for longer was stopped meanwhile, or starved.
+_LONGEST_PAUSE_S = 0.5
+
+
+class RunningClock:
+    """A clock of the time in which this process runs, for deadlines.
+
+    A batch system suspends a job with SIGSTOP, and no deadline may pass meanwhile. So the time
+    between two readings counts as at most 0.5 s. Whoever waits must read the clock more often.
+    """
+
+    def __init__(self) -> None:
+        self.elapsed_s = 0.0  # at the last reading
+        self._read_s = time.perf_counter()
+
+    def read(self) -> float:
+        """Seconds since the clock was made. Does not block."""
+        now_s = time.perf_counter()
+        self.elapsed_s += min(now_s - self._read_s, _LONGEST_PAUSE_S)
+        self._read_s = now_s
+        return self.elapsed_s
 
 
 class Backoff:
@@ -33,6 +54,8 @@ class Backoff:
 
     def __init__(self) -> None:
         self.started_s = time.perf_counter()
+        self._clock = RunningClock()
+        self._seen_s: dict[object, float] = {}
         self._sleep_s = _FIRST_SLEEP_S
 
     def pause(self) -> bool:
@@ -46,11 +69,21 @@ class Backoff:
             return False
         time.sleep(self._sleep_s)
         self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
+        self._clock.read()
         return True
 
     def elapsed_s(self) -> float:
-        """Seconds since the wait began."""
+        """Seconds since the wait began, for the record."""
         return time.perf_counter() - self.started_s
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds until the last pause in which this process ran, for deadlines."""
+        return self._clock.elapsed_s
+
+    def known_s(self, fact: object) -> float:
+        """The part of `waited_s` since the fact was first asked about in this wait."""
+        return self.waited_s - self._seen_s.setdefault(fact, self.waited_s)
 
 
 @dataclass(frozen=True)
@@ -236,11 +269,11 @@ class Watch:
             if slept:
                 self.look()
                 if number is not None:
-                    self.say_entered(number, backoff.elapsed_s(), timeout_s, bringing)
+                    self.say_entered(number, backoff.waited_s, timeout_s, bringing)
             error = self.lost()
             if error:
                 raise error
-            if backoff.elapsed_s() > timeout_s:
+            if backoff.waited_s > timeout_s:
                 missing = self.absent(number) if number is not None else Absent([])
                 raise Stalled(
                     f"rank {self.control.rank}: waited {timeout_s:g} s for the other ranks to "
@@ -251,7 +284,7 @@ class Watch:
                     "several contexts must make a call with the same context",
                     rank=self.control.rank,
                     peer=missing.only,
-                    elapsed_s=backoff.elapsed_s(),
+                    elapsed_s=backoff.waited_s,
                 )
             slept = backoff.pause()
 

@@ -13,6 +13,8 @@ ended. Without such a call, the thread sleeps. The thread looks for these troubl
   time that a rank may be late for a call: the stream of another rank may have work of its caller,
   too, and this rank's messages wait for that work.
 
+While a job is suspended its devices go on, but nothing here counts (`RunningClock`).
+
 Any of these ends the job (`fail`). To abort the messages and go on would give the program invalid
 results.
 """
@@ -21,7 +23,6 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from burst_rt.drivers.cuda import CudaDriver
-from burst_rt.drivers.watch import Watch
+from burst_rt.drivers.watch import RunningClock, Watch
 from burst_rt.errors import BurstError, DeviceError, InternalError, Stalled
 from burst_rt.job.ending import mpi_takes_threads
 from burst_rt.scheduler import Task
@@ -76,8 +77,12 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._over = False  # no further call comes
         self._stopped = False
+        self._clock = RunningClock()
+        # What was so at the last look, and since when: the call and its tasks, the message.
         self._known: tuple[object, ...] = ()
         self._since_s = 0.0
+        self._starting: float | None = None
+        self._starting_since_s = 0.0
 
     def begin(self, number: int, name: str, driver: CudaDriver) -> WatchedCall:
         """Watches a call from now on. Does not block.
@@ -190,7 +195,10 @@ class Watchdog:
         self, call: WatchedCall, inside_s: float | None, putting: Task | None
     ) -> BurstError | None:
         """A message that could not be started in time. inside_s: since when it is being started."""
-        took_s = time.perf_counter() - inside_s if inside_s is not None else 0.0
+        now_s = self._clock.read()
+        if inside_s is None or inside_s != self._starting:
+            self._starting, self._starting_since_s = inside_s, now_s
+        took_s = now_s - self._starting_since_s
         if took_s <= self._timeout_s:
             return None
         return self._stalled(call, putting, "NCCL has not started its messages for", took_s)
@@ -199,7 +207,7 @@ class Watchdog:
         self, call: WatchedCall, tasks: Sequence[Task], *, begun: bool
     ) -> BurstError | None:
         """A call of which no task has ended in time, once the caller's stream has reached it."""
-        now_s = time.perf_counter()
+        now_s = self._clock.read()
         known = (call, len(tasks))
         if not begun or known != self._known:
             self._known, self._since_s = known, now_s

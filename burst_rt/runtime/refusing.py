@@ -62,7 +62,7 @@ def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoRe
         for member in shared:
             member.watch.say_refuses(meant=member is meant)
         backoff = Backoff()
-        while backoff.elapsed_s() < meant.timeout_s:
+        while backoff.waited_s < meant.timeout_s:
             _look(shared)
             where = _where_awaited(meant, shared)
             if where is not None:

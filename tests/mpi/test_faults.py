@@ -25,6 +25,8 @@ _KEPT = [
     "run 3 rank 1 sigstop sum",
     "run 3 rank 1 sigkill decode",
     "run 2 rank 0 raise layer",
+    "run 4 rank 1 late layer",
+    "run 3 rank 1 suspend tile",
 ]
 
 

@@ -64,6 +64,7 @@ class _Rank:
     timeout_s: float = _LONG_S
     stall_s: float = _LONG_S
     opening: _Opening = field(default_factory=_Opening)
+    one_of_several: bool = False
 
     def __post_init__(self) -> None:
         self.transport: LocalTransport = self.world.transport(self.graph.rank)
@@ -86,6 +87,7 @@ class _Rank:
                 opening=self.opening,
                 timeout_s=self.timeout_s,
                 stall_s=self.stall_s,
+                one_of_several=self.one_of_several,
             ),
         )
 
@@ -226,6 +228,37 @@ def test_what_came_while_a_wait_overslept_counts(monkeypatch: pytest.MonkeyPatch
     assert pending.result() == [b"0", b"1"]
 
 
+def _suspend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
+    """An hour passes in the third sleep of a wait; something happens in the tenth after it."""
+    clock, sleep, hours = time.perf_counter, time.sleep, 0
+    naps = iter(range(1, 13))
+
+    def nap(seconds: float) -> None:
+        nonlocal hours
+        sleep(seconds)
+        match next(naps, 0):
+            case 3:
+                hours = 1
+            case 12:
+                then()
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600 * hours)
+    monkeypatch.setattr(time, "sleep", nap)
+
+
+def test_no_deadline_passes_while_a_job_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = LocalWorld(2)
+    receiver, sender = _Rank(world, _receiver(), stall_s=5.0), _Rank(world, _sender())
+    _suspend(monkeypatch, sender.run)
+    receiver.run()
+    monkeypatch.undo()
+    groups = [world.control(rank) for rank in range(2)]
+    pending = groups[0].allgather(b"0")
+    _suspend(monkeypatch, lambda: groups[1].allgather(b"1"))
+    Watch(groups[0]).wait_for(pending, 5.0, "unshard")
+    assert pending.result() == [b"0", b"1"]
+
+
 def test_waiting_burns_no_core() -> None:
     world = LocalWorld(2)
     receiver, sender = _Rank(world, _receiver()), _Rank(world, _sender(first=[Op("sleep", (1.0,))]))
@@ -241,6 +274,29 @@ def test_waiting_burns_no_core() -> None:
 
 
 # Deadlines.
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_rank_that_is_in_a_later_call_may_have_sent_its_messages(
+    monkeypatch: pytest.MonkeyPatch, *, sends: bool
+) -> None:
+    """Its word comes by another way than they do, and before them."""
+    monkeypatch.setattr("burst_rt.drivers.base._ASKS_AFTER_S", 0.5)
+    world = LocalWorld(2)
+    receiver = _Rank(world, _receiver(), one_of_several=True)
+
+    def send_late() -> None:
+        time.sleep(1.5)  # the receiver has asked, and waited for longer than it waits for an answer
+        Watch(world.control(1)).say_entered(2, waited_s=1.0, timeout_s=1.0)
+        time.sleep(0.1)
+        if sends:
+            world.transport(1).isend(memoryview(bytearray(_BYTES)), 0, 0)
+
+    if sends:
+        _run_together([receiver.run, send_late])
+        return
+    with pytest.raises(ContractMismatch, match=r"rank 1 left this step.* and waits in call 2\."):
+        _run_together([receiver.run, send_late])
 
 
 def test_a_peer_that_never_sends_is_a_stall() -> None:

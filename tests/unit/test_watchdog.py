@@ -166,6 +166,18 @@ def test_a_message_that_never_ends(hasty: World, ends: Ends) -> None:
     assert hasty.wire[0].cancelled.is_set()
 
 
+def test_no_time_passes_while_the_job_is_suspended(
+    hasty: World, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty.device[0].held.add("network")
+    hasty.run()
+    assert not ends.came.wait(0.2)
+    clock = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600)
+    assert not ends.came.wait(0.2)
+    _about(ends.one(), "hop 1", r"no task of the call has ended for 1\.\d s")
+
+
 def test_work_of_the_callers_may_take_as_long_as_it_likes(hasty: World, ends: Ends) -> None:
     hasty.device[0].held |= {"caller", "compute", "network"}
     hasty.run()

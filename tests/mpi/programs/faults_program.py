@@ -98,6 +98,7 @@ WAYS: dict[str, Callable[[], None]] = {
     "late": lambda: time.sleep(_BEYOND_S),
     "lock": _hold_the_lock,
     "sigcont": _stop_for_a_while,
+    "suspend": lambda: time.sleep(_SLOW_S),  # `tests/faults.py` stops all ranks meanwhile
     "memory": _run_out_of_memory,
 }
 
