@@ -86,7 +86,8 @@ class Agent:
         self.num_dropped = 0
         # The step under way, -1 outside of steps, and the last one that began.
         self.step, self.last_step = -1, 0
-        self.open = threading.local()  # depth: number of steps and spans that a thread is in
+        self.stepping = 0  # the thread that began the last step
+        self.depths: dict[int, int] = {}  # by thread, the number of steps and spans that it is in
         self.alive = True
         self._gpus = gpus
         self._logs: list[CallLog] = []
@@ -144,7 +145,8 @@ class Agent:
 
     def _note_planning(self, started_s: float) -> None:
         """This thread has made a plan, since then."""
-        depth = getattr(self.open, "depth", 0)
+        # On a GPU autograd plans a backward in a thread of its own, and the step's thread waits.
+        depth = self.depths.get(threading.get_ident()) or self.depths.get(self.stepping, 0)
         self.note_phase("planning", self.step, depth, started_s, time.perf_counter())
 
     def put(self, message: FromRank) -> None:

@@ -5,6 +5,7 @@ Each only notes two times, and the agent's thread sends them later: no rank wait
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import lru_cache
 from types import TracebackType
@@ -48,8 +49,9 @@ class Phase:
         if not self._name:
             step = agent.last_step + 1 if self._number is None else self._number
             agent.step = agent.last_step = step
-        depth = getattr(agent.open, "depth", 0)
-        agent.open.depth = depth + 1
+            agent.stepping = threading.get_ident()
+        depth = agent.depths.get(threading.get_ident(), 0)
+        agent.depths[threading.get_ident()] = depth + 1
         calls_s = agent.totals.graph_s
         started_s = time.perf_counter()
         self._entered.append(_Entered(agent, step, outer_step, depth, calls_s, started_s))
@@ -64,7 +66,7 @@ class Phase:
             return
         ended_s = time.perf_counter()
         agent, step, outer_step, depth, calls_s, started_s = self._entered.pop()
-        agent.open.depth = depth
+        agent.depths[threading.get_ident()] = depth
         if not self._name:
             agent.step = outer_step
             # A step that failed is shown, but is no measure; nor does a step in a step count twice.
