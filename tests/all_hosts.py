@@ -52,6 +52,23 @@ if rank == 1:
 print("well", flush=True)
 """
 
+_SUSPENDED = """
+from pathlib import Path
+import torch
+import burst_rt
+from burst_rt.job import stopped
+stopped._MARGIN_S = 1.0
+with burst_rt.init(timeout_s=3.0, stall_s=2.0, survey=False) as ctx:
+    layout = ctx.layout(512 * ctx.world_size)
+    q = torch.randn(1, layout.shard_len, 4, 32, requires_grad=True)
+    for turn in range(1_000_000):
+        burst_rt.burst_attention(q, q, q, causal=True, layout=layout).sum().backward()
+        Path(f"turn-{ctx.rank}").write_text(str(turn))
+        if Path("enough").exists() and ctx.all_reduce(torch.ones(1)).item():
+            break
+print("well", flush=True)
+"""
+
 # Waits until the page shows four live ranks, and prints what it shows.
 _LOOK = """
 import sys
@@ -135,6 +152,40 @@ def test_a_rank_that_stays_stopped_under_srun_is_killed(tmp_path: Path) -> None:
         r"rank 1: process \d+ had been stopped by a signal \(SIGSTOP, say\) for 4 s", job.text
     )
     assert job.text.count("well") == 1
+
+
+def test_a_suspended_job_goes_on(tmp_path: Path) -> None:
+    """Suspended for longer than its deadlines together, and than a stopped rank may live."""
+    (tmp_path / "program.py").write_text(_SUSPENDED, encoding="utf-8")
+    with hosts(2, tmp_path) as here:
+        batch = slurm(here)
+        command = ["srun", "--nodes=2", "--ntasks=4", "--mpi=pmix", sys.executable, "program.py"]
+        job = batch.start(*command)
+        _wait_for_turns(tmp_path, 20)
+        batch.ask("scontrol", "suspend", "1")
+        time.sleep(3.0)
+        before = _turns(tmp_path)
+        time.sleep(9.0)
+        assert _turns(tmp_path) == before
+        batch.ask("scontrol", "resume", "1")
+        _wait_for_turns(tmp_path, max(before) + 20)
+        (tmp_path / "enough").touch()
+        assert job.wait(_WAIT_S) == 0, job.text
+        here.wait_until_empty(_WAIT_S, but=("slurm", "munged"))
+    assert job.text.count("well") == 4, job.text
+
+
+def _turns(folder: Path) -> list[int]:
+    """How many turns each of the four ranks has made."""
+    paths = [folder / f"turn-{rank}" for rank in range(4)]
+    return [int(path.read_text() or 0) if path.exists() else 0 for path in paths]
+
+
+def _wait_for_turns(folder: Path, num: int) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while min(_turns(folder)) < num:
+        assert time.monotonic() < deadline_s, _turns(folder)
+        time.sleep(0.1)
 
 
 def test_the_page_s_job_script_puts_a_failed_job_back(tmp_path: Path) -> None:

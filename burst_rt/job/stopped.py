@@ -3,7 +3,9 @@
 Nothing of a stopped process (SIGSTOP) runs, and mpirun, srun and torchrun wait for it without end:
 after its last call nobody else notices. So a small process watches each rank. It counts the seconds
 in which it runs itself, but the rank has not run at all, and nobody has stopped the rank's
-launcher: a suspended job is left alone. Standard library only: the watcher runs this file.
+launcher: a suspended job is left alone. Slurm, where it finds a job's processes by their parents
+(ProctrackType=proctrack/linuxproc), stops neither the watcher nor a step's launcher, so it is asked
+first. Standard library only: the watcher runs this file.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ _PIPE = 3
 # In the background of a shell that ends at once, so that it is no child of the rank: a program may
 # wait for its children until there are none.
 _START = '"$@" &'
+# For how long Slurm may think about an answer.
+_ANSWER_S = 30.0
 
 _told: tuple[int, int] | None = None  # the process that has a watcher, and its end of the pipe
 
@@ -46,18 +50,20 @@ def end_if_stopped(waited_s: float, rank: int) -> None:
         reads, writes = os.pipe()
         os.set_blocking(writes, False)
         try:
-            _start(reads, limit_s, str(rank))
+            _start(reads, os.environ.get("SLURM_JOB_ID", ""), limit_s, str(rank))
             _told = os.getpid(), writes
         finally:
             os.close(reads)
 
 
-def _start(reads: int, *told: str) -> None:
+def _start(reads: int, job: str, *told: str) -> None:
     """Starts the watcher, in the rank's process group: a signal that stops the group stops both."""
     # -I -S: it starts in 10 ms.
-    program = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(os.getppid()), *told]
+    ids = [str(os.getpid()), str(os.getppid())]
+    program = [sys.executable, "-I", "-S", __file__, *ids, *told, job]
     # Without the launcher's variables nobody takes it for a rank.
-    needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    names = ["LD_LIBRARY_PATH", *(("PATH", "SLURM_CONF") if job else ())]
+    needed = {name: os.environ[name] for name in names if name in os.environ}
     shell = os.posix_spawn(
         "/bin/sh", ["sh", "-c", _START, "sh", *program], needed,
         file_actions=[
@@ -70,8 +76,11 @@ def _start(reads: int, *told: str) -> None:
         os.waitpid(shell, 0)
 
 
-def _watch(rank_pid: int, launcher_pid: int, limit_s: float, rank: str) -> None:
-    """Blocks until the rank has ended or runs another program, or kills it."""
+def _watch(rank_pid: int, launcher_pid: int, limit_s: float, rank: str, job: str) -> None:
+    """Blocks until the rank has ended or runs another program, or kills it.
+
+    job: Slurm's number of the job; "" without Slurm.
+    """
     try:
         process = os.pidfd_open(rank_pid)
     except OSError:
@@ -90,6 +99,8 @@ def _watch(rank_pid: int, launcher_pid: int, limit_s: float, rank: str) -> None:
         before, switches = switches, _switches_if_stopped(rank_pid)
         alone = 0 <= switches == before and _switches_if_stopped(launcher_pid) < 0
         stopped_s = stopped_s + _PERIOD_S if alone else 0.0
+        if stopped_s >= limit_s and _may_be_suspended(job):
+            stopped_s = 0.0
         if stopped_s >= limit_s:
             with suppress(OSError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -101,6 +112,28 @@ def _watch(rank_pid: int, launcher_pid: int, limit_s: float, rank: str) -> None:
                     flush=True,
                 )
             return
+
+
+def _may_be_suspended(job: str) -> bool:
+    """Whether Slurm has suspended the job, or gives no answer. Blocks at most half a minute.
+
+    False where there is no Slurm to ask.
+    """
+    if not job:
+        return False
+    import subprocess  # takes as long as the rest of the watcher's start
+
+    ask = ["squeue", "--noheader", "--format=%T", f"--jobs={job}"]
+    try:
+        answer = subprocess.run(
+            ask, check=False, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, timeout=_ANSWER_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return True
+    except OSError:
+        return False
+    return answer.returncode != 0 or b"SUSPENDED" in answer.stdout
 
 
 def _switches_if_stopped(pid: int) -> int:
@@ -126,4 +159,4 @@ if __name__ == "__main__":
         with suppress(OSError):
             if int(number) > _PIPE:
                 os.close(int(number))
-    _watch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
+    _watch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:])

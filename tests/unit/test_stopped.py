@@ -92,6 +92,44 @@ def test_a_rank_that_stays_stopped_is_killed() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "killed"),
+    [
+        ("echo SUSPENDED", "echo RUNNING", True),
+        ("exit 1", "echo RUNNING", True),
+        ("echo SUSPENDED", "echo SUSPENDED", False),
+    ],
+)
+def test_slurm_is_asked_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, then: str, *, killed: bool
+) -> None:
+    """`tests/all_hosts.py` has a job that Slurm suspends."""
+    squeue, asked = tmp_path / "squeue", tmp_path / "asked"
+    turn = f"case $(wc -l < {asked}) in 1) {first};; *) {then};; esac"
+    squeue.write_text(f"#!/bin/sh\necho $* >> {asked}\n{turn}\n", encoding="utf-8")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    with _launched(_STOP) as (launcher, rank):
+        if killed:
+            assert _end(launcher)[0] == str(-signal.SIGKILL)
+        else:
+            time.sleep(4.0)
+            assert rank.status() == psutil.STATUS_STOPPED
+    questions = asked.read_text(encoding="utf-8").splitlines()
+    assert len(questions) >= 2
+    assert set(questions) == {"--noheader --format=%T --jobs=17"}
+
+
+def test_it_is_killed_where_there_is_no_slurm_to_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    with _launched(_STOP) as (launcher, _):
+        assert _end(launcher)[0] == str(-signal.SIGKILL)
+
+
 def test_it_is_killed_where_nothing_can_be_told() -> None:
     with _launched(_STOP, (0.0,), "no standard error") as (launcher, _):
         assert _end(launcher) == (str(-signal.SIGKILL), "")

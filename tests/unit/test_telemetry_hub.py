@@ -128,6 +128,7 @@ def _take_steps(ctx: burst_rt.Context) -> None:
             burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
     with telemetry.step(), telemetry.step():  # one in another counts once
         # As autograd's thread of a GPU does, for the thread that makes the step.
+        assert ctx.runtime.observer is not None
         helper = threading.Thread(target=ctx.runtime.observer.planned, args=[time.perf_counter()])
         helper.start()
         helper.join()
