@@ -73,6 +73,7 @@ def ask_to_stop(job_dir: Path, number: int) -> bool:
     """
     if not (job_dir / _OFFER).exists():
         return False
+    listen(job_dir)  # the folder may have been cleaned since
     _write(job_dir / _ASKED, number)
     return True
 
@@ -124,8 +125,10 @@ class StopRequests:
     def votes(self) -> StopVotes:
         """This rank's votes, which the ranks add up to agree. Does not block."""
         heard = self._noted
-        if heard is None and self._job_dir is not None and (self._job_dir / _ASKED).exists():
-            heard = signal.Signals(json.loads((self._job_dir / _ASKED).read_text()))
+        if self._job_dir is not None:
+            if heard is None and (self._job_dir / _ASKED).exists():
+                heard = signal.Signals(json.loads((self._job_dir / _ASKED).read_text()))
+            self._offer(self._job_dir)
         return [float(number == heard) for number in SIGNALS]
 
     @staticmethod
@@ -142,8 +145,16 @@ class StopRequests:
         if self.offer:
             self._job_dir = job_folder()
         if self._job_dir is not None:
-            (self._job_dir / _OFFER).touch()
+            self._offer(self._job_dir)
         return self
+
+    @staticmethod
+    def _offer(job_dir: Path) -> None:
+        """Makes the offer, and makes it again where the folder has been cleaned."""
+        if not (job_dir / _OFFER).exists():
+            with suppress(OSError):
+                job_folder()
+                (job_dir / _OFFER).touch()
 
     def __exit__(
         self,

@@ -23,6 +23,7 @@ import pytest
 
 from burst_rt.dashboard.server import RunningDashboard, Where
 from burst_rt.launch.run import kill_job
+from burst_rt.telemetry.hub.jobs import running_jobs
 from burst_rt.telemetry.model.job_model import JobModel
 from burst_rt.telemetry.read.viewer import ModelViewer
 
@@ -122,6 +123,17 @@ class RunningCommand:
     process: subprocess.Popen[str]
     said: list[str]  # what the command has printed so far on standard error
 
+    def hub(self) -> int:
+        """The number of the job's hub, once it can be found. Raises TimeoutError after 60 s."""
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s:
+            own = {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+            found = own & {job.pid for job in running_jobs()}
+            if found:
+                return found.pop()
+            time.sleep(0.1)
+        raise TimeoutError("".join(self.said))
+
     def link(self, kind: str) -> str:
         """The address that the command prints; blocks until it has, at most 60 s.
 
@@ -142,7 +154,7 @@ def command(*arguments: str, cwd: Path) -> Iterator[RunningCommand]:
     """Runs a `burst-rt` command until the end of the block, where it is interrupted."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "burst_rt.launch.main", *arguments],
-        cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(cwd)},
+        cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip

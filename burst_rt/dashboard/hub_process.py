@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# Maximum length of the folder's path: the path of a Unix socket has room for 107 bytes.
-_MAX_FOLDER_BYTES = 100
+# Maximum length of the folder's path: the path of a Unix socket has room for 107 bytes, and viewers
+# outside this process's container put /proc/PID/root before it.
+_MAX_FOLDER_BYTES = 80
 
 
 def main() -> None:

@@ -51,6 +51,7 @@ JOB_DIR_VARIABLE = "BURST_RT_JOB_DIR"
 # Errors that a rank raises because of another rank. They are the cause only where no rank raised
 # any other error.
 _SECONDARY_KINDS = frozenset({"PeerLost", "Stalled"})
+_seen: set[str] = set()  # job folders that were there
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,18 @@ class RankWait(NamedTuple):
 def job_folder() -> Path | None:
     """The job's folder, in a rank that `burst-rt run` started on its own host; else None."""
     name = os.environ.get(JOB_DIR_VARIABLE)
-    return Path(name) if name and Path(name).is_dir() else None
+    if not name:
+        return None
+    folder = Path(name)
+    if not folder.is_dir() and name not in _seen:
+        return None
+    _seen.add(name)
+    # What is old goes from temporary folders, on some hosts, and a job may take weeks.
+    with suppress(OSError):
+        folder.parent.mkdir(0o700, exist_ok=True)
+        if folder.parent.stat().st_uid == os.geteuid():
+            folder.mkdir(0o700, exist_ok=True)
+    return folder
 
 
 def write_report(job_dir: Path, report: RankReport) -> None:

@@ -299,6 +299,21 @@ def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert "burst-rt: rank 0 cannot report its end: " in job.err
 
 
+@pytest.mark.parametrize("code", [0, 5])
+def test_a_folder_that_was_cleaned_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As temporary folders are, on some hosts, of what is some days old."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    clean = "shutil.rmtree(Path(os.environ['BURST_RT_JOB_DIR']).parent, ignore_errors=True)"
+    program = f"import os, shutil\nfrom pathlib import Path\n{clean}\nraise SystemExit({code})"
+    job = _run(tmp_path, program, num_ranks=1)
+    assert job.exit_code == code, job.err
+    assert bool(code) == bool(
+        re.match(r"burst-rt: rank 0 failed after .* \(exit code 5\)", job.last_line)
+    )
+
+
 def test_a_part_of_mpi_that_was_left_open(tmp_path: Path) -> None:
     if find_launcher().family != "Open MPI":
         pytest.skip("MPICH 5.0.2 takes no notice, Intel MPI 2021.18 kills the ranks that are left")

@@ -1,86 +1,92 @@
-"""Running jobs: found by their number or alone, gone when killed, and not where others could read
-or plant them.
-"""
+"""Running jobs: found by their number or alone, gone when killed; the terminal's view of them."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import secrets
+import subprocess
+import sys
 
 import msgspec
-import psutil
 import pytest
 from click.testing import CliRunner
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.main import cli
-from burst_rt.telemetry.hub.jobs import RunningJob, announce, find_job, running_jobs
+from burst_rt.telemetry.hub import jobs as jobs_module
+from burst_rt.telemetry.hub.jobs import announce, find_job, running_jobs
 from burst_rt.telemetry.hub.starting import start_hub
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "burst-rt"
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of other tests are not found."""
+    monkeypatch.setattr(jobs_module, "_NAME", f"tests-{secrets.token_hex(8)}-")
 
 
-def test_a_job_is_found_and_only_its_user_may_read_it(folder: Path) -> None:
-    path = announce("unix:/nowhere", "secret")
-    assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
-    assert find_job(None) == find_job(os.getpid())
-    assert (find_job(None).address, find_job(None).secret) == ("unix:/nowhere", "secret")
-    path.unlink()
+def test_a_job_is_found_and_only_its_user_may_read_it() -> None:
+    with os.fdopen(announce("unix:/nowhere", "secret")) as file:
+        assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
+        assert os.fstat(file.fileno()).st_nlink == 0
+        assert find_job(None) == find_job(os.getpid())
+        assert find_job(None).secret == "secret"
+        # Where its socket is not seen here, the job is in a container, say.
+        assert find_job(None).address == f"unix:/proc/{os.getpid()}/root/nowhere"
     with pytest.raises(ConfigError, match="no job of this user runs here with telemetry"):
         find_job(None)
 
 
-def test_one_of_several_must_be_named(folder: Path) -> None:
-    announce("unix:/one", "a")
-    other = psutil.Process().parents()[-1]
-    job = RunningJob(
-        pid=other.pid,
-        started_s=other.create_time(),
-        address="unix:/two",
-        secret="b",
-        command="train.py",
+def _announce_elsewhere(address: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Another process that has announced a job; it ends with its standard input."""
+    program = (
+        "import sys; from burst_rt.telemetry.hub import jobs; jobs._NAME = sys.argv[1]\n"
+        "file = jobs.announce(sys.argv[2], 'b'); print(flush=True); sys.stdin.read()"
     )
-    (folder / "other.json").write_bytes(msgspec.json.encode(job))
-    with pytest.raises(ConfigError, match=r"several jobs run here; choose one:\n  --attach \d+"):
-        find_job(None)
-    assert find_job(other.pid).secret == "b"
-    with pytest.raises(ConfigError, match="no job 999999999 runs here"):
-        find_job(999_999_999)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, jobs_module._NAME, address],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"\n"
+    return process, process.pid
 
 
-def test_what_a_killed_hub_left_is_removed(folder: Path) -> None:
-    announce("unix:/one", "a").unlink()
-    # A process of that number began at another time: not that hub.
-    (folder / "old.json").write_bytes(
-        msgspec.json.encode(
-            RunningJob(pid=os.getpid(), started_s=1.0, address="unix:/old", secret="c", command="")
-        )
-    )
-    (folder / "half.json").write_bytes(b'{"pid": 1')
-    assert running_jobs() == []
-    assert list(folder.iterdir()) == []
+def test_one_of_several_must_be_named_and_a_killed_hub_is_gone() -> None:
+    with os.fdopen(announce("tcp:one:1", "a")):
+        other, pid = _announce_elsewhere("tcp:two:2")
+        with other:
+            with pytest.raises(
+                ConfigError, match=r"several jobs run here; choose one:\n  --attach \d+"
+            ):
+                find_job(None)
+            assert (find_job(pid).address, find_job(pid).secret) == ("tcp:two:2", "b")
+            assert [job.pid for job in running_jobs()] == [os.getpid(), pid]
+            with pytest.raises(ConfigError, match="no job 999999999 runs here"):
+                find_job(999_999_999)
+            other.kill()
+        assert find_job(None).pid == os.getpid()
 
 
-def test_a_folder_that_others_can_open_is_refused(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="nobody else can read"):
-        announce("unix:/one", "a")
+def test_what_is_half_written_is_no_job() -> None:
+    with os.fdopen(announce("tcp:one:1", "a"), "wb") as file:
+        os.ftruncate(file.fileno(), 20)
+        assert running_jobs() == []
 
 
-def test_a_hub_can_be_looked_at_in_a_terminal() -> None:
+def test_a_hub_can_be_looked_at_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     hub = start_hub(one_host=True, held=True)
+    pid = str(hub._process.pid)
+    # As after a login: the variables of its process say nothing here.
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    monkeypatch.setenv("TMPDIR", "/nowhere")
     try:
-        shown = CliRunner().invoke(cli, ["top", "--once"])
+        shown = CliRunner().invoke(cli, ["top", "--once", "--attach", pid])
         assert shown.exit_code == 0, shown.output
         assert "0 ranks" in shown.output
     finally:
         hub.release()
-    assert running_jobs() == []
+    assert int(pid) not in [job.pid for job in running_jobs()]
 
 
 def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) -> None:

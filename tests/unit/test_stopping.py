@@ -5,6 +5,7 @@ long, and who has the last word.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,17 @@ def test_the_launcher_asks_who_offers(job_dir: Path) -> None:
         assert ask_to_stop(job_dir, signal.SIGHUP)
         assert requests.heard(requests.votes()) is signal.SIGHUP
     assert not ask_to_stop(job_dir, signal.SIGHUP), "the offer was for a time"
+
+
+def test_it_can_ask_though_the_folder_was_cleaned_since(job_dir: Path) -> None:
+    """As temporary folders are, on some hosts, of what is some days old."""
+    with StopRequests(offer=True) as requests:
+        shutil.rmtree(job_dir)
+        assert not ask_to_stop(job_dir, signal.SIGHUP)
+        assert requests.votes() == _SILENCE
+        assert ask_to_stop(job_dir, signal.SIGHUP)
+        assert requests.heard(requests.votes()) is signal.SIGHUP
+        assert leave_word(LastWord("stopped", 129))
 
 
 def test_a_last_word_is_left_only_to_who_listens(

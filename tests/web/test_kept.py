@@ -4,10 +4,8 @@ why the job failed.
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,11 +40,8 @@ def _dashboard(stack: ExitStack, job: RunningCommand, cwd: Path, *, attached: bo
     """The link of the job's own dashboard, or of one that is attached to the job."""
     if not attached:
         return job.link("dashboard")
-    deadline_s = time.monotonic() + 60
-    while not list(cwd.glob("burst-rt/*.json")):
-        assert time.monotonic() < deadline_s, "".join(job.said)
-        time.sleep(0.1)
-    return stack.enter_context(command("dashboard", "--at", "0", cwd=cwd)).link("dashboard")
+    options = ["--attach", str(job.hub()), "--at", "0"]
+    return stack.enter_context(command("dashboard", *options, cwd=cwd)).link("dashboard")
 
 
 @pytest.mark.parametrize("attached", [False, True])
@@ -99,8 +94,7 @@ def test_a_page_says_so_where_the_hub_was_killed_too(browser: Browser, tmp_path:
         page = browser.new_page()
         page.goto(_dashboard(stack, job, tmp_path, attached=True))
         expect(page.locator(".card.live")).to_have_count(2, timeout=60_000)
-        (hub,) = tmp_path.glob("burst-rt/*.json")
-        kill_rank(job.process, json.loads(hub.read_text())["pid"])
+        kill_rank(job.process, job.hub())
         expect(page.locator("#banner")).to_contain_text("tabs that were not open have nothing")
         page.close()
 

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import msgspec
 
-from burst_rt.errors import BurstError, ProtocolError
+from burst_rt.errors import ProtocolError
 from burst_rt.job.postmortem import PostMortem
 from burst_rt.telemetry.hub.jobs import announce
 from burst_rt.telemetry.messages import (
@@ -354,7 +354,7 @@ async def serve(
             hub.tick()
         hub.conclude()
         if announced is not None:
-            announced.unlink(missing_ok=True)
+            os.close(announced)
         if service is not None:
             service.close()
         await _let_go(hub, showing)
@@ -389,10 +389,10 @@ def _tell_starter(address: str, lines: Sequence[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _announce(address: str, hub: Hub) -> Path | None:
+def _announce(address: str, hub: Hub) -> int | None:
     try:
         return announce(address, hub.secret)
-    except (OSError, BurstError) as error:
+    except OSError as error:
         _log.warning("this job cannot be found by --attach: %s", error)
         return None
 

@@ -1,74 +1,88 @@
 """The running jobs of this user on this host, whose hubs viewers find with `--attach`.
 
-Each hub has one file, which only this user can read.
-
-The files lie in $XDG_RUNTIME_DIR/burst-rt. Without such a folder, they lie in burst-rt-UID in the
-folder for temporary files. A hub that was killed leaves its file, and the next look removes it.
+Each hub holds a deleted file open, and viewers look for it among the open files of this user's
+processes in /proc, where only this user and root can read it. It is found whatever the viewer's
+environment is: a login on a compute node has other temporary folders than a batch job, and those
+are cleaned, or go when their user logs out. The file goes with its hub, however that ends.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import psutil
 
 from burst_rt.errors import ConfigError
+from burst_rt.job.folders import SHARED_MEMORY
 from burst_rt.telemetry.wire import readable
 
 __all__ = ["RunningJob", "announce", "find_job", "running_jobs"]
+
+_NAME = "burst-rt-hub-of-"
 
 
 class RunningJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job, as its hub's file tells it."""
 
     pid: int  # process id of the hub, by which people name the job
-    started_s: float  # when the hub's process started, since the epoch
+    started_s: float  # when the hub said so, since the epoch
     address: str
     secret: str
     command: str  # command of the process that started the hub
 
 
-def announce(address: str, secret: str) -> Path:
-    """Writes this hub's file, and returns its path; the caller removes the file at the end. Raises
-    OSError and ConfigError where the file cannot be written safely.
+def announce(address: str, secret: str) -> int:
+    """Lets viewers find this process's hub until the returned file descriptor is closed.
+
+    Does not block. Raises OSError where there is no room for the file.
     """
-    process = psutil.Process()
-    parent = process.parent()
-    command = readable(" ".join(parent.cmdline())[:500]) if parent is not None else ""
-    folder = _folder()
-    path, unfinished = folder / f"{process.pid}.json", folder / f"{process.pid}.new"
+    command = ""
+    with suppress(psutil.Error):
+        parent = psutil.Process().parent()
+        command = readable(" ".join(parent.cmdline())[:500]) if parent is not None else ""
     job = RunningJob(
-        pid=process.pid,
-        started_s=process.create_time(),
+        pid=os.getpid(),
+        started_s=time.time(),
         address=address,
         secret=secret,
         command=command,
     )
-    with os.fdopen(
-        os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb"
-    ) as file:
-        file.write(msgspec.json.encode(job))
-    # A viewer removes files that it cannot read, so the file must not be seen half written.
-    return unfinished.rename(path)
+    # On NFS a deleted file that is open gets another name.
+    folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+    descriptor, path = tempfile.mkstemp(prefix=_NAME, dir=folder)
+    os.unlink(path)
+    os.write(descriptor, msgspec.json.encode(job))
+    return descriptor
 
 
 def running_jobs() -> list[RunningJob]:
-    """All jobs of this user here, the newest last."""
-    jobs = []
-    for path in _folder().glob("*.json"):
-        try:
-            job = msgspec.json.decode(path.read_bytes(), type=RunningJob)
-            if abs(psutil.Process(job.pid).create_time() - job.started_s) < 1.0:
-                jobs.append(job)
-                continue
-        except (OSError, msgspec.DecodeError, psutil.Error):
-            pass
-        path.unlink(missing_ok=True)
+    """All jobs of this user here, the newest last. Does not block."""
+    jobs: list[RunningJob] = []
+    for process in Path("/proc").iterdir():
+        # A process may end meanwhile, or not let itself be looked at.
+        with suppress(OSError):
+            if process.name.isdecimal() and process.stat().st_uid == os.getuid():
+                for file in (process / "fd").iterdir():
+                    jobs += _announced_in(file, process)
     return sorted(jobs, key=lambda job: job.started_s)
+
+
+def _announced_in(file: Path, process: Path) -> Iterator[RunningJob]:
+    # It may be closed, or half written, at this moment.
+    with suppress(OSError, msgspec.DecodeError):
+        if f"/{_NAME}" in os.readlink(file):
+            job = msgspec.json.decode(file.read_bytes(), type=RunningJob)
+            # In a container the hub has another number for itself, and other files.
+            address, path = job.address, job.address.removeprefix("unix:")
+            if path != address and not os.access(path, os.W_OK):
+                address = f"unix:{process}/root{path}"
+            yield msgspec.structs.replace(job, pid=int(process.name), address=address)
 
 
 def find_job(pid: int | None) -> RunningJob:
@@ -89,33 +103,3 @@ def find_job(pid: int | None) -> RunningJob:
         f"{'several jobs run here' if pid is None else f'no job {pid} runs here'}; choose "
         f"one:{choices}"
     )
-
-
-def _folder() -> Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    # Batch systems and sudo hand the variable on, though the folder may be missing or another
-    # user's.
-    usable = runtime and os.access(runtime, os.W_OK | os.X_OK)
-    path = (
-        Path(runtime) / "burst-rt"
-        if runtime and usable
-        else Path(tempfile.gettempdir()) / f"burst-rt-{os.getuid()}"
-    )
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = path.lstat()
-    except OSError as error:
-        raise ConfigError(
-            f"{path}, the folder in which --attach finds jobs, cannot be made: {error}"
-        ) from error
-    # Another user who owns the folder could read the secret, or name a hub of their own.
-    if (
-        about.st_uid != os.getuid()
-        or stat.S_IMODE(about.st_mode) & 0o077
-        or not stat.S_ISDIR(about.st_mode)
-    ):
-        raise ConfigError(
-            f"{path} must be a folder of this user that nobody else can read; remove it, or set "
-            "XDG_RUNTIME_DIR"
-        )
-    return path
