@@ -213,6 +213,8 @@ def draw(chance: random.Random) -> Case:
             how = chance.choice(_BORNE)
             # One that holds the lock inside a call for longer than `stall_s` is a stalled rank.
             phases = _BETWEEN_CALLS if how in ("late", "lock") else _HELD_PHASES
+            if how == "suspend":
+                phases = (*_BEFORE_JOINING[1:], *_HELD_PHASES)
             return Case(launcher, ranks, victim, how, chance.choice(phases))
         case "forks":
             return Case(launcher, ranks, victim, f"fork-{chance.choice(_WAYS)}", "forked")

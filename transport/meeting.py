@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import psutil
 
 from burst_rt.errors import BurstError, ConfigError, PeerLost, Stalled
+from burst_rt.job.clock import RunningClock
 from burst_rt.transport.links import SECRET_BYTES, Door, Links, Place, this_host
 from burst_rt.transport.sockets import SocketControl, SocketTransport
 
@@ -85,7 +86,7 @@ class _Meeting:
     def __init__(self, store: Store, rank: int, size: int, within_s: float) -> None:
         self.rank, self.size, self.within_s = rank, size, within_s
         self._store = store
-        self._deadline_s = time.monotonic() + within_s
+        self._clock = RunningClock()
         with self._asking():
             self._key = f"burst_rt/{store.add(f'burst_rt/{rank}', 1)}"
             if store.add(f"{self._key}/first", 1) == 1:
@@ -94,7 +95,7 @@ class _Meeting:
     @property
     def left_s(self) -> float:
         """Seconds until the deadline."""
-        return max(0.0, self._deadline_s - time.monotonic())
+        return max(0.0, self.within_s - self._clock.read())
 
     def exchange(self, step: str, mine: object) -> list[Any]:
         """The values that all ranks give in this step, by rank. Blocks until all have come."""

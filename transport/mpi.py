@@ -19,6 +19,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from burst_rt.errors import ConfigError, ProtocolError, Stalled
+from burst_rt.job.clock import RunningClock
 from burst_rt.transport.base import Completion, Memory, Notice, NoticeKind
 from burst_rt.transport.start import who_is_missing
 
@@ -50,9 +51,9 @@ def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
         )
     new, request = comm.Idup()
     _in_use[id(new)] = (new, request)
-    deadline = time.monotonic() + timeout_s
+    clock = RunningClock()
     while not request.Test():
-        if time.monotonic() > deadline:
+        if clock.read() > timeout_s:
             raise Stalled(
                 f"rank {comm.rank} of {comm.size} waited {timeout_s:g} s in burst_rt.init for the "
                 "other ranks of the job (join_s). "

@@ -23,9 +23,11 @@ from contextlib import contextmanager
 
 from burst_rt.errors import ConfigError, Stalled
 from burst_rt.job import launched, reports
+from burst_rt.job.clock import RunningClock
 
 __all__ = ["start_mpi", "who_is_missing"]
 
+_LOOK_S = 0.2
 # The id of the process that has started MPI here and must end it; empty if there is none.
 _started_by: set[int] = set()
 
@@ -122,8 +124,10 @@ def _deadline(deadline_s: float) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
-        if over.wait(deadline_s):
-            return
+        clock = RunningClock()
+        while clock.read() < deadline_s:
+            if over.wait(_LOOK_S):
+                return
         rank = launched.rank() or 0
         message = (
             f"burst_rt.errors.Stalled: rank {rank} of {launched.mpi_ranks()} waited {deadline_s:g} "

@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from burst_rt.errors import BurstError, DeviceError, PeerLost, Stalled
+from burst_rt.job.clock import RunningClock
 from burst_rt.transport import ControlGroup, NoticeKind, Pending
 from burst_rt.transport.base import UNKNOWN_CODE
 
-__all__ = ["Backoff", "RunningClock", "SharedWatch", "Watch"]
+__all__ = ["Backoff", "SharedWatch", "Watch"]
 
 # Seconds for which messages of a rank that has left may still be in transit: it may have done all
 # of its part in the call before.
@@ -26,27 +27,6 @@ _LEAVE_GRACE_S = 1.0
 _HOT_S = 1e-3
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 500e-6
-# A process that does not read its clock for longer was stopped meanwhile, or starved.
-_LONGEST_PAUSE_S = 0.5
-
-
-class RunningClock:
-    """A clock of the time in which this process runs, for deadlines.
-
-    A batch system suspends a job with SIGSTOP, and no deadline may pass meanwhile. So the time
-    between two readings counts as at most 0.5 s. Whoever waits must read the clock more often.
-    """
-
-    def __init__(self) -> None:
-        self.elapsed_s = 0.0  # at the last reading
-        self._read_s = time.perf_counter()
-
-    def read(self) -> float:
-        """Seconds since the clock was made. Does not block."""
-        now_s = time.perf_counter()
-        self.elapsed_s += min(now_s - self._read_s, _LONGEST_PAUSE_S)
-        self._read_s = now_s
-        return self.elapsed_s
 
 
 class Backoff:

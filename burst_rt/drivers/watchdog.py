@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from burst_rt.drivers.cuda import CudaDriver
-from burst_rt.drivers.watch import RunningClock, Watch
+from burst_rt.drivers.watch import Watch
 from burst_rt.errors import BurstError, DeviceError, InternalError, Stalled
+from burst_rt.job.clock import RunningClock
 from burst_rt.job.ending import mpi_takes_threads
 from burst_rt.scheduler import Task
 from burst_rt.transport import OrderedTransport

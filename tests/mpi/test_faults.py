@@ -27,6 +27,8 @@ _KEPT = [
     "run 2 rank 0 raise layer",
     "run 4 rank 1 late layer",
     "run 3 rank 1 suspend tile",
+    "mpirun 2 rank 1 suspend starting",
+    "torchrun 2 rank 1 suspend started",
 ]
 
 
