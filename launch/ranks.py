@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from burst_rt.errors import Stalled
+from burst_rt.job.processes import open_process, signal_process
 from burst_rt.job.reports import (
     RankReport,
     RankWait,
@@ -147,7 +148,7 @@ class Ranks:
         self._look_for_more()
         for descriptor in self._ranks:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                signal_process(descriptor, signal.SIGKILL)
 
     def _look_for_more(self) -> None:
         for rank, pid, where in read_started(self._job_dir):
@@ -158,7 +159,7 @@ class Ranks:
                 continue  # on another host that has the job's folder too
             self.started_here.add(rank)
             try:
-                descriptor = os.pidfd_open(pid)
+                descriptor = open_process(pid)
             except ProcessLookupError:
                 self.ended_at_s[rank] = self._closed_at_s.get(rank, time.time())
             except OSError:

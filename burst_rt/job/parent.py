@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 
+from burst_rt.job.processes import open_process
+
 __all__ = ["end_with_torchrun"]
 
 # Seconds that a rank has after SIGTERM, as torchrun itself gives.
@@ -38,7 +40,7 @@ def end_with_torchrun() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     try:
-        agent = os.pidfd_open(_agent)
+        agent = open_process(_agent)
     except ProcessLookupError:
         agent = None
     except OSError:

@@ -10,6 +10,7 @@ first. Standard library only: the watcher runs this file.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -21,8 +22,8 @@ __all__ = ["end_if_stopped"]
 _PERIOD_S = 1.0
 # Beyond what the other ranks wait: those that still wait for the rank are to name it first.
 _MARGIN_S = 10.0
-# The watcher's descriptor of the pipe by which it is told how long it waits.
-_PIPE = 3
+# The watcher's descriptors: of the pipe by which it is told how long it waits, and of the rank.
+_PIPE, _RANK = 3, 4
 # In the background of a shell that ends at once, so that it is no child of the rank: a program may
 # wait for its children until there are none.
 _START = '"$@" &'
@@ -40,23 +41,29 @@ def end_if_stopped(waited_s: float, rank: int) -> None:
     started, and in the first process of a container, which its own processes cannot kill.
     """
     global _told
-    if not hasattr(os, "pidfd_open") or os.getpid() == 1:
+    if os.getpid() == 1:
         return
+    from burst_rt.job.processes import open_process  # the watcher has no package
+
     limit_s = str(waited_s + _MARGIN_S)
     with suppress(OSError):
         if _told is not None and _told[0] == os.getpid():
             os.write(_told[1], f"{limit_s}\n".encode())
             return
+        process = open_process(os.getpid())
         reads, writes = os.pipe()
         os.set_blocking(writes, False)
+        # Beyond what the others are made, which would close it.
+        held = fcntl.fcntl(process, fcntl.F_DUPFD_CLOEXEC, _RANK + 1)
         try:
-            _start(reads, os.environ.get("SLURM_JOB_ID", ""), limit_s, str(rank))
+            _start((reads, held), os.environ.get("SLURM_JOB_ID", ""), limit_s, str(rank))
             _told = os.getpid(), writes
         finally:
-            os.close(reads)
+            for descriptor in (process, held, reads):
+                os.close(descriptor)
 
 
-def _start(reads: int, job: str, *told: str) -> None:
+def _start(descriptors: tuple[int, int], job: str, *told: str) -> None:
     """Starts the watcher, in the rank's process group: a signal that stops the group stops both."""
     # -I -S: it starts in 10 ms.
     ids = [str(os.getpid()), str(os.getppid())]
@@ -67,7 +74,8 @@ def _start(reads: int, job: str, *told: str) -> None:
     shell = os.posix_spawn(
         "/bin/sh", ["sh", "-c", _START, "sh", *program], needed,
         file_actions=[
-            (os.POSIX_SPAWN_DUP2, reads, _PIPE),
+            (os.POSIX_SPAWN_DUP2, descriptors[0], _PIPE),
+            (os.POSIX_SPAWN_DUP2, descriptors[1], _RANK),
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
         ],
@@ -81,14 +89,10 @@ def _watch(rank_pid: int, launcher_pid: int, limit_s: float, rank: str, job: str
 
     job: Slurm's number of the job; "" without Slurm.
     """
-    try:
-        process = os.pidfd_open(rank_pid)
-    except OSError:
-        return
     stopped_s, switches = 0.0, -1
     while True:
-        ready, _, _ = select.select([process, _PIPE], [], [], _PERIOD_S)
-        if process in ready:
+        ready, _, _ = select.select([_RANK, _PIPE], [], [], _PERIOD_S)
+        if _RANK in ready:
             return
         if _PIPE in ready:
             limits = os.read(_PIPE, 4096).split()
@@ -103,7 +107,7 @@ def _watch(rank_pid: int, launcher_pid: int, limit_s: float, rank: str, job: str
             stopped_s = 0.0
         if stopped_s >= limit_s:
             with suppress(OSError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
+                os.kill(rank_pid, signal.SIGKILL)  # it has not ended, so the number is its own
                 print(
                     f"burst-rt: rank {rank}: process {rank_pid} had been stopped by a signal "
                     f"(SIGSTOP, say) for {limit_s:g} s, longer than other ranks wait for it, and "
@@ -157,6 +161,6 @@ if __name__ == "__main__":
     # Sockets of the rank's libraries: peers see by them that the rank has ended.
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            if int(number) > _PIPE:
+            if int(number) > _RANK:
                 os.close(int(number))
     _watch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:])

@@ -262,7 +262,15 @@ def test_sys_exit_before_mpi_is_started_ends_the_job(tmp_path: Path) -> None:
     assert job.last_line.startswith("burst-rt: rank 1 failed after ")
 
 
-def test_a_rank_killed_by_a_signal_ends_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("python", ["whole", "as conda's"])
+def test_a_rank_killed_by_a_signal_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str
+) -> None:
+    """Also by a Python that was built for an old system, and lacks what such a system lacks."""
+    if python != "whole":
+        lacks = "import os, signal; del os.pidfd_open, signal.pidfd_send_signal"
+        (tmp_path / "sitecustomize.py").write_text(lacks, encoding="utf-8")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     job = _run(tmp_path, _JOIN + "if world.rank == 1: fail_now(); os.kill(os.getpid(), 9)" + _WAIT)
     assert job.exit_code == mpirun().killed
     _assert_ended_soon_after_failure(tmp_path, job)

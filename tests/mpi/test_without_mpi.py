@@ -1,5 +1,5 @@
 """A machine without an MPI: `burst-rt run` and `burst-rt train -n` start ranks by torchrun, with
-the same last words and exit codes.
+the same last words and exit codes. Its Python lacks what conda's lacks.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ with burst_rt.init(device="cpu") as ctx:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python with the packages of this one, beside which there is no mpirun."""
+    """A Python with the packages of this one, beside which there is no mpirun.
+
+    It has no calls for descriptors of processes, as if it had been built for an old system.
+    """
     folder = tmp_path_factory.mktemp("without") / "venv"
     venv.create(folder, symlinks=True)
     found = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    for call in ("os.pidfd_open", "signal.pidfd_send_signal"):  # the file may be read twice
+        module, name = call.split(".")
+        found += f"import {module}; vars({module}).pop('{name}', None)\n"
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "all_else.pth").write_text(found, encoding="utf-8")
     return folder / "bin" / "python"
