@@ -38,7 +38,7 @@ from burst_rt.job.reports import (
     stderr_path,
     waiting_for,
 )
-from burst_rt.job.telling import FIRST_WORD_S, is_of_another, shorten_text
+from burst_rt.job.telling import FIRST_WORD_S, is_of_another, shorten_text, tell
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -207,7 +207,7 @@ def _exit_code(stop: SystemExit) -> int:
         return 0
     if isinstance(stop.code, int):
         return stop.code & 0xFF
-    print(stop.code, file=sys.stderr)
+    tell(str(stop.code))
     return 1
 
 
@@ -254,10 +254,7 @@ def _say_why(report: RankReport, error: BaseException | None = None) -> None:
     if report.traceback:
         # The launcher prints the traceback of the failure that matters at the end of the job. Here
         # one line says that this rank is gone.
-        print(
-            f"burst-rt: rank {report.rank}: {report.headline}" if reported else report.traceback,
-            file=sys.stderr,
-        )
+        tell(f"burst-rt: rank {report.rank}: {report.headline}" if reported else report.traceback)
     _tidy_up()
 
 

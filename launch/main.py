@@ -17,6 +17,7 @@ from typing import IO, Any
 import click
 
 from burst_rt.errors import BurstError, DeviceError, InputError
+from burst_rt.job.telling import tell
 
 __all__ = ["cli", "main"]
 
@@ -161,15 +162,15 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print(f"burst-rt: no room is left for what is written: {error}", file=sys.stderr)
+        tell(f"burst-rt: no room is left for what is written: {error}")
         sys.exit(DeviceError.exit_code)
     except BurstError as error:
-        print(f"burst-rt: {type(error).__name__}: {error}", file=sys.stderr)
+        tell(f"burst-rt: {type(error).__name__}: {error}")
         sys.exit(error.exit_code)
     except MemoryError as error:
         said = f": {error}" if str(error) else ""
         advice = "ask for fewer tokens or ranks"
-        print(f"burst-rt: this machine has too little memory{said}; {advice}", file=sys.stderr)
+        tell(f"burst-rt: this machine has too little memory{said}; {advice}")
         sys.exit(DeviceError.exit_code)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.job.telling import tell
 
 __all__ = ["ONCE", "JobResult", "Restarts"]
 
@@ -86,4 +86,4 @@ ONCE = Restarts()
 
 
 def _say(text: str) -> None:
-    print(f"burst-rt: {text}", file=sys.stderr, flush=True)
+    tell(f"burst-rt: {text}")

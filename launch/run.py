@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from burst_rt.job import launched
 from burst_rt.job.launched import RESTARTS_VARIABLE, TELEMETRY_VARIABLE
 from burst_rt.job.postmortem import LauncherNote
 from burst_rt.job.reports import RankWait, primary_failure, read_reports, read_resume
+from burst_rt.job.telling import tell
 from burst_rt.launch.hosts import place_again
 from burst_rt.launch.kept import KeptFolder, kept_folder, shared_memory
 from burst_rt.launch.mpirun import MpiLauncher, kill_job, one_host, rendezvous
@@ -94,7 +95,7 @@ def launch(
         with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as folder:
             place = place_again(launcher, mpi_args, num_ranks, Path(folder))
             if place.words:
-                print(f"burst-rt: {place.words}", file=sys.stderr, flush=True)
+                tell(f"burst-rt: {place.words}")
             if place.num_ranks < restarts.min_ranks:
                 return JobResult(PeerLost.exit_code, place.words)
             return once(place.num_ranks, place.mpi_args)
@@ -162,9 +163,10 @@ def _run_once(
             verdict = hub.verdict() if hub is not None and well else None
             if verdict is not None and verdict.advice:
                 text += f"burst-rt: what limited the job: {verdict.text}; {verdict.advice}\n"
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         # Only now: the hub, too, writes to standard error.
-        print(text, end="", file=sys.stderr, flush=True)
+        tell(text, end="")
         return result
 
 
@@ -230,11 +232,11 @@ def _telemetry(
             job_folder=job_dir,
         )
     except (ConfigError, OSError) as error:
-        print(f"burst-rt: no telemetry: {error}", file=sys.stderr, flush=True)
+        tell(f"burst-rt: no telemetry: {error}")
         yield None, {TELEMETRY_VARIABLE: "0"}
         return
     for line in hub.lines:
-        print(f"burst-rt: {line}", file=sys.stderr, flush=True)
+        tell(f"burst-rt: {line}")
     try:
         yield hub, hub.environment()
     finally:

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -82,7 +82,8 @@ class Stop:
                 f"burst-rt: stopping after this step, within {_STOPPING_DEADLINE_S:.0f} s; the "
                 "same signal again ends the job at once\n"
             )
-            os.write(2, ("\n" * os.isatty(2) + note).encode())
+            with suppress(OSError):  # a pipe's reader, or the terminal, may be gone by now
+                os.write(2, ("\n" * os.isatty(2) + note).encode())
         else:
             self._pass_on()
 

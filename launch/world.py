@@ -18,6 +18,7 @@ from typing import NoReturn
 import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.job.telling import tell
 from burst_rt.launch.stopping import LastWord, leave_word
 
 __all__ = ["StoppedBySignal", "job_world", "same_everywhere"]
@@ -91,7 +92,7 @@ def _say(word: LastWord) -> int:
     # Therefore the launcher gives the code instead.
     if leave_word(word):
         return 0
-    print(word.text, file=sys.stderr, flush=True)
+    tell(word.text)
     return word.exit_code
 
 

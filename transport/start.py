@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from burst_rt.errors import ConfigError, Stalled
 from burst_rt.job import launched, reports
 from burst_rt.job.clock import RunningClock
+from burst_rt.job.telling import tell
 
 __all__ = ["start_mpi", "who_is_missing"]
 
@@ -139,7 +140,7 @@ def _deadline(deadline_s: float) -> Iterator[None]:
                 rank, time.time(), Stalled.exit_code, kind="Stalled", traceback=message
             )
         )
-        print(message, end="", file=sys.stderr, flush=True)
+        tell(message, end="")
         os._exit(Stalled.exit_code)
 
     threading.Thread(target=watch, name="burst_rt MPI_Init deadline", daemon=True).start()

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from burst_rt.errors import BurstError
 from burst_rt.job.folders import report_failure
-from burst_rt.job.telling import named_once
+from burst_rt.job.telling import named_once, tell
 
 __all__ = ["end_job", "error_line", "exit_code_of", "mpi_takes_threads", "report_with"]
 
@@ -73,7 +73,7 @@ def end_job(error: BurstError, abort: Callable[[], None]) -> NoReturn:
 
 
 def _say(error: BurstError) -> None:
-    print(f"burst-rt: {type(error).__name__}: {error.message}", file=sys.stderr)
+    tell(f"burst-rt: {type(error).__name__}: {error.message}")
     report_failure(error, error.exit_code)
     telemetry = sys.modules.get("burst_rt.telemetry.rank.joining")
     if telemetry is not None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import threading
 import time
 
 from burst_rt.job.processes import open_process
+from burst_rt.job.telling import tell
 
 __all__ = ["end_with_torchrun"]
 
@@ -54,11 +54,9 @@ def _watch(agent: int | None) -> None:
     """Blocks until the agent has ended. None: it has."""
     if agent is not None:
         select.select([agent], [], [])
-    print(
+    tell(
         f"burst-rt: rank {os.environ.get('RANK', '?')}: torchrun, which started this process, is "
-        "gone, so the process ends",
-        file=sys.stderr,
-        flush=True,
+        "gone, so the process ends"
     )
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_S)

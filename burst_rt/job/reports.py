@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from burst_rt.job import launched
-from burst_rt.job.telling import OF_ONE_RANK, named_once
+from burst_rt.job.telling import OF_ONE_RANK, named_once, tell
 
 __all__ = [
     "JOB_DIR_VARIABLE",
@@ -149,7 +148,7 @@ def report_end(report: RankReport) -> bool:
     try:
         write_report(folder, report)
     except OSError as error:
-        print(f"burst-rt: rank {report.rank} cannot report its end: {error}", file=sys.stderr)
+        tell(f"burst-rt: rank {report.rank} cannot report its end: {error}")
         return False
     return True
 

@@ -13,7 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 from burst_rt.errors import BurstError, DeviceError, InternalError, PeerLost, Stalled
@@ -21,7 +21,7 @@ from burst_rt.job import launched
 
 __all__ = [
     "FIRST_WORD_S", "OF_ONE_RANK", "in_full", "in_one_line", "is_of_another", "named_once",
-    "shorten_text",
+    "shorten_text", "tell",
 ]  # fmt: skip
 
 # Names of the errors that a rank raises for itself, whichever rank they name. All ranks raise the
@@ -31,6 +31,15 @@ OF_ONE_RANK = tuple(x.__name__ for x in (PeerLost, Stalled, DeviceError, Interna
 FIRST_WORD_S = 0.5
 # Names of the packages whose frames may lie between two of burst_rt's frames.
 _BETWEEN = {"torch"} | set(sys.stdlib_module_names) - {"__main__"}
+
+
+def tell(text: str, end: str = "\n") -> None:
+    """Writes to standard error. Does nothing where nobody can read it any more: its pipe's reader
+    or its terminal is gone, and how the job ends does not depend on that.
+    """
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(text, end=end, file=sys.stderr, flush=True)
 
 
 def is_of_another(error: BaseException | None) -> bool:

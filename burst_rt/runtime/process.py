@@ -27,7 +27,14 @@ from burst_rt.job import launched
 from burst_rt.job.ending import error_line, exit_code_of
 from burst_rt.job.folders import report_failure, retire_flight
 from burst_rt.job.parent import end_with_torchrun
-from burst_rt.job.telling import FIRST_WORD_S, in_full, in_one_line, is_of_another, shorten_text
+from burst_rt.job.telling import (
+    FIRST_WORD_S,
+    in_full,
+    in_one_line,
+    is_of_another,
+    shorten_text,
+    tell,
+)
 from burst_rt.transport.start import start_mpi
 
 __all__ = ["Member", "Process", "process"]
@@ -129,7 +136,7 @@ class Process:
             time.sleep(FIRST_WORD_S)
         line = in_one_line(error)
         if line:
-            print(line, file=sys.stderr)
+            tell(line)
             return
         with shorten_text(error):
             if not isinstance(error, BurstError):

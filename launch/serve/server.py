@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import uvicorn
 
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
+from burst_rt.job.telling import tell
 from burst_rt.launch.generate.models import longest_text
 from burst_rt.launch.serve.app import LOOPBACK, Admission, make_routes
 from burst_rt.launch.serve.desk import Desk
@@ -42,7 +42,7 @@ def serve(world: Context, options: ServeOptions) -> None:
     if longest is not None and options.capacity > longest:
         if world.rank == 0:
             said = f"--capacity {options.capacity:,}: the model was made for {longest:,} tokens"
-            print(f"burst-rt: {said}, so requests may have as many", file=sys.stderr, flush=True)
+            tell(f"burst-rt: {said}, so requests may have as many")
         options = replace(options, capacity=longest)
     rows = RowCaches(world, model, options.dtype, num_rows=options.rows, capacity=options.capacity)
     requests = Requests(
@@ -99,7 +99,7 @@ class _Server:
         self._thread.start()
         keys = "" if self._options.api_key_file else ", without a key"
         said = f"serving {self._options.name} at {self._where}{keys}"
-        print(said, file=sys.stderr, flush=True)
+        tell(said)
 
     def end(self, why: str) -> None:
         """Ends open requests, and the server; blocks until answers have left, at most 3 s."""

@@ -22,6 +22,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -131,7 +132,8 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         for name in (_WEIGHTS, _OPTIMIZER):
             # safetensors makes its files readable by this user alone; whoever may read the rest of
             # the run may read them too.
-            shutil.copymode(folder / _MANIFEST, folder / name)
+            with suppress(OSError):  # some file systems have modes of their own
+                shutil.copymode(folder / _MANIFEST, folder / name)
 
     parent = run / "checkpoints"
     parent.mkdir(parents=True, exist_ok=True)
@@ -321,7 +323,11 @@ def _prune(run: Path, *, newest: int, keep: int) -> None:
     kept = [folder for folder in folders if _step_of(folder) <= newest][-keep:]
     for folder in folders:
         if folder not in kept:
-            _remove(folder)
+            try:
+                _remove(folder)
+            except OSError as error:
+                # NFS keeps what some process still reads. The next turn tries again.
+                _log.warning("burst-rt: %s could not be removed: %s", folder, error.strerror)
 
 
 def _remove(path: Path) -> None:
@@ -336,5 +342,9 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems synchronise no folders (OpenAFS).
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)):
+            raise
     finally:
         os.close(descriptor)

@@ -8,7 +8,6 @@ NFS it keeps hosts apart if the server locks. Where the file system cannot lock 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -28,7 +27,6 @@ __all__ = ["Claim", "claim", "look"]
 
 _log = logging.getLogger("burst_rt.train")
 _LOCK = ".lock"
-_CANNOT_LOCK = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK})
 # Seconds that a lock may outlive its process: a server of NFS gives a dead host's locks back after
 # 90 s, and torchrun's ranks may take 30 s to end.
 _PATIENCE_S = 120.0
@@ -131,9 +129,7 @@ def _lock(path: Path, descriptor: int, kind: int, within_s: float = 0.0) -> None
             f"--out: {path} is in use by a run that has not ended ({holder}); wait for it or stop "
             "it, or choose another folder."
         ) from error
-    except OSError as error:
-        if error.errno not in _CANNOT_LOCK:
-            raise
+    except OSError as error:  # a file system without locks, whatever it answers
         if kind == fcntl.LOCK_EX:
             _log.warning(
                 "burst-rt: %s cannot be locked (%s): make sure that no second run writes there",

@@ -105,6 +105,8 @@ def train(
         trainer = Trainer(config, mesh, corpus, source, asked)
         if shared is not None:
             trainer.restore(shared)
+            # Its files are mapped, and what is mapped cannot be deleted from NFS.
+            del shared
         folder.open_metrics(after_step=done)
         report.say(_heading(trainer, folder, done))
         with StopRequests(offer=world.rank == 0) as requests:

@@ -13,6 +13,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -214,7 +215,8 @@ def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     for path in folder.glob("*.safetensors"):
         # They are this user's alone; whoever may read the rest may read them too.
-        shutil.copymode(folder / "config.json", path)
+        with suppress(OSError):  # some file systems have modes of their own
+            shutil.copymode(folder / "config.json", path)
 
 
 def _hush() -> None:

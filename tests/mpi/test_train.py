@@ -472,6 +472,20 @@ def test_a_job_that_is_stopped_keeps_its_last_step_and_says_how_to_go_on(
     ).read_bytes()
 
 
+def test_a_job_that_nobody_reads_any_more_keeps_its_last_step(text: Path, tmp_path: Path) -> None:
+    """As in `burst-rt train ... 2>&1 | tee log`, where Ctrl-C ends tee first."""
+    run = tmp_path / "run"
+    options = [*_TINY, "--steps", "100000", "--data", str(text), "--out", str(run)]
+    process = _start(_burst_rt("train", "-n", "2", *options), tmp_path)
+    _wait_for(run / "metrics.jsonl", process)
+    for stream in (process.stdout, process.stderr):
+        assert stream is not None
+        stream.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(_JOB_DEADLINE_S) == 130
+    assert find_checkpoint(run)[1].manifest.step == len(_losses(run))
+
+
 def test_a_second_signal_ends_a_job_that_is_stopping(text: Path, tmp_path: Path) -> None:
     """Here one that would not end its step."""
     run = tmp_path / "run"

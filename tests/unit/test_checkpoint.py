@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import random
 import shutil
+import stat
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -100,6 +103,42 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, _checkpoint(step), keep=2)
     assert _names(tmp_path) == ["step-00000015", "step-100000000"]
     assert _step_of(tmp_path) == 100000000
+
+
+def test_file_systems_that_take_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NFS keeps what is mapped, OpenAFS synchronises no folders, some have modes of their own, and
+    locks are unknown to Cray's DVS by a number that has no name."""
+    sync, remove = os.fsync, shutil.rmtree
+
+    def no_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    def refuse(number: int) -> Callable[..., None]:
+        def refused(*args: object, **others: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return refused
+
+    monkeypatch.setattr(os, "fsync", no_folders)
+    monkeypatch.setattr(shutil, "copymode", refuse(errno.EPERM))
+    monkeypatch.setattr(shutil, "rmtree", refuse(errno.ENOTEMPTY))
+    with caplog.at_level(logging.WARNING, "burst_rt"):
+        for step in (1, 2):
+            save_checkpoint(tmp_path, _checkpoint(step), keep=1)
+        assert "step-00000001 could not be removed: Directory not empty" in caplog.text
+        monkeypatch.setattr(fcntl, "flock", refuse(524))
+        claim(tmp_path, resume=True).release()
+        assert "cannot be locked" in caplog.text
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    save_checkpoint(tmp_path, _checkpoint(3), keep=1)
+    assert _names(tmp_path) == ["step-00000003"]
+    monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
+    with pytest.raises(OSError, match="could not be written"):
+        save_checkpoint(tmp_path, _checkpoint(4), keep=1)
 
 
 def test_a_run_that_went_back_forgets_the_future_it_gave_up(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 import burst_rt
+from burst_rt.launch.train import loop
+from burst_rt.launch.train.checkpoint import Checkpoint
 from burst_rt.launch.train.cli import train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
@@ -62,6 +64,25 @@ def test_a_resumed_run_tells_the_whole_from_what_was_done_now(
     assert "5, 3 of them now" in table
     for row in ("speed", "communication", "time"):
         assert f"{row} since step 2" in table
+
+
+def test_a_resumed_run_lets_go_of_the_files_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a process has mapped cannot be deleted from NFS."""
+    _train(tmp_path, 2)
+    (began_with,) = (tmp_path / "run" / "checkpoints").iterdir()
+    maps: list[str] = []
+    save = loop.Trainer.checkpoint
+
+    def watched(trainer: loop.Trainer, step: int) -> Checkpoint:
+        maps.append(Path("/proc/self/maps").read_text(encoding="utf-8"))
+        return save(trainer, step)
+
+    monkeypatch.setattr(loop.Trainer, "checkpoint", watched)
+    _train(tmp_path, 4, resume=True)
+    assert str(began_with) in maps[0], "where it is read"
+    assert str(began_with) not in maps[-1], "where the next one is written"
 
 
 def test_the_time_that_is_left_is_told_in_hours_and_days(

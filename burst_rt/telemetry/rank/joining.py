@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from burst_rt.errors import BurstError, InputError
 from burst_rt.job import launched
+from burst_rt.job.telling import tell
 from burst_rt.telemetry.wire import Settings, read_settings, readable
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ def _start(settings: Settings, wishes: Sequence[_Wish], folder: Path | None) -> 
         return b""
     hub.forget()
     for line in hub.lines:
-        print(f"burst-rt: {line}", file=sys.stderr, flush=True)
+        tell(f"burst-rt: {line}")
     return f"{hub.address} {hub.secret}".encode()
 
 
