@@ -303,7 +303,7 @@ def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
 def _positions(given: torch.Tensor | None, rows: int, tokens: int) -> torch.Tensor:
     """`[1 or batch, tokens]`, on the CPU."""
     if given is None:
-        return torch.arange(tokens)[None]
+        return torch.arange(tokens, device="cpu")[None]
     positions = given[None] if given.ndim == 1 else given
     if positions.ndim != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != tokens:
         expected = f"shape [batch, tokens] = {(rows, tokens)}, [1, tokens] or [tokens]"

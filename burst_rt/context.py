@@ -64,7 +64,7 @@ def _call_first() -> None:
     compute; and not when this module is imported, as MKL also reads its settings then.
     """
     for dtype in (torch.float32, torch.float64):
-        one = torch.ones(1, dtype=dtype)
+        one = torch.ones(1, dtype=dtype, device="cpu")
         for function in _FUNCTIONS:
             function(one)
 

@@ -196,9 +196,9 @@ class _Problem:
     def __init__(self, entropy: Entropy, rows: int, classes: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
         self._of = entropy, rows, classes, device
-        logits = torch.randn(rows, classes, generator=generator)
+        logits = torch.randn(rows, classes, generator=generator, device="cpu")
         self._logits = logits.to(device, entropy.dtype)
-        self._labels = torch.randint(classes, (rows,), generator=generator).to(device)
+        self._labels = torch.randint(classes, (rows,), generator=generator, device="cpu").to(device)
 
     def runs(self, name: str) -> Callable[[], tuple[Tensor, Tensor]]:
         """What has a kernel make the losses and gradients."""
@@ -372,10 +372,12 @@ def _cut_and_true(entropy: Entropy, classes: int, device: torch.device) -> list[
     """Losses and gradients of some rows, by Apple's kernels and by torch's operators."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (
-        torch.randn(count, 64, generator=generator).to(device, entropy.dtype).requires_grad_()
+        torch.randn(count, 64, generator=generator, device="cpu").to(device, entropy.dtype)
         for count in (_COMPARED, classes)
     )
-    labels = torch.randint(classes, (_COMPARED,), generator=generator).to(device)
+    for given in (x, weight):
+        given.requires_grad_()
+    labels = torch.randint(classes, (_COMPARED,), generator=generator, device="cpu").to(device)
     logits = (x / 8).float() @ weight.float().T
     if entropy.softcap is not None:
         logits = entropy.softcap * torch.tanh(logits / entropy.softcap)

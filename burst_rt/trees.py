@@ -60,7 +60,7 @@ class TreeRow:
         values: for each sequence one number for each of its tokens. Raises InputError where
         sequences share a token and differ in its number.
         """
-        row = torch.full(self.input_ids.shape, torch.nan)
+        row = torch.full(self.input_ids.shape, torch.nan, device="cpu")
         if len(values) != len(self.places):
             _wrong("spread: values", f"those of {len(self.places)} sequences", f"{len(values)}")
         for number, (at, each) in enumerate(zip(self.places, values, strict=True)):
@@ -206,7 +206,7 @@ def _as_row(values: Any) -> torch.Tensor | None:
     if isinstance(values, torch.Tensor) and (not holds_values(values) or values.is_complex()):
         return None
     try:
-        return torch.as_tensor(values, dtype=torch.float32)
+        return torch.as_tensor(values, dtype=torch.float32, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
 

@@ -212,7 +212,7 @@ def _idling(runtime: Runtime, tasks: int) -> Callable[[], object]:
         return g.build()
 
     return partial(
-        make_pipeline(runtime, build).run, buffers={"nothing": torch.zeros(1)},
+        make_pipeline(runtime, build).run, buffers={"nothing": torch.zeros(1, device="cpu")},
         ops={"nothing": lambda *_: None},
     )  # fmt: skip
 

@@ -98,7 +98,10 @@ def _check_heads(qkv: QKV, scale: float | None) -> None:
     if v.shape[2] != k.shape[2]:
         raise InputError(f"{_WHERE}: v must have k's {k.shape[2]} heads, got {v.shape[2]}")
     wide = sum_dtype(q.dtype)
-    if scale is not None and not 0 < torch.tensor(scale, dtype=wide).item() < math.inf:
+    if (
+        scale is not None
+        and not 0 < torch.tensor(scale, dtype=wide, device="cpu").item() < math.inf
+    ):
         # Fused kernels would turn masked scores into NaN.
         raise InputError(
             f"{_WHERE}: scale must be finite and above 0 in {wide}, in which scores are computed, "
@@ -119,7 +122,7 @@ def check_scores(
     batch, _, heads, head_dim = q.shape
     if softcap is not None:
         wide = sum_dtype(q.dtype)
-        cap = torch.tensor(softcap, dtype=wide)
+        cap = torch.tensor(softcap, dtype=wide, device="cpu")
         inside = (head_dim**-0.5 if scale is None else scale) / cap
         if not (0 < cap.item() < math.inf and 0 < inside.item() < math.inf):
             raise InputError(

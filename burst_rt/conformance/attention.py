@@ -20,34 +20,34 @@ def draw_tensors(case: AttentionCase) -> Tensors:
     shape = (case.batch, case.length)
     heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.heads}
     tensors = {
-        name: torch.randn(*shape, count, case.head_dim, generator=draw)
+        name: torch.randn(*shape, count, case.head_dim, generator=draw, device="cpu")
         for name, count in heads.items()
     }
     # Scores of some size, which a cap or a sink that is left out changes.
     tensors["q"] *= 2
     tensors["dout"] *= real_tokens(case)[..., None, None]
     if case.sinks:
-        tensors["sinks"] = torch.randn(case.heads, generator=draw) + 1
+        tensors["sinks"] = torch.randn(case.heads, generator=draw, device="cpu") + 1
     return tensors
 
 
 def real_tokens(case: AttentionCase) -> torch.Tensor:
     """Bool `[batch, length]`: which tokens are no padding."""
-    padding = torch.tensor(case.padding or (0,) * case.batch)
-    return torch.arange(case.length) < case.length - padding[:, None]
+    padding = torch.tensor(case.padding or (0,) * case.batch, device="cpu")
+    return torch.arange(case.length, device="cpu") < case.length - padding[:, None]
 
 
 def seen_keys(case: AttentionCase) -> torch.Tensor:
     """Bool `[batch, queries, keys]`: which keys a query sees."""
-    place = torch.arange(case.length)
+    place = torch.arange(case.length, device="cpu")
     before = place[:, None] - place
-    seen = torch.ones(case.length, case.length, dtype=torch.bool)
+    seen = torch.ones(case.length, case.length, dtype=torch.bool, device="cpu")
     if case.causal:
         seen = (before >= 0) | (place < case.prefix)
     if case.window is not None:
         seen &= before < case.window
     if case.documents:
-        number = torch.repeat_interleave(torch.tensor(case.documents))
+        number = torch.repeat_interleave(torch.tensor(case.documents, device="cpu"))
         seen &= number[:, None] == number
     return seen & real_tokens(case)[:, None, :]
 

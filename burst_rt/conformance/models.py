@@ -82,12 +82,12 @@ def draw_batch(case: ModelCase) -> Tensors:
     draw = torch.Generator().manual_seed(0)
     length = _LENGTHS[case.batch]
     rows = 1 if case.batch == "packed" else 2
-    ids = torch.randint(3, 64, (rows, length), generator=draw)
+    ids = torch.randint(3, 64, (rows, length), generator=draw, device="cpu")
     labels = ids.clone()
     labels[:, 5:23] = -100
     batch = {"input_ids": ids, "labels": labels}
     if case.batch == "packed":
-        positions = torch.cat([torch.arange(n) for n in _DOCUMENTS])[None]
+        positions = torch.cat([torch.arange(n, device="cpu") for n in _DOCUMENTS])[None]
         batch["position_ids"] = positions
         labels[positions == 0] = -100
     elif case.batch in ("right", "left"):
@@ -119,7 +119,9 @@ def true_model(case: ModelCase, model: Any, batch: Tensors) -> Tensors:
         starts = (batch["position_ids"][row] == 0) if "position_ids" in batch else None
         places = kept.nonzero()[:, 0]
         bounds = [0] if starts is None else starts.nonzero()[:, 0].tolist()
-        logits = torch.zeros(len(ids_of_row), model.config.vocab_size, dtype=torch.float64)
+        logits = torch.zeros(
+            len(ids_of_row), model.config.vocab_size, dtype=torch.float64, device="cpu"
+        )
         for start, stop in zip(bounds, [*bounds[1:], len(places)], strict=True):
             mine = places[start:stop]
             out = model(input_ids=ids_of_row[mine][None], use_cache=False).logits[0]

@@ -36,8 +36,8 @@ def rank_places(length: int, *, zigzag: bool = False) -> torch.Tensor:
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if not zigzag:
-        return torch.arange(length).tensor_split(world)[rank]
-    chunks = torch.arange(length).tensor_split(2 * world)
+        return torch.arange(length, device="cpu").tensor_split(world)[rank]
+    chunks = torch.arange(length, device="cpu").tensor_split(2 * world)
     return torch.cat((chunks[rank], chunks[2 * world - 1 - rank]))
 
 

@@ -360,7 +360,7 @@ class Cache(HookedCache):
         mine, past = {name: cut(x) for name, x in call.cut.items()}, self.get_seq_length()
         places = mine["position_ids"]
         if call.counts is None:
-            places = cut(torch.arange(past, past + call.tokens).expand(call.rows, -1))
+            places = cut(torch.arange(past, past + call.tokens, device="cpu").expand(call.rows, -1))
         self._info = StepInfo(
             self.ctx, step, mine["position_ids"], past, places, call.largest_position, self._layers
         )

@@ -68,8 +68,9 @@ class CachedCall:
                 f"{where}: tokens: expected {kv.batch} lists of at most {most} integers{why}, not "
                 f"all empty, got {tokens!r:.200}"
             )
-        ids = torch.tensor([row + [0] * (max(counts) - len(row)) for row in rows])
-        at = torch.tensor(kv.lengths)[:, None] + torch.arange(max(counts))
+        ids = torch.tensor([row + [0] * (max(counts) - len(row)) for row in rows], device="cpu")
+        new = torch.arange(max(counts), device="cpu")
+        at = torch.tensor(kv.lengths, device="cpu")[:, None] + new
         cut = {"input_ids": ids.to(device), "position_ids": at.to(device)}
         return cls(
             len(rows), max(counts), list(kv.padding), _digest(cut), cut, int(at.max()), counts
@@ -189,7 +190,7 @@ def _left_padding(mask: Any, rows: int, tokens: int) -> list[int]:
         raise _wrong("attention_mask", f"[batch, cached and new tokens] = {(rows, tokens)}", mask)
     shown = mask.cpu() != 0
     padding = (~shown).sum(1)
-    if not torch.equal(shown, torch.arange(tokens) >= padding[:, None]):
+    if not torch.equal(shown, torch.arange(tokens, device="cpu") >= padding[:, None]):
         raise InputError(
             f"{_NAME}: attention_mask: expected padding before a row's tokens, got some among or "
             "behind them; pad on the left (tokenizer.padding_side = 'left')"
@@ -204,11 +205,12 @@ def _positions(
 
     Padding may be given any.
     """
-    from_padding = torch.arange(length, length + tokens) - torch.tensor(padding)[:, None]
+    places = torch.arange(length, length + tokens, device="cpu")
+    from_padding = places - torch.tensor(padding, device="cpu")[:, None]
     expected = from_padding.clamp(min=0)
     if given is not None:
         fits = given.ndim == 2 and given.shape[1] == tokens and len(given) in (1, len(padding))
-        wrong = torch.ones(1, dtype=torch.bool)
+        wrong = torch.ones(1, dtype=torch.bool, device="cpu")
         if fits:
             wrong = (given.cpu() != expected) & (from_padding >= 0)
         if wrong.any():

@@ -278,7 +278,7 @@ class _StopsWithRank0(StoppingCriteria):  # type: ignore[misc]  # transformers h
         ask: Callable[[], torch.Tensor] = partial(self._criteria, input_ids, scores, **options)
         if ctx is None or ctx.world_size == 1:
             return ask()
-        ended = torch.zeros(len(input_ids), dtype=torch.bool)
+        ended = torch.zeros(len(input_ids), dtype=torch.bool, device="cpu")
         if ctx.rank == 0:
             ended = self._asked(ask, len(input_ids), ctx)
         return of_rank_0(ctx, ended).to(input_ids.device)

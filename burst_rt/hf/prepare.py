@@ -266,7 +266,7 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
 
 def _largest(x: float, ctx: Context) -> float:
     """The largest of all ranks' numbers, NaN if any is. Collective."""
-    return torch.tensor(ctx.all_gather(x), dtype=torch.float64).max().item()
+    return torch.tensor(ctx.all_gather(x), dtype=torch.float64, device="cpu").max().item()
 
 
 def _rounding(model: Any, computed_in: torch.dtype) -> float:
@@ -287,7 +287,7 @@ def _batches(model: Any, ctx: Context) -> dict[str, dict[str, torch.Tensor]]:
     and the second one begins at no multiple of it. Encoder-decoders have none.
     """
     count = _TOKENS_A_RANK * ctx.world_size
-    tokens = torch.arange(2 * count).view(2, count) * _STRIDE
+    tokens = torch.arange(2 * count, device="cpu").view(2, count) * _STRIDE
     tokens = tokens % model.get_input_embeddings().num_embeddings
     tokens[tokens == model.config.get_text_config().pad_token_id] = 1
     shown = torch.ones_like(tokens)
@@ -296,7 +296,9 @@ def _batches(model: Any, ctx: Context) -> dict[str, dict[str, torch.Tensor]]:
     if model.config.is_encoder_decoder:
         return {"padded rows": {**padded, "decoder_input_ids": tokens}}
     first = _first_document(ctx)
-    positions = torch.cat([torch.arange(first), torch.arange(count - first)])[None]
+    positions = torch.cat(
+        [torch.arange(first, device="cpu"), torch.arange(count - first, device="cpu")]
+    )[None]
     packed = {"input_ids": tokens[:1], "position_ids": positions}
     return {"padded rows": padded, "packed rows": packed}
 

@@ -62,7 +62,7 @@ class States:
         the state that it had.
         """
         if counts is not None and not all(counts):
-            had = torch.tensor(counts) > 0
+            had = torch.tensor(counts, device="cpu") > 0
             for call, states in self._new.items():
                 before = self._kept.get(call, {})
                 for name, state in states.items():

@@ -322,7 +322,7 @@ def _hidden(
     seen = tile.visible(call.first_block(), rows, columns, q)
     if bias is None:
         assert seen is not None
-        return False, seen, torch.where(seen, torch.zeros((), dtype=dtype), -torch.inf)
+        return False, seen, torch.where(seen, seen.new_zeros((), dtype=dtype), -torch.inf)
     if seen is not None:
         bias.masked_fill_(~seen, -torch.inf)
     return False, seen, bias
@@ -351,7 +351,7 @@ def _decode(
         if hidden is not None:
             # The rows of a kv head are the rows of its query heads, one after another.
             hidden = hidden.repeat(1, heads // kv_heads, 1).unsqueeze(1)
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            mask = hidden.new_zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         out, lse = _attend(rows, keys, values, False, mask, scale)
         if hidden is not None:
             lse = lse.masked_fill(hidden.all(-1), lowest(lse))

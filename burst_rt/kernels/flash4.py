@@ -255,7 +255,7 @@ def _documents_of(
     if documents is None:
         of_rows = ends if len(ends) == batch else ends * batch
         every = [0] + [n * tokens + end for n, row in enumerate(of_rows) for end in row]
-        bounds = torch.tensor(every, dtype=torch.int32)
+        bounds = torch.tensor(every, dtype=torch.int32, device="cpu")
         if q.is_cuda:
             # From pinned memory, which torch keeps until the copy is done, the host need not wait.
             bounds = bounds.pin_memory().to(q.device, non_blocking=True)

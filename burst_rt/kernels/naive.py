@@ -179,7 +179,9 @@ def attend_few_keys(
     k, v = (x.to(work).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     s = _inner(q.to(work), k).mul_(scale)
     if causal:
-        s.masked_fill_(torch.ones(s.shape[2:], dtype=torch.bool).triu_(1), -torch.inf)
+        s.masked_fill_(
+            torch.ones(s.shape[2:], dtype=torch.bool, device=s.device).triu_(1), -torch.inf
+        )
     if mask is not None:
         s.add_(mask)
     top, info = s.amax(-1, keepdim=True), torch.finfo(work)

@@ -107,7 +107,7 @@ class TileProblem:
         dim, v_dim = work.head_dims
         # Numbers of the usual size, the same in every run.
         generator = torch.Generator().manual_seed(0)
-        some = torch.randn((1, tokens, heads, max(dim, v_dim)), generator=generator)
+        some = torch.randn((1, tokens, heads, max(dim, v_dim)), generator=generator, device="cpu")
         q, k, v, dout = (some.roll(i).to(work.dtype).to(device) for i in range(4))
         q, k = q[..., :dim].contiguous(), k[:, :, :kv_heads, :dim].contiguous()
         v, dout = v[:, :, :kv_heads, :v_dim].contiguous(), dout[..., :v_dim].contiguous()

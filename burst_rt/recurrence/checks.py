@@ -49,7 +49,7 @@ def begins_of(name: str, given: Given, tokens: Tensor) -> Tensor | None:
                 f"{name}: documents must be those of the whole sequence, "
                 f"{misfit or 'without q_lengths'}"
             )
-        places = torch.arange(count)
+        places = torch.arange(count, device="cpu")
         if layout is not None:
             places = positions_on(torch.device("cpu"), layout.map, layout.runtime.rank)
         positions = places.numpy()

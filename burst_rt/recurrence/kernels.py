@@ -117,14 +117,16 @@ class _Problem:
     def __init__(self, work: RecurrenceWork, count: int) -> None:
         device, generator = work.device, torch.Generator().manual_seed(0)
         shapes = [((1, count, *shape), dtype) for shape, dtype in work.tokens]
-        q, k, v = (torch.randn(shape, generator=generator) for shape, _ in shapes[:3])
-        g, *beta = (torch.rand(shape, generator=generator) for shape, _ in shapes[3:])
+        q, k, v = (torch.randn(shape, generator=generator, device="cpu") for shape, _ in shapes[:3])
+        g, *beta = (torch.rand(shape, generator=generator, device="cpu") for shape, _ in shapes[3:])
         made = (q, k * k.shape[-1] ** -0.5, v, -g, *beta)
         tokens = tuple(x.to(device, dtype) for x, (_, dtype) in zip(made, shapes, strict=True))
-        begins = (torch.arange(count) == count // 2)[None].to(device)
+        begins = (torch.arange(count, device="cpu") == count // 2)[None].to(device)
         self._segment = SegmentTensors(tokens, (), begins, torch.float32)
         state = work.recurrence.state_shape(tokens, ())
-        self._state = torch.randn(state, generator=generator).to(device, torch.float32)
+        self._state = torch.randn(state, generator=generator, device="cpu").to(
+            device, torch.float32
+        )
         self._dout = v.roll(1).to(device, work.dtype)
 
     def run(self, maker: StageMaker, *, fold: bool = False) -> dict[str, Tensor]:

@@ -158,7 +158,7 @@ def _have_gradients(
         )
     if not wanted and isinstance(ranks, dist.ProcessGroup):
         return []
-    have = torch.tensor([p.grad is not None for p in wanted], dtype=torch.float64)
+    have = torch.tensor([p.grad is not None for p in wanted], dtype=torch.float64, device="cpu")
     sums = _sums_of_first(wanted, device)
     found = torch.stack([have.to(device), sums, sums.square()])
     sum_in_place(found, ranks, {"parameters": f"{_few(said)} (digest {digest:08x})"})

@@ -207,7 +207,7 @@ def _sum_in_group(
     compiled = torch.compiler.is_compiling()
     number = 0 if compiled else _next_number(group)
     same = [_compared(forward), _compared(None if compiled else count)]
-    told = torch.tensor(same, dtype=torch.float64).flatten()
+    told = torch.tensor(same, dtype=torch.float64, device="cpu").flatten()
     if x.is_cuda and not compiled:
         told = told.pin_memory()  # or the host would wait for the device
     told = told.to(x.device, non_blocking=True)

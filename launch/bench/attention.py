@@ -63,7 +63,7 @@ def inputs(
     `[1, tokens, heads, head_dim]`.
     """
     size = (1, tokens, shape.heads, shape.head_dim)
-    drawn = (torch.randn(size, generator=generator) for _ in range(4))
+    drawn = (torch.randn(size, generator=generator, device="cpu") for _ in range(4))
     tensors = [x.to(device, shape.dtype) for x in drawn]
     for x in tensors[:3]:
         x.requires_grad_()
@@ -111,7 +111,7 @@ class Bench:
         for x in (q, k, v):
             x.requires_grad_()
         causal = shape.causal or shape.mask == Causal()
-        at, dense = torch.arange(shape.tokens), None
+        at, dense = torch.arange(shape.tokens, device="cpu"), None
         if shape.mask is not None and not causal:
             dense = shape.mask.allows(at[:, None], at).to(self.ctx.device)
 

@@ -23,7 +23,9 @@ def sums_of(
     generator = torch.Generator().manual_seed(0)
 
     def some(heads: int, *channels: int) -> torch.Tensor:
-        return torch.randn(2, _TOKENS, heads, *channels, generator=generator).to(device)
+        return torch.randn(2, _TOKENS, heads, *channels, generator=generator, device="cpu").to(
+            device
+        )
 
     q, dout = (some(4, 128).to(dtype) for _ in range(2))
     k, v = (some(2, 128).to(dtype) for _ in range(2))

@@ -94,7 +94,7 @@ def sample(
 def _draw(shares: Tensor, generator: torch.Generator) -> int:
     """A place, drawn by shares that need not add up to 1. One number is drawn for any length."""
     ends = shares.cumsum(0)
-    at = torch.rand(1, generator=generator, dtype=shares.dtype) * ends[-1]
+    at = torch.rand(1, generator=generator, dtype=shares.dtype, device="cpu") * ends[-1]
     # A product that is rounded up would be behind the last place.
     at = at.minimum(ends[-1].nextafter(ends.new_zeros(())))
     return int(torch.searchsorted(ends, at, right=True))

@@ -64,7 +64,7 @@ def have_memory(ctx: burst_rt.Context, size_bytes: int) -> None:
     share = psutil.virtual_memory().available // (2 * ctx.runtime.machine.ranks_per_node)
     ctx.all_gather(None)  # every rank has read how much is free
     if ctx.device.type == "cpu":
-        torch.empty(min(size_bytes, share), dtype=torch.uint8).fill_(0)
+        torch.empty(min(size_bytes, share), dtype=torch.uint8, device="cpu").fill_(0)
 
 
 def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:

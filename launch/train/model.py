@@ -213,7 +213,7 @@ class AdamW:
             for name, parameter in parameters.items()
             for moment in _MOMENTS
         }
-        self._num_steps = {name: torch.tensor(0.0) for name in parameters}
+        self._num_steps = {name: torch.tensor(0.0, device="cpu") for name in parameters}
         matrices = {name: p for name, p in parameters.items() if p.dim() >= 2}
         others = {name: p for name, p in parameters.items() if p.dim() < 2}
         self._groups = ((matrices, weight_decay), (others, 0.0))

@@ -543,6 +543,34 @@ def test_the_scheduler_is_pure(name: str) -> None:
     assert not _REACHES_OUT & {node.id for node in tree if isinstance(node, ast.Name)}
 
 
+_MAKERS = [
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+]
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
+    """torch.set_default_device and `with torch.device(...)` are for the program's own tensors."""
+    made = [
+        f"{path}:{node.lineno}"
+        for path in _MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in [f"torch.{maker}" for maker in _MAKERS]
+        and not {"device", None} & {word.arg for word in node.keywords}
+    ]
+    assert made == []
+
+
 @pytest.mark.parametrize("name", sorted(n for n in _MODULES if _within(n, *_PLANNING)))
 def test_planning_imports_no_torch(name: str) -> None:
     own = {module for module in _imports(name) if _within(module, "burst_rt")}

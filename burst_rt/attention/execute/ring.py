@@ -113,7 +113,9 @@ class SlotRun:
         # A later call outside inference mode could not write to tensors made inside it.
         with torch.inference_mode(False):
             slots = self.on_device() | {
-                part.id: torch.empty(part.size_bytes, dtype=torch.uint8, pin_memory=pinned)
+                part.id: torch.empty(
+                    part.size_bytes, dtype=torch.uint8, pin_memory=pinned, device="cpu"
+                )
                 for part in self._plan.chunks
             }
         return Slots(

@@ -23,10 +23,10 @@ def attention(case: AttentionCase, tensors: Tensors) -> Tensors:
     world = dist.get_world_size()
     padded = -(-case.length // world) * world
     places = rank_places(padded)
-    counts = torch.tensor(case.padding or (0,) * case.batch)[:, None]
-    real = torch.arange(padded) < case.length - counts
+    counts = torch.tensor(case.padding or (0,) * case.batch, device="cpu")[:, None]
+    real = torch.arange(padded, device="cpu") < case.length - counts
     hides = bool(case.padding) or padded > case.length
-    order = torch.arange(case.heads).reshape(case.kv_heads, -1).T.flatten()
+    order = torch.arange(case.heads, device="cpu").reshape(case.kv_heads, -1).T.flatten()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: None) -> torch.Tensor:
         out: torch.Tensor = ring_flash_attn(
