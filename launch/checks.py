@@ -29,6 +29,7 @@ from burst_rt.launch.asking import (
     ask_python,
 )
 from burst_rt.launch.mpirun import MpiLauncher, find_launcher, mpirun_path, num_usable_cores
+from burst_rt.launch.torchrun import this_torchrun
 from burst_rt.transport.probe import note_answer
 
 __all__ = ["CHECKS", "GPU_CHECKS", "JOBS", "Finding", "Inspection", "check", "probe_device_mpi"]
@@ -192,8 +193,7 @@ def _mpirun_job(machine: Inspection) -> _Result:
 def _torchrun_job(machine: Inspection) -> _Result:
     if not machine.is_ok("torch"):
         return "missing", "not tried", "install torch first"
-    words = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
-    words += ["--nproc-per-node=2", "--no-python", sys.executable, "-P", "-c", _HELLO_TORCHRUN]
+    words = this_torchrun().command([sys.executable, "-P", "-c", _HELLO_TORCHRUN], 2)
     # Telemetry, a transport and the like are asked of the user's jobs, not of this one.
     asked = {key: text for key, text in os.environ.items() if not key.startswith("BURST_RT_")}
     answer = ask_command(

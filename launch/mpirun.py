@@ -22,6 +22,7 @@ from typing import ClassVar
 import psutil
 
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.job.control_groups import allowed_cpus
 from burst_rt.job.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.host_args import find_hosts
 from burst_rt.launch.where import TERMINAL_VARIABLE
@@ -45,6 +46,8 @@ _BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 # Words in each family's `mpirun --version`; Intel's is made from MPICH's.
 _FAMILIES = {"Open MPI": "Open MPI", "Intel MPI": "Intel(R) MPI", "MPICH": "HYDRA"}
 # Arguments of mpirun that may put ranks on other hosts.
+# Ends of the names of variables that name a file of hosts: of Open MPI 4 and 5, of hydra.
+_HOST_VARIABLES = ("default_hostfile", "hydra_host_file")
 _HOST_ARGS = ("-H", "--host", "-host", "--machinefile", "-machinefile", "-f")
 
 
@@ -133,11 +136,17 @@ class MpiLauncher:
 
 
 def num_usable_cores() -> int:
-    """Physical cores that this process may use, as far as its affinity allows; at least 1.
+    """Physical cores that this process may use by its affinity and control groups; at least 1.
 
     Hardware threads are not counted: they share the units that attention needs.
     """
-    return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))
+    allowed = os.sched_getaffinity(0)
+    cores = set()
+    for cpu in allowed:
+        threads = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        with suppress(OSError):
+            cores.add(threads.read_text())
+    return max(1, int(min(len(cores) or len(allowed), allowed_cpus())))
 
 
 def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
@@ -227,7 +236,11 @@ def _unwrapped(mpirun: str) -> str:
 
 def one_host(mpi_args: Sequence[str]) -> bool:
     """Whether all ranks are sure to be on this host."""
-    hosts_named = any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
+    # An operator of Kubernetes names the hosts of its launcher in the environment.
+    hosts_named = any(arg.startswith(_HOST_ARGS) for arg in mpi_args) or any(
+        text not in ("", "none") and name.lower().endswith(_HOST_VARIABLES)
+        for name, text in os.environ.items()
+    )
     return not hosts_named and (not _in_batch_job() or _is_whole_job())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -23,7 +25,9 @@ def first_lines(folder: Path) -> str:
     # The launcher's own last line says the same.
     said = post_mortem.launched.said if post_mortem.launched is not None else None
     known = [] if said is not None and said[0] == post_mortem.first else [first]
-    lines = [*known, *chain, f"more: burst-rt postmortem {folder.name}"]
+    # Another login need not have the temporary folder of a batch job.
+    name = shlex.quote(str(folder)) if "TMPDIR" in os.environ else folder.name
+    lines = [*known, *chain, f"more: burst-rt postmortem {name}"]
     return "".join(f"burst-rt: {line}\n" for line in lines)
 
 

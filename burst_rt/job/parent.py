@@ -53,7 +53,9 @@ def end_with_torchrun() -> None:
 def _watch(agent: int | None) -> None:
     """Blocks until the agent has ended. None: it has."""
     if agent is not None:
-        select.select([agent], [], [])
+        poller = select.poll()
+        poller.register(agent, select.POLLIN)
+        poller.poll()
     tell(
         f"burst-rt: rank {os.environ.get('RANK', '?')}: torchrun, which started this process, is "
         "gone, so the process ends"

@@ -39,8 +39,8 @@ def signal_process(descriptor: int, number: int) -> None:
 
 
 def _call(*numbers: int | None) -> int:
-    found: int = ctypes.CDLL(None, use_errno=True).syscall(*numbers)
-    if found < 0:
+    answer: int = ctypes.CDLL(None, use_errno=True).syscall(*numbers)
+    if answer < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
-    return found
+    return answer

@@ -74,7 +74,14 @@ def resolve_device(name: str) -> torch.device:
             f"init: device {name!r} was asked for, but torch sees only the CUDA devices cuda:0 to "
             f"cuda:{count - 1}; choose one of them"
         )
-    return torch.device("cuda", int(index) if index else (launched.local_rank() or 0) % count)
+    local_rank = launched.local_rank()
+    if not index and local_rank is None and count > 1 and launched.mpi_ranks() > 1:
+        raise ConfigError(
+            f"init: device {name!r}: there are {count} GPUs, and the launcher does not say which "
+            "rank of its host this is; expected a variable such as LOCAL_RANK; set LOCAL_RANK for "
+            "each rank, or give device='cuda:N'"
+        )
+    return torch.device("cuda", int(index) if index else (local_rank or 0) % count)
 
 
 def _device_mpi(device: torch.device) -> bool | None:

@@ -8,8 +8,8 @@ import torch
 
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import DeviceError
+from burst_rt.job.control_groups import free_host_bytes
 from burst_rt.planning.needs import ROWS_TOGETHER
-from burst_rt.runtime.free_memory import free_host_bytes
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.serving.chunks import BatchRows, Dealt
 

@@ -25,6 +25,7 @@ import psutil
 import torch
 
 import burst_rt
+from burst_rt.job.control_groups import host_bytes
 from burst_rt.launch.measure.report import machine, median
 from burst_rt.launch.measure.timing import (
     TIMES_OVER,
@@ -261,7 +262,7 @@ class Calibration:
     def _memory_bytes(self) -> int:
         if self.ctx.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.ctx.device).total_memory)
-        return int(psutil.virtual_memory().total) // self.per_node
+        return host_bytes() // self.per_node
 
     def _node(self, link: Link, nics: Nics | None) -> Node:
         if self.ctx.device.type == "cuda" or nics is not None:

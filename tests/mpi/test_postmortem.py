@@ -68,7 +68,7 @@ def test_the_rank_that_stopped_is_named_with_its_task(
     if by == "burst-rt run":
         assert "the last lines that rank 1 wrote to stderr:\n  | rank 1 stops\n" in told.out
         (folder,) = _folders(kept)
-        assert f"burst-rt: more: burst-rt postmortem {folder.name}\n" in job.err
+        assert f"burst-rt: more: burst-rt postmortem {folder}\n" in job.err
         assert job.err.splitlines()[-1].startswith("burst-rt: rank ")
     else:
         assert "the stderr of rank 1 was not kept" in told.out

@@ -54,6 +54,7 @@ def _run(python: Path, *words: str, timeout_s: float = 120.0) -> subprocess.Comp
     names = {name: text for name, text in os.environ.items() if not name.startswith("OMPI_")}
     environment = names | {
         "PATH": str(python.parent), "MPI4PY_LIBMPI": "/none/lib/libmpi.so", "OMP_NUM_THREADS": "1",
+        "PET_NNODES": "2",  # a trainer's pod in Kubernetes, of jobs of its own
     }  # fmt: skip
     command = [str(python), "-P", "-m", "burst_rt.launch.main", *words]
     return subprocess.run(

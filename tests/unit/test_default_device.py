@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -44,8 +45,7 @@ def test_the_default_device_is_the_programs_own_affair() -> None:
             return [x.detach() for x in _calls(ctx)]
 
     expected, found = (
-        burst_rt.run_local(2, lambda ctx, device=device: run(ctx, device))
-        for device in (None, "meta")
+        burst_rt.run_local(2, partial(run, device=device)) for device in (None, "meta")
     )
     for same in zip(expected, found, strict=True):
         for one, other in zip(*same, strict=True):

@@ -230,6 +230,16 @@ def test_the_number_on_the_host_picks_the_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert resolve_device("cuda:0") == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="cuda:0 to cuda:1"):
         resolve_device("cuda:2")
+    # All ranks of a host would take one GPU where the launcher does not say which they are.
+    monkeypatch.delenv("SLURM_LOCALID")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"there are 2 GPUs.*set LOCAL_RANK"):
+        resolve_device("auto")
+    assert resolve_device("cuda:1") == torch.device("cuda", 1)
+    for name in ("FLUX_TASK_LOCAL_ID", "MV2_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK"):
+        with monkeypatch.context() as launched_so:
+            launched_so.setenv(name, "1")
+            assert resolve_device("auto") == torch.device("cuda", 1)
 
 
 def test_the_gpu_of_init_is_torchs_own_in_the_thread_that_calls_it(
@@ -583,7 +593,8 @@ def test_slots_made_in_inference_mode_serve_training(strategy: str) -> None:
         ((), False),
         (("PMI_RANK",), True),
         (("PMI_RANK", "TORCHELASTIC_RUN_ID"), False),  # a torchrun on each of mpirun's ranks
-        (("PMI_RANK", "SLURM_PROCID"), False),
+        (("PMI_RANK", "SLURM_PROCID"), False),  # srun's own PMI
+        (("PMI_RANK", "SLURM_PROCID", "MPI_LOCALRANKID"), True),  # mpirun in a batch job
         (("OMPI_COMM_WORLD_RANK", "PMIX_RANK"), False),
     ],
 )
@@ -592,7 +603,8 @@ def test_which_launcher_needs_mpi_to_be_aborted(
 ) -> None:
     for name in ("PMI_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("PMIX_RANK", raising=False)
+    for name in ("PMIX_RANK", "MPI_LOCALRANKID"):
+        monkeypatch.delenv(name, raising=False)
     for name in variables:
         monkeypatch.setenv(name, "0")
     assert launched.by_hydra() == hydra

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from burst_rt.job.reports import JOB_DIR_VARIABLE
-from burst_rt.launch.mpirun import MpiLauncher, one_host, rendezvous
+from burst_rt.launch.mpirun import MpiLauncher, num_usable_cores, one_host, rendezvous
 
 
 def test_variables_that_hosts_must_have_alike_are_passed_on(
@@ -61,6 +64,36 @@ def test_a_batch_job_of_this_host_alone_is_one_host(
     assert one_host([]) == one
     assert not one_host(["-H", "n1"])
     assert bool(rendezvous([])) == one
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile", "HYDRA_HOST_FILE",
+     "I_MPI_HYDRA_HOST_FILE"],
+)  # fmt: skip
+def test_hosts_may_be_named_in_the_environment(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As in the launcher's pod of an MPIJob."""
+    monkeypatch.setenv(name, "none")
+    assert one_host([])
+    monkeypatch.setenv(name, "/etc/mpi/hostfile")
+    assert not one_host([])
+
+
+def test_hardware_threads_and_what_control_groups_forbid_are_no_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    siblings = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}  # four cores
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 4, 5, 6})
+    read = Path.read_text
+
+    def read_text(path: Path, *args: Any) -> str:
+        found = re.fullmatch(r"/sys/.*/cpu(\d+)/topology/thread_siblings_list", str(path))
+        return siblings[int(found[1])] if found else read(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    for allowed, cores in ((float("inf"), 3), (2.5, 2), (0.5, 1)):
+        monkeypatch.setattr("burst_rt.launch.mpirun.allowed_cpus", lambda allowed=allowed: allowed)
+        assert num_usable_cores() == cores
 
 
 @pytest.mark.parametrize(

@@ -234,13 +234,20 @@ def test_what_a_rank_wrote_last_is_shown_where_it_was_kept(tmp_path: Path) -> No
     assert lines[at + 1 : at + 16] == [f"  | line {n}" for n in range(15, 30)]
 
 
-def test_the_launcher_prints_what_its_last_line_does_not_say(tmp_path: Path) -> None:
+def test_the_launcher_prints_what_its_last_line_does_not_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert first_lines(tmp_path) == ""  # a program without burst_rt
+    monkeypatch.delenv("TMPDIR", raising=False)
     ranks = _Ranks(tmp_path)
     _killed(ranks)
     more = f"burst-rt: more: burst-rt postmortem {tmp_path.name}"
     chain = [f"burst-rt: {line}" for line in _THROUGH_2]
     assert first_lines(tmp_path).splitlines() == [*chain, more]
+    with monkeypatch.context() as job:
+        # A login on this host may have another temporary folder than the job.
+        job.setenv("TMPDIR", "/job's")
+        assert first_lines(tmp_path).splitlines()[-1] == more.replace(tmp_path.name, str(tmp_path))
     ranks.launched("no rank said why it ended; mpirun's exit code is 3")
     first, *rest = first_lines(tmp_path).splitlines()
     assert first.startswith("burst-rt: first to stop: rank 1, ")

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from burst_rt.runtime.free_memory import free_host_bytes
+from burst_rt.job.control_groups import allowed_cpus, free_host_bytes, host_bytes
 
 
 def _write(root: Path, files: dict[str, str]) -> None:
@@ -35,6 +35,30 @@ def test_the_second_version_counts_every_group_above(at: str, tmp_path: Path) ->
     _write(tmp_path, {"sys/fs/cgroup/job/memory.max": "max\n"})
     _write(tmp_path, {f"sys/fs/cgroup/{at}/{name}": text for name, text in files.items()})
     assert free_host_bytes(tmp_path) == 4007
+
+
+@pytest.mark.parametrize("at", ["job/step", "job", "."])
+def test_what_control_groups_allow(at: str, tmp_path: Path) -> None:
+    assert host_bytes(tmp_path) == psutil.virtual_memory().total
+    assert allowed_cpus(tmp_path) == float("inf")
+    _write(tmp_path, {"proc/self/cgroup": "0::/job/step\n"})
+    _write(tmp_path, {"sys/fs/cgroup/job/cpu.max": "max 100000\n"})
+    assert allowed_cpus(tmp_path) == float("inf")
+    _write(tmp_path, {f"sys/fs/cgroup/{at}/cpu.max": "250000 100000\n"})
+    _write(tmp_path, {f"sys/fs/cgroup/{at}/memory.max": "9000\n"})
+    assert (host_bytes(tmp_path), allowed_cpus(tmp_path)) == (9000, 2.5)
+
+
+def test_what_control_groups_of_the_first_version_allow(tmp_path: Path) -> None:
+    _write(tmp_path, {
+        "proc/self/cgroup": "4:memory:/job\n3:cpuacct,cpu:/job\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9000",
+        "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1",
+        "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+    })  # fmt: skip
+    assert (host_bytes(tmp_path), allowed_cpus(tmp_path)) == (9000, 3.0)
 
 
 def test_the_first_version(tmp_path: Path) -> None:
