@@ -6,6 +6,11 @@
 #   all that helps.
 # Versions: torch 2.13.0. Needs no GPU: two processes get SIGSTOP and SIGCONT, as from Slurm. Seen on 2026-12-01.
 # Output:
+#     torch 2.13.0; timeout 4 s, rank 1 is 1 s late
+#     gloo, not suspended: rank 0 got 2.0, rank 1 got 2.0
+#     gloo, suspended for 6 s: rank 0 raised RuntimeError, rank 1 raised RuntimeError
+#     store, not suspended: rank 0 got it, rank 1 set it
+#     store, suspended for 6 s: rank 0 raised DistStoreError, rank 1 set it
 # Decided here: burst_rt's deadlines count the time in which a rank runs (burst_rt/job/clock.py), and its own messages have no other deadline.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
