@@ -236,12 +236,14 @@ def _unwrapped(mpirun: str) -> str:
 
 def one_host(mpi_args: Sequence[str]) -> bool:
     """Whether all ranks are sure to be on this host."""
-    # An operator of Kubernetes names the hosts of its launcher in the environment.
-    hosts_named = any(arg.startswith(_HOST_ARGS) for arg in mpi_args) or any(
-        text not in ("", "none") and name.lower().endswith(_HOST_VARIABLES)
-        for name, text in os.environ.items()
-    )
+    hosts_named = any(arg.startswith(_HOST_ARGS) for arg in mpi_args) or bool(_file_of_hosts())
     return not hosts_named and (not _in_batch_job() or _is_whole_job())
+
+
+def _file_of_hosts() -> str:
+    """The file that a variable names, as in the launcher's pod of a Kubernetes job; else ""."""
+    named = (x for name, x in os.environ.items() if name.lower().endswith(_HOST_VARIABLES))
+    return next((path for path in named if path not in ("", "none")), "")
 
 
 def _is_whole_job() -> bool:
@@ -257,8 +259,10 @@ def _num_hosts(mpi_args: Sequence[str]) -> int:
     """How many hosts the ranks are on, as far as it is said; else 1."""
     if one_host(mpi_args):
         return 1
+    file = _file_of_hosts()
+    named = [*mpi_args, *(["--hostfile", file] if file else [])]
     with suppress(InputError):  # mpirun says what is wrong with its file
-        if hosts := find_hosts(mpi_args):
+        if hosts := find_hosts(named):
             return max(1, len({name for name, _ in hosts.entries}))
     told = os.environ.get("SLURM_JOB_NUM_NODES", "")
     return int(told) if told.isdecimal() and int(told) else 1

@@ -105,6 +105,7 @@ def test_hardware_threads_and_what_control_groups_forbid_are_no_cores(
         (["--hostfile={}/hosts"], "", 14),
         (["-H", "a:8,b:8,a:8"], "", 7),
         (["--hostfile", "/nowhere"], "", 1),
+        (["HYDRA_HOST_FILE"], "", 14),
     ],
 )
 def test_cores_are_shared_by_the_ranks_of_a_host(
@@ -118,6 +119,9 @@ def test_cores_are_shared_by_the_ranks_of_a_host(
         monkeypatch.setenv("SLURM_JOB_ID", "1")
         monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
     ranks = 16 if "-H" in args else 64
+    if "HYDRA_HOST_FILE" in args:
+        args = []
+        monkeypatch.setenv("HYDRA_HOST_FILE", str(tmp_path / "hosts"))
     monkeypatch.setattr("burst_rt.launch.mpirun.num_usable_cores", lambda: 56)
     launcher = MpiLauncher(Path("mpirun"), "Open MPI", "(Open MPI) 5.0.11")
     given = [arg.format(tmp_path) for arg in args]
