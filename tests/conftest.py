@@ -75,6 +75,14 @@ def _is_long(item: pytest.Item) -> bool:
     return item.get_closest_marker("long") is not None
 
 
+@pytest.fixture(autouse=True)
+def _kernels_of_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks of these processes choose by measuring would be another kernel on some CPUs,
+    now and then. `unit/test_cpu_bf16.py` has that kernel.
+    """
+    monkeypatch.setattr("burst_rt.kernels.cpu_bf16.cpu_capabilities", dict)
+
+
 @pytest.fixture(scope="module")
 def no_parts_left() -> Iterator[None]:
     """After the module's tests: lets go of parts of batches that nobody attended by.
