@@ -244,7 +244,7 @@ class Bench:
         comes to them. Collective.
         """
         source = bytes_source(self._decoder, self.ctx, seq_len=tokens, dtype=torch.float32)
-        model = source.cached(tokens)
+        model = source.cached(tokens, 0)
 
         def prompted(prompt_BS: Tensor, chunk: int) -> Tensor:
             model.kv.reset()

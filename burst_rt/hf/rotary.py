@@ -14,7 +14,7 @@ import torch
 
 from burst_rt.hf.shard import KEYWORD
 
-__all__ = ["PositionHook", "hook_of", "hook_positions"]
+__all__ = ["PositionHook", "frequencies_change_at", "hook_of", "hook_positions"]
 
 
 _NAME = "_burst_rt_positions"  # name of a module's attribute
@@ -24,7 +24,9 @@ def hook_positions(model: torch.nn.Module) -> PositionHook:
     """Tells a model's rotary embeddings the largest position of all ranks, from now on."""
     hook = PositionHook()
     # Some wrappers (PEFT) call the model's `forward` itself, and so none of its hooks.
-    for outer in {model, getattr(model, "base_model", model)}:
+    # PEFT's own model inside may be called by itself, too, or be merged and go on alone.
+    inside = getattr(model, "get_base_model", lambda: model)()
+    for outer in {model, getattr(model, "base_model", model), inside}:
         outer.register_forward_pre_hook(hook.before_model, with_kwargs=True)
     for module in model.modules():
         setattr(module, _NAME, hook)
@@ -38,6 +40,25 @@ def hook_of(module: torch.nn.Module) -> PositionHook | None:
     """The hook of the model that a module is of; None where nobody has prepared the model."""
     hook: PositionHook | None = getattr(module, _NAME, None)
     return hook
+
+
+def frequencies_change_at(model: torch.nn.Module) -> int | None:
+    """The number of tokens beyond which a model's rotary embeddings take other frequencies; None
+    for a model whose frequencies are the same at all lengths.
+
+    Keys that were cached at a smaller length have the frequencies of that length.
+    """
+    lengths: list[int] = []
+    rotary: Any
+    for rotary in model.modules():
+        if _kinds(getattr(rotary, "rope_type", None)):
+            given: Any = getattr(rotary.config, "rope_parameters", None) or {}
+            for each in (given, *(x for x in given.values() if isinstance(x, dict))):
+                own = each.get("original_max_position_embeddings")
+                is_long = each.get("rope_type") == "longrope" and own is not None
+                if _looks(str(each.get("rope_type"))):
+                    lengths.append(int(own if is_long else rotary.original_max_seq_len))
+    return min(lengths, default=None)
 
 
 class _CallInfo(Protocol):

@@ -294,11 +294,17 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         # TRL adds up what ranks have counted in their tokens. `gather_for_metrics` would leave
         # ranks out where the last batch has fewer rows than there are ranks.
         self.accelerator.gather_for_metrics = self.accelerator.gather
+        training: Any = vars(self).get("current_gradient_accumulation_steps")
+        if not model.training:
+            # TRL divides this part by the steps wherever the number of tokens is given.
+            self.current_gradient_accumulation_steps = 1
         try:
             with telemetry.span("forward"):
                 return super().compute_loss(model, keywords, return_outputs, num_items_in_batch)
         finally:
             del self.accelerator.gather_for_metrics
+            if not model.training:
+                self.current_gradient_accumulation_steps = training
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         with telemetry.span("data"):

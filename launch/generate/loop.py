@@ -49,7 +49,7 @@ def generate(world: Context, options: GenerateOptions) -> None:
     prompt = world.first(lambda: _prompt(options))
     tokens = world.together(lambda: _encode(source, prompt, options))
     try:
-        model = source.cached(len(tokens) + options.max_new_tokens)
+        model = source.cached(len(tokens), options.max_new_tokens)
     except DeviceError as error:
         raise ConfigError(error.message) from error
     meter = TokenMeter(model.kv, to=source.streamer() if world.rank == 0 else None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -66,7 +67,8 @@ class Source:
     unit: str  # the word for a token
     longest: int | None  # tokens of a sequence that the model was made for
     streamer: Callable[[], _Streamer]  # prints tokens as text as they come
-    cached: Callable[[int], CachedModel]  # for that many tokens; collective
+    # For the prompt's tokens and so many new ones; collective. Raises ConfigError.
+    cached: Callable[[int, int], CachedModel]
 
 
 class _ByteModel:
@@ -111,7 +113,7 @@ def bytes_source(decoder: Decoder, world: Context, *, seq_len: int, dtype: torch
         unit="byte",
         longest=seq_len,
         streamer=ByteStreamer,
-        cached=lambda capacity: _ByteModel(decoder, world, capacity, dtype),
+        cached=lambda read, new: _ByteModel(decoder, world, read + new, dtype),
     )
 
 
@@ -136,6 +138,39 @@ class _Pretrained:
         logits_BSV = self._model(input_ids=tokens_BS, **self._given).logits
         last: Tensor = logits_BSV[0, -1].float()
         return last
+
+
+def cast_model(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model of transformers on a device, with weights as from_pretrained(dtype=...) gives them.
+
+    `model.to(dtype)` would round what the model has computed for itself, too: frequencies of rotary
+    embeddings, by which positions beyond some hundreds lose their places in bfloat16. Weights that
+    transformers keeps in float32 stay so.
+    """
+    plan = model._get_dtype_plan(dtype)
+    kept = [re.compile(re.escape(name).replace(r"\*", ".*")) for name in plan]
+    model.to(device)
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if weight.is_floating_point() and not any(each.search(name) for each in kept):
+            weight.data = weight.data.to(dtype)
+    return model
+
+
+def require_same_frequencies(model: Any, tokens: int, option: str, read: int = 0) -> None:
+    """Raises ConfigError where cached keys would have other frequencies than later ones.
+
+    tokens: the longest text. option: by which it is chosen, and its number. read: tokens that are
+    read together first.
+    """
+    from burst_rt.hf.rotary import frequencies_change_at
+
+    most = frequencies_change_at(model)
+    if most is not None and read <= most < tokens:
+        raise ConfigError(
+            f"{option}: the model's rotary embeddings take other frequencies beyond {most:,} "
+            "tokens, which keys that are cached before do not have; choose at most "
+            f"{most:,} tokens for a text, or model.generate of transformers, which begins again."
+        )
 
 
 def folder_ends(folder: ModelFolder, model: Any) -> frozenset[int]:
@@ -187,6 +222,10 @@ def folder_source(
         except Exception as error:  # a template is a program of the model's
             raise ConfigError(f"--chat: {error}; leave it out, or mend the template.") from error
 
+    def cached(read: int, new: int) -> CachedModel:
+        require_same_frequencies(model, read + new, f"--max-new-tokens {new:,}", read)
+        return _Pretrained(cast_model(model, world.device, dtype), world, read + new)
+
     return Source(
         encode=encode,
         ends=folder_ends(folder, model),
@@ -195,5 +234,5 @@ def folder_source(
         streamer=lambda: transformers.TextStreamer(
             folder.tokenizer, skip_prompt=chat, skip_special_tokens=True
         ),
-        cached=lambda capacity: _Pretrained(model.to(world.device, dtype), world, capacity),
+        cached=cached,
     )

@@ -98,7 +98,7 @@ def read_lines(path: Path, most_new: int) -> list[FileRequest]:
     """The requests of a file. Raises ConfigError for a file that has others than such lines."""
     lines, known = list[FileRequest](), set[str]()
     try:
-        texts = path.read_text(encoding="utf-8").splitlines()
+        texts = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--requests: {error}; give a file that can be read.") from error
     for number, text in enumerate(texts, 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,9 @@ from burst_rt.launch.serve.turns import Request, Requests
 from burst_rt.launch.serve.vocabulary import Vocabulary
 
 __all__ = ["Desk", "Talk"]
+
+# Tokens of a prompt that its completion is decoded behind: one may be a part of a character.
+_BEHIND = 5
 
 
 class Figures:
@@ -98,7 +102,8 @@ class Talk:
             generator.manual_seed(asked.seed % 2**63)
 
         def tell(news: Chosen | str) -> None:
-            loop.call_soon_threadsafe(self._heard.put_nowait, news)
+            with suppress(RuntimeError):  # the loop has ended: nobody hears any more
+                loop.call_soon_threadsafe(self._heard.put_nowait, news)
 
         self.request = Request(
             prompt=prompt, sampling=asked.sampling,
@@ -107,7 +112,7 @@ class Talk:
         )  # fmt: skip
         self.answer = Reply(
             asked=asked, model=desk.model, num_prompt=len(prompt),
-            word=lambda token: desk.vocabulary.decode([token]),
+            word=desk.vocabulary.word,
         )  # fmt: skip
         desk.requests.put(self.request)
         desk.figures.prompt_tokens.inc(len(prompt))
@@ -115,8 +120,10 @@ class Talk:
     async def texts(self) -> AsyncIterator[str]:
         """The answer's text in parts, "" among them, until it has ended. Raises Refusal."""
         desk, answer = self.desk, self.answer
+        # A prompt and its completion are one text, in which a first space counts. An answer is not.
+        behind = [] if self._asked.is_chat else self.request.prompt[-_BEHIND:]
         text, since_s = (
-            TextOfTokens(desk.vocabulary.decode, self._asked.stops),
+            TextOfTokens(desk.vocabulary.decode, self._asked.stops, behind),
             self.request.began_s,
         )
         while True:

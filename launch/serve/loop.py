@@ -13,6 +13,7 @@ from torch import Tensor
 
 from burst_rt.context import Context
 from burst_rt.errors import BurstError, ConfigError, DeviceError
+from burst_rt.launch.generate.models import cast_model, require_same_frequencies
 from burst_rt.launch.serve.turns import Requests, Turn
 from burst_rt.launch.stopping import SIGNALS, StopRequests
 from burst_rt.launch.world import StoppedBySignal
@@ -47,8 +48,9 @@ class RowCaches:
         config = model.config.get_text_config()
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False  # for a loss
+        require_same_frequencies(model, capacity, f"--capacity {capacity:,}")
         try:
-            self._model = model.to(world.device, getattr(torch, dtype))
+            self._model = cast_model(model, world.device, getattr(torch, dtype))
             self._written, self._read = (
                 burst_rt.hf.Cache(model, world, capacity=capacity, batch=batch)
                 for batch in (num_rows, 1)

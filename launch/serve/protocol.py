@@ -154,9 +154,11 @@ def _message(message: object) -> Json:
         "content",
         "name",
     }
-    if not isinstance(content, str) or odd:
+    name = message.get("name")
+    if not isinstance(content, str) or odd or not (name is None or isinstance(name, str)):
         raise _wrong("messages", expected, message)
-    return {"role": _text("messages", message["role"]), "content": _text("messages", content)}
+    said = {"role": message["role"], "content": content} | ({} if name is None else {"name": name})
+    return {what: _text("messages", text) for what, text in said.items()}
 
 
 def _text(name: str, text: str) -> str:
@@ -233,6 +235,8 @@ class Reply:
         kind = "chatcmpl" if self.asked.is_chat else "cmpl"
         self._id, self._made = f"{kind}-{secrets.token_hex(12)}", int(time.time())
         self._begun = False  # whether a part has been made
+        # The texts of the chosen tokens, as far as they were needed, and where they begin and end.
+        self._words, self._offsets = list[str](), [0]
 
     def whole(self) -> Json:
         """The whole answer."""
@@ -280,12 +284,14 @@ class Reply:
         chosen = self.chosen[first:]
         if self.asked.is_chat:
             return {"content": [self._with_likely(x) for x in chosen], "refusal": None}
-        words = [self.word(x.token) for x in self.chosen]
-        offsets = [sum(map(len, words[:at])) for at in range(first, len(words))]
+        for x in self.chosen[len(self._words) :]:
+            self._words.append(self.word(x.token))
+            self._offsets.append(self._offsets[-1] + len(self._words[-1]))
         return {
-            "tokens": words[first:], "token_logprobs": [x.logprob for x in chosen],
-            "top_logprobs": [{self.word(t): p for t, p in x.likely} for x in chosen],
-            "text_offset": offsets,
+            "tokens": self._words[first:], "token_logprobs": [x.logprob for x in chosen],
+            # Of several tokens with one text the likeliest counts, which comes first.
+            "top_logprobs": [{self.word(t): p for t, p in reversed(x.likely)} for x in chosen],
+            "text_offset": self._offsets[first:-1],
         }  # fmt: skip
 
     def _with_likely(self, chosen: Chosen) -> Json:

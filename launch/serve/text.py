@@ -16,13 +16,18 @@ class TextOfTokens:
     back until it is known.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stops: Sequence[str] = (),
+        behind: Sequence[int] = (),
+    ) -> None:
         self.stopped = False
         self._decode, self._stops = decode, tuple(stops)
-        self._tokens: list[int] = []
+        self._tokens = [*behind]
         # Tokens from `_from` on are decoded together, since a token's text depends on those before
         # it. The text of those before `_told` has been taken.
-        self._from = self._told = 0
+        self._from, self._told = 0, len(self._tokens)
         self._kept = ""
 
     def put(self, token: int) -> str:

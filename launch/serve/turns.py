@@ -144,6 +144,8 @@ class Requests:
     def next_turn(self, wait_s: float) -> Turn:
         """What the ranks do next; nothing where no request came within `wait_s`."""
         self._give_up()
+        with self._change:
+            self._drop_waiting()
         begin = self._begin_next(0.0 if self.num_active else wait_s)
         if self._closed and not self.num_active and not self._waiting:
             return Turn(over=True)
@@ -241,7 +243,7 @@ class Requests:
             return []
         with self._change:
             self._change.wait_for(lambda: self._waiting or self._closed, wait_s)
-            self._drop_waiting()
+            self._drop_waiting()  # who came meanwhile may have gone
             if not self._waiting:
                 return []
             request = self._waiting.popleft()

@@ -21,6 +21,8 @@ class Vocabulary:
         self._folder = folder
         self._size = model.config.get_text_config().vocab_size
         self.ends = folder_ends(folder, model)
+        text = folder.tokenizer("a", verbose=False, add_special_tokens=False)
+        self._before: list[int] = text["input_ids"]
 
     def encode(self, asked: ParsedRequest) -> list[int]:
         """The tokens of a request's prompt. Raises Refusal."""
@@ -39,6 +41,11 @@ class Vocabulary:
         """The text of these tokens, without special ones."""
         text: str = self._folder.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
+
+    def word(self, token: int) -> str:
+        """The text of a token behind other text: some tokenizers leave the first space out."""
+        before = self._before
+        return self.decode([*before, token])[len(self.decode(before)) :]
 
     def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         try:

@@ -209,6 +209,31 @@ def test_adapters(name: str) -> None:
             assert max(found.values()) <= _LARGEST
 
 
+@pytest.mark.parametrize("inside", ["merged", "taken out"])
+def test_the_model_inside_adapters_goes_on_alone(inside: str) -> None:
+    """Both with the hooks of the model around it."""
+    name = "Bamba"
+    options = LoraConfig(r=4, target_modules=_ADAPTED[name], init_lora_weights=False)
+    torch.manual_seed(1)
+    adapted = get_peft_model(make_hybrid(name), options)
+    truth = truth_of_hybrid(name, "packed", deepcopy(adapted))
+    adapted.set_attn_implementation("burst_rt")
+
+    def rank(ctx: burst_rt.Context) -> float:
+        mine: Any = deepcopy(adapted)
+        burst_rt.hf.prepare(mine, ctx)
+        mine(**burst_rt.hf.shard(make_batch(name, "packed"), ctx))
+        mine = mine.merge_and_unload() if inside == "merged" else mine.get_base_model()
+        burst_rt.hf.prepare(mine, ctx)
+        part = burst_rt.hf.shard(make_batch(name, "packed"), ctx)
+        with torch.no_grad():
+            output = mine(**part)
+        whole = part["burst_rt"].batch.layout.unshard(output.logits)
+        return _difference(whole, truth["logits"])
+
+    assert max(burst_rt.run_local(2, rank, timeout_s=60)) <= _LARGEST
+
+
 def test_a_model_with_adapters_generates() -> None:
     options = LoraConfig(r=4, target_modules=_ADAPTED["Bamba"], init_lora_weights=False)
     torch.manual_seed(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,63 @@ from burst_rt import Chunked
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.hf.lengths import lengths_beyond, shorten_lengths
 from burst_rt.hf.masks import mask_of
+from burst_rt.hf.rotary import frequencies_change_at
+from burst_rt.launch.generate.models import cast_model, require_same_frequencies
 
 _SIZE = 8
 _TOKENS = 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, None),
+        ({"rope_type": "linear", "factor": 2.0}, None),
+        ({"rope_type": "dynamic", "factor": 2.0}, 64),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+             "original_max_position_embeddings": 32}, 32,
+        ),
+    ],
+)  # fmt: skip
+def test_where_frequencies_change(changes: dict[str, Any], length: int | None) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4} | changes
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64, rope_parameters=rope,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    assert frequencies_change_at(model) == length
+    for tokens, read in ((100, 0), (100, 20)):
+        if length is None:
+            require_same_frequencies(model, tokens, "--capacity 100", read)
+            continue
+        with pytest.raises(ConfigError, match=rf"--capacity 100: .* beyond {length} tokens"):
+            require_same_frequencies(model, tokens, "--capacity 100", read)
+    if length is not None:
+        require_same_frequencies(model, length, "--capacity")
+        require_same_frequencies(model, 100, "--max-new-tokens", read=length + 1)
+
+
+def test_a_cast_model_is_as_one_that_was_loaded_so(tmp_path: Path) -> None:
+    """Frequencies of rotary embeddings are no weights, and some weights stay in float32."""
+    kept = transformers.DeepseekV3Config(
+        vocab_size=16, hidden_size=32, intermediate_size=16, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4,
+        n_group=2, topk_group=1, num_experts_per_tok=2, q_lora_rank=8, kv_lora_rank=8,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
+    )  # fmt: skip
+    for model in (make_model("Llama"), transformers.DeepseekV3ForCausalLM(kept)):
+        model.save_pretrained(tmp_path)
+        for dtype in (torch.bfloat16, torch.float16):
+            loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
+            cast = cast_model(deepcopy(model), torch.device("cpu"), dtype)
+            for kind in ("named_parameters", "named_buffers"):
+                expected, found = (dict(getattr(x, kind)()) for x in (loaded, cast))
+                assert expected.keys() == found.keys()
+                for name, one in expected.items():
+                    assert one.dtype == found[name].dtype, name
+                    assert torch.equal(one, found[name]), name
 
 
 def _chunked_cells(batch: dict[str, torch.Tensor], size: int) -> torch.Tensor:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+import transformers
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.serve.batch import read_lines
+from burst_rt.launch.serve.desk import Desk, Talk
 from burst_rt.launch.serve.protocol import Refusal, Reply, read_chat, read_completion
 from burst_rt.launch.serve.sampling import Chosen, Sampler
 from burst_rt.launch.serve.text import TextOfTokens
 from burst_rt.launch.serve.turns import QueueFull, Request, Requests
+from burst_rt.launch.serve.vocabulary import Vocabulary
 
 _WORDS = "Bären, 熊 and 🐻 STOP at the river. "
 
@@ -148,6 +154,46 @@ def test_what_asks_for_nothing_is_taken() -> None:
     assert read_completion({"prompt": ["x"]}).prompt == "x"
 
 
+def _sentence_pieces() -> Vocabulary:
+    """A vocabulary whose tokenizer leaves out a text's first space, as Llama 2's does."""
+    words = {"\u2581a": 0, "\u2581time": 1, "the": 2, "\u2581the": 3, "</s>": 4}
+    tokens = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
+    tokens.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokens.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="</s>")
+    folder: Any = SimpleNamespace(tokenizer=tokenizer)
+    model: Any = SimpleNamespace(
+        config=transformers.LlamaConfig(vocab_size=5),
+        generation_config=transformers.GenerationConfig(eos_token_id=4),
+    )
+    return Vocabulary(folder, model)
+
+
+def test_a_first_space_counts_where_a_text_goes_on() -> None:
+    vocabulary = _sentence_pieces()
+    assert vocabulary.decode([1, 3]) == "time the"
+    for behind, text in (([0], " time"), ([], "time")):
+        teller = TextOfTokens(vocabulary.decode, behind=behind)
+        assert [teller.put(token) for token in (1, 3, 2)] == [text, " the", "the"]
+    assert [vocabulary.word(token) for token in range(5)] == [" a", " time", "the", " the", ""]
+
+
+def test_probabilities_are_of_the_likeliest_token_of_a_text() -> None:
+    vocabulary = _sentence_pieces()
+    asked = read_completion({"prompt": "a", "logprobs": 2})
+    answer = Reply(asked=asked, model="m", num_prompt=1, word=lambda token: "xy"[token // 3])
+    for first in range(3):
+        answer.chosen.append(Chosen(3, -0.1, ((3, -0.1), (4, -2.5), (0, -3.0))))
+        told = answer.part("y", first)["choices"][0]["logprobs"]
+        assert told["text_offset"] == [first]
+        assert told["top_logprobs"] == [{"y": -0.1, "x": -3.0}]
+    assert answer.whole()["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2]
+    answer = Reply(asked=asked, model="m", num_prompt=1, word=vocabulary.word)
+    answer.chosen += [Chosen(1, -0.1), Chosen(2, -0.1), Chosen(3, -0.1)]
+    told = answer.whole()["choices"][0]["logprobs"]
+    assert (told["tokens"], told["text_offset"]) == ([" time", "the", " the"], [0, 5, 8])
+
+
 def test_parts_of_an_answer_make_the_whole() -> None:
     asked = read_chat({**_CHAT, "stream": True, "stream_options": {"include_usage": True}})
     answer = Reply(asked=asked, model="m", num_prompt=3, word=str)
@@ -183,6 +229,15 @@ def test_a_file_of_other_lines_is_refused(tmp_path: Path, second: str, said: str
         read_lines(path, 9)
 
 
+def test_a_text_may_have_other_ends_of_lines(tmp_path: Path) -> None:
+    """JSON lines end with "\\n" alone."""
+    path = tmp_path / "requests.jsonl"
+    odd = _ASKED | {"body": {"prompt": "a\u2028b\u2029c\x85d"}}
+    lines = [json.dumps(odd | {"custom_id": each}, ensure_ascii=False) for each in "ab"]
+    path.write_bytes("\r\n".join(lines).encode())
+    assert len(read_lines(path, 9)) == 2
+
+
 def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "other").write_bytes(b"\xff")
@@ -205,6 +260,8 @@ class _Ranks:
     def turn(self) -> bool:
         """Takes a turn; whether there was anything to do."""
         turn = self.requests.next_turn(0.0)
+        if turn.over:
+            return False
         of_rows = of_chunk = None
         if turn.begin:
             number, tokens = turn.begin
@@ -358,6 +415,20 @@ def test_all_is_over_once_no_request_comes_and_all_have_ended() -> None:
     assert late == ["error: no more requests are taken"]
 
 
+def test_nobody_need_hear_of_a_request_any_more() -> None:
+    """`burst-rt generate --requests ... | head -1`: where an answer cannot be printed, the loop in
+    which the others are awaited has ended before they have."""
+    requests = Requests(1, capacity=100, chunk=8, most_waiting=9, within_s=60.0)
+    desk = Desk(model="m", vocabulary=_sentence_pieces(), requests=requests)
+
+    async def ask() -> Talk:
+        return Talk(desk, read_completion({"prompt": [0, 1]}))
+
+    talk = asyncio.run(ask())
+    talk.request.cancelled = True
+    assert not _Ranks(requests, 1).turn()
+
+
 def test_limits_and_ends() -> None:
     requests = Requests(1, capacity=100, chunk=2, most_waiting=2, within_s=0.2)
     ranks = _Ranks(requests, 1)
@@ -373,11 +444,12 @@ def test_limits_and_ends() -> None:
     requests.put(asked[3])  # in the place of one that nobody waits for
     assert told[1] == ["error: cancelled"]
     asked[2].began_s = time.monotonic() - 1
+    ranks.turn()
+    assert told[2] == ["error: it took longer than 0.2 s"], "though no row is free"
     while ranks.turn() and len(told[0]) < 5:
         pass
     requests.fail("the end")
     assert told[0][-1] == told[3][-1] == "error: the end"
-    assert told[2][-1] in ("error: the end", "error: it took longer than 0.2 s")
     assert not ranks.turn()
     late: list[Any] = []
     requests.put(_request([1], 5, late, began_s=time.monotonic() - 1))

@@ -370,12 +370,17 @@ def tuned(folder: Path, context: Context | None, num_contexts: int, **others: An
 
 
 def mixed(folder: Path, context: Context | None, num_contexts: int) -> Found:
-    """A mixture of experts with its balancing loss, which TRL adds unless it is told not to."""
+    """A mixture of experts with its balancing loss, which TRL adds unless it is told not to; in
+    micro-batches, and evaluated before and after.
+    """
     trainer = make_tuning(
         folder, context, num_contexts, make_model=make_mixture, max_steps=6,
-        router_aux_loss_coef=_WEIGHT, per_device_train_batch_size=_BATCH // num_contexts,
+        router_aux_loss_coef=_WEIGHT, gradient_accumulation_steps=2,
+        per_device_train_batch_size=_BATCH // num_contexts // 2,
     )  # fmt: skip
+    before = trainer.evaluate()["eval_loss"]
     found = trained(trainer)
+    found["eval_losses"] = [before, trainer.evaluate()["eval_loss"]]
     found["aux_loss"] = [each["aux_loss"] for each in trainer.state.log_history if "loss" in each]
     return found
 
