@@ -289,7 +289,7 @@ class Reply:
             self._offsets.append(self._offsets[-1] + len(self._words[-1]))
         return {
             "tokens": self._words[first:], "token_logprobs": [x.logprob for x in chosen],
-            # Of several tokens with one text the likeliest counts, which comes first.
+            # Where tokens have one text, the likeliest counts, which comes first.
             "top_logprobs": [{self.word(t): p for t, p in reversed(x.likely)} for x in chosen],
             "text_offset": self._offsets[first:-1],
         }  # fmt: skip
