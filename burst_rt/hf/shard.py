@@ -32,6 +32,8 @@ __all__ = ["KEYWORD", "ShardInfo", "shard"]
 KEYWORD = "burst_rt"
 # Names of arguments of kernels that are not used here; a packed batch brings them along.
 _OF_KERNELS = ("max_length_q", "max_length_k", "seq_idx")
+# Names of arguments that say which tokens are of one document.
+_OF_DOCUMENTS = ("position_ids", "cu_seq_lens_q", "prefix_tree")
 _DECODER = "decoder_"
 # Name of the number of labelled tokens of a step: the loss is the sum over this number.
 _NUMBER = "num_items_in_batch"
@@ -181,6 +183,17 @@ def shard(
         error = InputError(f"hf.shard: batch: expected tensors by name, got {type(batch).__name__}")
         refuse("hf.shard", error, ctx.runtime)
     tensors, others = _by_token(batch)
+    numbers = batch.get("seq_idx")
+    if (
+        isinstance(numbers, torch.Tensor)
+        and not any(batch.get(name) is not None for name in _OF_DOCUMENTS)
+        and (numbers != numbers[..., :1]).any()
+    ):
+        error = InputError(
+            "hf.shard: seq_idx: expected documents to be told by position_ids or cu_seq_lens_q and "
+            "_k, too, as attention goes by these, got seq_idx alone; let the collator return them"
+        )
+        refuse("hf.shard", error, ctx.runtime)
     if _NUMBER in others:
         _check_number(others[_NUMBER], ctx, check)
     ranks = ctx if group is None else group

@@ -488,7 +488,11 @@ def test_a_batch_is_tensors_by_name_and_its_number_the_same() -> None:
             burst_rt.hf.shard({**batch, "num_items_in_batch": 10 + ctx.rank}, ctx)
         with pytest.raises(InputError, match=r"got tensor\(\[7\]\), which is no single number"):
             burst_rt.hf.shard({**batch, "num_items_in_batch": torch.tensor([7])}, ctx)
-        part = burst_rt.hf.shard({**batch, "num_items_in_batch": torch.tensor(7)}, ctx)
+        numbers = torch.arange(TOKENS).expand(2, -1) // 9
+        with pytest.raises(InputError, match="seq_idx: expected documents to be told by"):
+            burst_rt.hf.shard({**batch, "seq_idx": numbers}, ctx)
+        given = {"num_items_in_batch": torch.tensor(7), "seq_idx": numbers[:, :9] * 0}
+        part = burst_rt.hf.shard({**batch, **given}, ctx)
         assert part["num_items_in_batch"] == 7
         part["burst_rt"].excused = True
 
