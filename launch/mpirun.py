@@ -46,9 +46,9 @@ _BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 # Words in each family's `mpirun --version`; Intel's is made from MPICH's.
 _FAMILIES = {"Open MPI": "Open MPI", "Intel MPI": "Intel(R) MPI", "MPICH": "HYDRA"}
 # Arguments of mpirun that may put ranks on other hosts.
+_HOST_ARGS = ("-H", "--host", "-host", "--machinefile", "-machinefile", "-f")
 # Ends of the names of variables that name a file of hosts: of Open MPI 4 and 5, of hydra.
 _HOST_VARIABLES = ("default_hostfile", "hydra_host_file")
-_HOST_ARGS = ("-H", "--host", "-host", "--machinefile", "-machinefile", "-f")
 
 
 @dataclass(frozen=True)

@@ -364,7 +364,7 @@ class BaseDriver:
         heard_s = (
             0.0 if is_local else max((when for when, _ in self._watch.alive.values()), default=0.0)
         )
-        silent_s = backoff.known_s(heard_s)
+        silent_s = backoff.clock.holds_s("heard", heard_s)
         return None if silent_s <= limit_s else _failed(task, self._stalled(task, silent_s))
 
     def _gone_on(self, backoff: Backoff) -> ContractMismatch | None:
@@ -379,7 +379,7 @@ class BaseDriver:
             (peer for peer in awaited if self._watch.entered.get(peer, 0) > number), default=rank
         )
         # Its messages of this call may still be on their way.
-        if peer == rank or backoff.known_s(("later", peer)) < _ASKS_AFTER_S:
+        if peer == rank or backoff.clock.holds_s("later", peer) < _ASKS_AFTER_S:
             return None
         error = self._watch.errors[peer]
         return ContractMismatch(

@@ -34,8 +34,7 @@ class Backoff:
 
     def __init__(self) -> None:
         self.started_s = time.perf_counter()
-        self._clock = RunningClock()
-        self._seen_s: dict[object, float] = {}
+        self.clock = RunningClock()
         self._sleep_s = _FIRST_SLEEP_S
 
     def pause(self) -> bool:
@@ -49,7 +48,7 @@ class Backoff:
             return False
         time.sleep(self._sleep_s)
         self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
-        self._clock.read()
+        self.clock.read()
         return True
 
     def elapsed_s(self) -> float:
@@ -59,11 +58,7 @@ class Backoff:
     @property
     def waited_s(self) -> float:
         """Seconds until the last pause in which this process ran, for deadlines."""
-        return self._clock.elapsed_s
-
-    def known_s(self, fact: object) -> float:
-        """The part of `waited_s` since the fact was first asked about in this wait."""
-        return self.waited_s - self._seen_s.setdefault(fact, self.waited_s)
+        return self.clock.elapsed_s
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,6 @@ class Watchdog:
         self._over = False  # no further call comes
         self._stopped = False
         self._clock = RunningClock()
-        # What was so at the last look, and since when: the call and its tasks, the message.
-        self._known: tuple[object, ...] = ()
-        self._since_s = 0.0
-        self._starting: float | None = None
-        self._starting_since_s = 0.0
 
     def begin(self, number: int, name: str, driver: CudaDriver) -> WatchedCall:
         """Watches a call from now on. Does not block.
@@ -157,6 +152,7 @@ class Watchdog:
 
     def _look(self) -> BurstError | None:
         """The trouble that ends the job, or None. Never blocks."""
+        self._clock.read()
         try:
             oldest = self._oldest()
             begun = oldest is not None and oldest[0].driver.begun()
@@ -196,11 +192,8 @@ class Watchdog:
         self, call: WatchedCall, inside_s: float | None, putting: Task | None
     ) -> BurstError | None:
         """A message that could not be started in time. inside_s: since when it is being started."""
-        now_s = self._clock.read()
-        if inside_s is None or inside_s != self._starting:
-            self._starting, self._starting_since_s = inside_s, now_s
-        took_s = now_s - self._starting_since_s
-        if took_s <= self._timeout_s:
+        took_s = self._clock.holds_s("starting", inside_s)
+        if inside_s is None or took_s <= self._timeout_s:
             return None
         return self._stalled(call, putting, "NCCL has not started its messages for", took_s)
 
@@ -208,14 +201,9 @@ class Watchdog:
         self, call: WatchedCall, tasks: Sequence[Task], *, begun: bool
     ) -> BurstError | None:
         """A call of which no task has ended in time, once the caller's stream has reached it."""
-        now_s = self._clock.read()
-        known = (call, len(tasks))
-        if not begun or known != self._known:
-            self._known, self._since_s = known, now_s
-        if tasks and now_s - self._since_s > self._timeout_s:
-            return self._stalled(
-                call, tasks[0], "no task of the call has ended for", now_s - self._since_s
-            )
+        same_s = self._clock.holds_s("call", (begun, call, len(tasks)))
+        if begun and tasks and same_s > self._timeout_s:
+            return self._stalled(call, tasks[0], "no task of the call has ended for", same_s)
         return None
 
     def _stalled(
