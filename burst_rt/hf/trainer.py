@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from burst_rt import telemetry
+from burst_rt.batches import IGNORED_LABEL, LOSS_WEIGHTS
 from burst_rt.context import Context
 from burst_rt.errors import InputError
 from burst_rt.hf.prepare import prepare
@@ -62,6 +63,20 @@ def _named(device: torch.device) -> str:
     return f"{device.type}:{device.index or 0}"
 
 
+_LABELS = {"labels", "shift_labels"}  # `tree_row` makes the latter
+
+
+def _count_labels(batch: dict[str, Any], shifts: bool) -> float:
+    """How much the labels of a batch count together. shifts: whether the loss shifts them."""
+    labels, weights = batch.get("shift_labels"), batch.get(LOSS_WEIGHTS)
+    if labels is None:
+        labels = batch["labels"]
+        if shifts:
+            labels, weights = labels[..., 1:], None if weights is None else weights[..., :-1]
+    labelled = labels != IGNORED_LABEL
+    return float((labelled if weights is None else weights[labelled]).sum())
+
+
 class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     """Goes before `transformers.Trainer`, or a trainer that derives from it, among the bases.
 
@@ -92,6 +107,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
 
     model: Any
     model_wrapped: Any
+    label_names: Any
 
     def __init__(
         self, *args: Any, context: Context | None = None, layout: str = "auto", **options: Any
@@ -270,6 +286,20 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         """Number of ranks that count each token of a batch, and one row of the global batch."""
         return super().get_cp_size() if self.context is None else self.context.world_size
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """The labels of a step, of all processes; where they have loss_weights, the sum of these.
+
+        None where a batch has no labels.
+        """
+        if self.context is None:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        if not all(_LABELS & x.keys() for x in batch_samples):
+            return None
+        added = sum(_count_labels(x, self._loss_shifts_labels) for x in batch_samples)
+        counted = torch.tensor([added], dtype=torch.float64)
+        total = self.accelerator.gather(counted.to(device)).sum()
+        return total / self.get_cp_size()
+
     def compute_loss(
         self,
         model: Any,
@@ -342,9 +372,15 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
                 "predictions are not done, as a rank has the logits of its own tokens alone; "
                 "expected prediction_loss_only=True"
             )
-        if any(inputs.get(name) is None for name in self.label_names):
-            self._refuse(f"expected {', '.join(self.label_names)} in a batch, got none")
-        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        given = self.label_names
+        if given == ["labels"] and inputs.get("labels") is None:
+            self.label_names = ["shift_labels"]
+        try:
+            if any(inputs.get(name) is None for name in self.label_names):
+                self._refuse(f"expected {', '.join(given)} in a batch, got none")
+            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        finally:
+            self.label_names = given
         return self.accelerator.reduce(loss, "mean"), None, None
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:

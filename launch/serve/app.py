@@ -108,7 +108,7 @@ async def _answer(
     if not desk.ready:
         raise Refusal(503, "the server is ending")
     try:
-        talk = Talk(desk, asked)
+        talk = await desk.open(asked)
     except QueueFull:
         raise Refusal(429, "too many requests wait (--queue); try again later") from None
     if asked.streams:

@@ -21,7 +21,7 @@ from burst_rt.errors import ConfigError
 from burst_rt.launch.generate.loop import no_tokenizer, open_model
 from burst_rt.launch.generate.models import longest_text
 from burst_rt.launch.generate.options import GenerateOptions
-from burst_rt.launch.serve.desk import Desk, Talk
+from burst_rt.launch.serve.desk import Desk
 from burst_rt.launch.serve.loop import RowCaches, take_turns
 from burst_rt.launch.serve.protocol import (
     ParsedRequest,
@@ -195,7 +195,7 @@ class _Answers:
         try:
             if isinstance(line.asked, Refusal):
                 raise line.asked
-            talk = Talk(self._desk, line.asked)
+            talk = await self._desk.open(line.asked)
             try:
                 await talk.read()
             finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -72,9 +73,22 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.figures = Figures(self.requests)
+        # A prompt of a million tokens takes seconds. Tokenizers need not bear two calls at once.
+        self._encoder = ThreadPoolExecutor(1, "burst_rt tokens")
 
-    def tokens_of(self, asked: ParsedRequest) -> list[int]:
-        """The prompt's tokens. Raises Refusal."""
+    async def open(self, asked: ParsedRequest) -> Talk:
+        """A request's way to the loop. Other answers go on while its prompt is turned into tokens.
+
+        Raises Refusal, and QueueFull.
+        """
+        if asked.model not in ("", self.model):
+            why = f"model: expected {self.model!r}, got {asked.model!r:.80}"
+            raise Refusal(404, why, "model", "model_not_found")
+        began_s, running = time.monotonic(), asyncio.get_running_loop()
+        prompt = await running.run_in_executor(self._encoder, self._encode, asked)
+        return Talk(self, asked, prompt, began_s)
+
+    def _encode(self, asked: ParsedRequest) -> list[int]:
         tokens, most = self.vocabulary.encode(asked), self.requests.capacity - 1
         if not 0 < len(tokens) <= most:
             raise Refusal(
@@ -85,15 +99,15 @@ class Desk:
 
 
 class Talk:
-    """A request under way, on the side of who asked. Raises Refusal, and QueueFull."""
+    """A request under way, on the side of who asked, since began_s. prompt: its tokens.
 
-    def __init__(self, desk: Desk, asked: ParsedRequest) -> None:
-        if asked.model not in ("", desk.model):
-            why = f"model: expected {desk.model!r}, got {asked.model!r:.80}"
-            raise Refusal(404, why, "model", "model_not_found")
+    Raises QueueFull.
+    """
+
+    def __init__(self, desk: Desk, asked: ParsedRequest, prompt: list[int], began_s: float) -> None:
         self.desk, self._asked = desk, asked
         self._heard: asyncio.Queue[Chosen | str] = asyncio.Queue()
-        loop, prompt = asyncio.get_running_loop(), desk.tokens_of(asked)
+        loop = asyncio.get_running_loop()
         room = desk.requests.capacity - len(prompt)
         generator = torch.Generator()
         if asked.seed is None:
@@ -108,11 +122,11 @@ class Talk:
         self.request = Request(
             prompt=prompt, sampling=asked.sampling,
             most_tokens=min(room, asked.most_tokens or room), ends=desk.vocabulary.ends,
-            generator=generator, tell=tell,
+            generator=generator, tell=tell, began_s=began_s,
         )  # fmt: skip
         self.answer = Reply(
             asked=asked, model=desk.model, num_prompt=len(prompt),
-            word=desk.vocabulary.word,
+            word=desk.vocabulary.word, bytes_of=desk.vocabulary.bytes_of,
         )  # fmt: skip
         desk.requests.put(self.request)
         desk.figures.prompt_tokens.inc(len(prompt))

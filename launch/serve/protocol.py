@@ -220,12 +220,16 @@ def error_body(refused: Refusal) -> Json:
 
 @dataclass(kw_only=True)
 class Reply:
-    """The answer to a request, whole or in parts. word: of a token, its text."""
+    """The answer to a request, whole or in parts.
+
+    word: of a token, its text. bytes_of: its bytes, or None where they are not known.
+    """
 
     asked: ParsedRequest
     model: str
     num_prompt: int
     word: Callable[[int], str]
+    bytes_of: Callable[[int], bytes | None]
     num_new: int = 0
     text: str = ""
     chosen: list[Chosen] = field(default_factory=list)  # where their probabilities are asked for
@@ -299,5 +303,8 @@ class Reply:
         return {**entry, "top_logprobs": [self._entry(*one) for one in chosen.likely]}
 
     def _entry(self, token: int, logprob: float) -> Json:
-        word = self.word(token)
-        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+        known = self.bytes_of(token)
+        return {
+            "token": self.word(token), "logprob": logprob,
+            "bytes": None if known is None else list(known),
+        }  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["TextOfTokens"]
+__all__ = ["INCOMPLETE", "TextOfTokens"]
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for a part of a character
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for a part of a character
 
 
 class TextOfTokens:
@@ -35,7 +35,7 @@ class TextOfTokens:
         self._tokens.append(token)
         before = self._decode(self._tokens[self._from : self._told])
         after = self._decode(self._tokens[self._from :])
-        if after.endswith(_INCOMPLETE) or len(after) <= len(before):
+        if after.endswith(INCOMPLETE) or len(after) <= len(before):
             return ""
         self._from, self._told = self._told, len(self._tokens)
         return self._take(after[len(before) :])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from burst_rt.launch.generate.models import encode_chat, folder_ends
 from burst_rt.launch.serve.protocol import ParsedRequest, Refusal
+from burst_rt.launch.serve.text import INCOMPLETE
 from burst_rt.launch.train.pretrained import ModelFolder
 
 __all__ = ["Vocabulary"]
+
+# How vocabularies name bytes: byte-level ones by a character for each, others as <0x0A>.
+_BYTES = {name: byte for byte, name in bytes_to_unicode().items()}
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Vocabulary:
@@ -46,6 +54,19 @@ class Vocabulary:
         """The text of a token behind other text: some tokenizers leave the first space out."""
         before = self._before
         return self.decode([*before, token])[len(self.decode(before)) :]
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes of `word`, also of a token that is a part of a character, as the vocabulary
+        names them; None where it does not.
+        """
+        word = self.word(token)
+        if INCOMPLETE not in word:
+            return word.encode()
+        name: str = self._folder.tokenizer.convert_ids_to_tokens(token)
+        if match := _BYTE.fullmatch(name):
+            return bytes.fromhex(match[1])
+        known = all(character in _BYTES for character in name)
+        return bytes(_BYTES[character] for character in name) if known else None
 
     def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         try:

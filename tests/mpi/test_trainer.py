@@ -69,7 +69,7 @@ def test_trainers_do_what_they_do_on_one_process(
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     four = _run(
         tmp_path, 4, "2:saved", "2:resumed", "2:packed", "1:tuned", "2:balanced", "2:mixed",
-        "2:uneven", "2:whole",
+        "2:uneven", "2:whole", "2:branching",
     )  # fmt: skip
     # Beside torch.distributed, which Trainer starts by itself, the ranks of a context are MPI's.
     two = _run(
@@ -78,7 +78,7 @@ def test_trainers_do_what_they_do_on_one_process(
     )  # fmt: skip
     alone = _run(
         tmp_path, 1, "1:plain", "1:packed", "1:tuned", "1:bf16", "1:streamed", "1:loaded",
-        "1:mixed", "1:balanced", "1:unbalanced", by="burst-rt run",
+        "1:mixed", "1:balanced", "1:unbalanced", "1:branching", by="burst-rt run",
     )  # fmt: skip
     plain = alone["1:plain"]
     assert plain["loss"][-1] < 0.95 * plain["loss"][0], "a training that learns little hides errors"
@@ -97,6 +97,7 @@ def test_trainers_do_what_they_do_on_one_process(
     _check(four["1:tuned"], alone["1:tuned"])
     for name in ("packed", "whole"):
         _check(four[f"2:{name}"], alone["1:packed"])
+    _check(four["2:branching"], alone["1:branching"])
     for name in ("mixed", "balanced", "unbalanced"):
         _check(two[f"1:{name}"], alone[f"1:{name}"])
     for name in ("mixed", "balanced"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,19 +155,24 @@ def test_what_asks_for_nothing_is_taken() -> None:
     assert read_completion({"prompt": ["x"]}).prompt == "x"
 
 
+def _vocabulary(tokens: tokenizers.Tokenizer, num_tokens: int) -> Vocabulary:
+    """The vocabulary of a model whose last token is </s>."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="</s>")
+    folder: Any = SimpleNamespace(tokenizer=tokenizer)
+    model: Any = SimpleNamespace(
+        config=transformers.LlamaConfig(vocab_size=num_tokens),
+        generation_config=transformers.GenerationConfig(eos_token_id=num_tokens - 1),
+    )
+    return Vocabulary(folder, model)
+
+
 def _sentence_pieces() -> Vocabulary:
     """A vocabulary whose tokenizer leaves out a text's first space, as Llama 2's does."""
     words = {"\u2581a": 0, "\u2581time": 1, "the": 2, "\u2581the": 3, "</s>": 4}
     tokens = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
     tokens.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     tokens.decoder = tokenizers.decoders.Metaspace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="</s>")
-    folder: Any = SimpleNamespace(tokenizer=tokenizer)
-    model: Any = SimpleNamespace(
-        config=transformers.LlamaConfig(vocab_size=5),
-        generation_config=transformers.GenerationConfig(eos_token_id=4),
-    )
-    return Vocabulary(folder, model)
+    return _vocabulary(tokens, 5)
 
 
 def test_a_first_space_counts_where_a_text_goes_on() -> None:
@@ -178,17 +184,72 @@ def test_a_first_space_counts_where_a_text_goes_on() -> None:
     assert [vocabulary.word(token) for token in range(5)] == [" a", " time", "the", " the", ""]
 
 
+def test_tokens_that_are_parts_of_a_character_have_its_bytes() -> None:
+    """Clients put the bytes of such tokens together, as the protocol says."""
+    letters = "\N{LATIN SMALL LETTER E WITH ACUTE}\N{SNOWMAN}"
+    tokens = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokens.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=["</s>"])
+    tokens.train_from_iterator([], trainer)
+    by_level = _vocabulary(tokens, tokens.get_vocab_size())
+    tokens = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {"a": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}, "</s>": 257}, [],
+            byte_fallback=True,
+        )
+    )  # fmt: skip
+    tokens.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    fallen_back = _vocabulary(tokens, 258)
+    for vocabulary in (by_level, fallen_back):
+        encoded = vocabulary.encode(read_completion({"prompt": f"a{letters}"}))
+        assert vocabulary.decode(encoded) == f"a{letters}"
+        assert len(encoded) == 6, "each byte is a token"
+        told = [vocabulary.bytes_of(token) for token in encoded]
+        assert told == [bytes([byte]) for byte in f"a{letters}".encode()]
+    unnamed = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "\N{WHITE SQUARE}": 1}))
+    unnamed.decoder = tokenizers.decoders.Replace("\N{WHITE SQUARE}", "\N{REPLACEMENT CHARACTER}")
+    assert _vocabulary(unnamed, 3).bytes_of(1) is None
+
+
+def test_answers_go_on_while_another_prompt_is_turned_into_tokens() -> None:
+    requests = Requests(1, capacity=100, chunk=8, most_waiting=9, within_s=60.0)
+    went_on = threading.Event()
+
+    class Slow(Vocabulary):
+        def encode(self, asked: Any) -> list[int]:
+            assert went_on.wait(30), "the event loop waits for the tokenizer"
+            return super().encode(asked)
+
+    pieces = _sentence_pieces()
+    pieces.__class__ = Slow
+    desk = Desk(model="m", vocabulary=pieces, requests=requests)
+
+    async def ask() -> list[int]:
+        opening = asyncio.ensure_future(desk.open(read_completion({"prompt": [0, 1]})))
+        await asyncio.sleep(0)
+        went_on.set()
+        return (await opening).request.prompt
+
+    assert asyncio.run(ask()) == [0, 1]
+
+
 def test_probabilities_are_of_the_likeliest_token_of_a_text() -> None:
     vocabulary = _sentence_pieces()
     asked = read_completion({"prompt": "a", "logprobs": 2})
-    answer = Reply(asked=asked, model="m", num_prompt=1, word=lambda token: "xy"[token // 3])
+    answer = Reply(
+        asked=asked, model="m", num_prompt=1, word=lambda token: "xy"[token // 3], bytes_of=bytes
+    )
     for first in range(3):
         answer.chosen.append(Chosen(3, -0.1, ((3, -0.1), (4, -2.5), (0, -3.0))))
         told = answer.part("y", first)["choices"][0]["logprobs"]
         assert told["text_offset"] == [first]
         assert told["top_logprobs"] == [{"y": -0.1, "x": -3.0}]
     assert answer.whole()["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2]
-    answer = Reply(asked=asked, model="m", num_prompt=1, word=vocabulary.word)
+    answer = Reply(asked=asked, model="m", num_prompt=1, word=vocabulary.word, bytes_of=bytes)
     answer.chosen += [Chosen(1, -0.1), Chosen(2, -0.1), Chosen(3, -0.1)]
     told = answer.whole()["choices"][0]["logprobs"]
     assert (told["tokens"], told["text_offset"]) == ([" time", "the", " the"], [0, 5, 8])
@@ -196,7 +257,7 @@ def test_probabilities_are_of_the_likeliest_token_of_a_text() -> None:
 
 def test_parts_of_an_answer_make_the_whole() -> None:
     asked = read_chat({**_CHAT, "stream": True, "stream_options": {"include_usage": True}})
-    answer = Reply(asked=asked, model="m", num_prompt=3, word=str)
+    answer = Reply(asked=asked, model="m", num_prompt=3, word=str, bytes_of=bytes)
     parts = [answer.part(text, 0) for text in ("a", "b")]
     answer.ended, answer.text, answer.num_new = "stop", "ab", 2
     parts.append(answer.part("", 2))
@@ -422,7 +483,7 @@ def test_nobody_need_hear_of_a_request_any_more() -> None:
     desk = Desk(model="m", vocabulary=_sentence_pieces(), requests=requests)
 
     async def ask() -> Talk:
-        return Talk(desk, read_completion({"prompt": [0, 1]}))
+        return await desk.open(read_completion({"prompt": [0, 1]}))
 
     talk = asyncio.run(ask())
     talk.request.cancelled = True

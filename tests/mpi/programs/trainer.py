@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import burst_rt
 import burst_rt.hf
-from burst_rt import Context
+from burst_rt import Context, tree_row
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.hf import logits
 
@@ -383,6 +383,42 @@ def mixed(folder: Path, context: Context | None, num_contexts: int) -> Found:
     found["eval_losses"] = [before, trainer.evaluate()["eval_loss"]]
     found["aux_loss"] = [each["aux_loss"] for each in trainer.state.log_history if "loss" in each]
     return found
+
+
+def branching(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """Answers to one question, as rows of trees over ranks, and one by one without a context."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(least: int, most: int) -> list[int]:
+        length = int(torch.randint(least, most, (1,), generator=generator))
+        return torch.randint(1, _VOCABULARY, (length,), generator=generator).tolist()
+
+    questions = []
+    for number in range(16):
+        question = draw(5, 20)
+        questions.append([question + draw(3, 12) for _ in range(2 + number % 3)])
+
+    def as_batch(rows: list[dict[str, list[list[int]]]]) -> dict[str, Any]:
+        (row,) = rows
+        if context is not None:
+            return tree_row(row["answers"]).batch()
+        return collate([{"input_ids": x, "labels": x} for x in row["answers"]])
+
+    given = options(
+        folder, num_contexts, max_steps=4, remove_unused_columns=False,
+        per_device_train_batch_size=1, gradient_accumulation_steps=4 // num_contexts,
+        per_device_eval_batch_size=1,
+    )  # fmt: skip
+    del given["include_num_input_tokens_seen"]  # a row has what answers share once
+    trainer = Plain(
+        model=make_model(), args=transformers.TrainingArguments(**given), data_collator=as_batch,
+        context=context, train_dataset=[{"answers": answers} for answers in questions],
+    )  # fmt: skip
+    found = trained(trainer)
+    # Contexts' batches count as one, whose mean is over tokens: both have the same.
+    held_out = [{"answers": questions[0]}] * 2
+    loss = trainer.evaluate(held_out)["eval_loss"]
+    return {name: found[name] for name in ("loss", "grad_norm")} | {"eval": {"loss": loss}}
 
 
 def unbalanced(folder: Path, context: Context | None, num_contexts: int) -> Found:
