@@ -20,6 +20,7 @@ from typing import TypeAlias
 import psutil
 
 from burst_rt.errors import ConfigError
+from burst_rt.job.control_groups import free_host_bytes
 from burst_rt.launch.asking import (
     ALONE,
     PROBE_DEADLINE_S,
@@ -112,11 +113,10 @@ def _python(machine: Inspection) -> _Result:
 
 
 def _cores(machine: Inspection) -> _Result:
-    usable, total = num_usable_cores(), psutil.cpu_count(logical=False) or 1
+    total = max(usable := num_usable_cores(), psutil.cpu_count(logical=False) or 1)
     threads = os.environ.get("OMP_NUM_THREADS")
     text = f"{usable} usable of {total}" + (f", OMP_NUM_THREADS={threads}" if threads else "")
-    memory = f"{psutil.virtual_memory().available / 2**30:.1f} GiB of memory free"
-    return "ok", f"{text}; {memory}"
+    return "ok", f"{text}; {free_host_bytes() / 2**30:.1f} GiB of memory free"
 
 
 _TORCH = """

@@ -53,7 +53,7 @@ def command(
 
     async def show(viewer: Viewer) -> None:
         tape = open_tape(beside, None) if beside is not None else None
-        served = RunningDashboard(viewer, Where.parse(at, metrics_port), beside=tape)
+        served = RunningDashboard(viewer, Where.parse(at), metrics_port=metrics_port, beside=tape)
         for line in served.lines:
             click.echo(f"burst-rt: {line}", err=True)
         await served.run()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -155,6 +156,10 @@ def main() -> None:
                 "standard output is closed: what is printed would be lost; expected a file, a "
                 "pipe or a terminal; open it (>/dev/null)"
             )
+        for stream in (sys.stdout, sys.stderr):
+            # Others than UTF-8 lack the bars of pictures, and letters of names.
+            if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+                stream.reconfigure(errors="replace")
         try:
             cli(prog_name="burst-rt")
         finally:

@@ -24,7 +24,7 @@ _SIGNALS = 128
 _BARE_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 _MISTAKES = (InputError.exit_code, ConfigError.exit_code)
 # Seconds, times of the day and numbers of processes differ from one start to the next.
-_CHANGING = re.compile(r"\d+(\.\d+)? (s|ms|us)\b|\d\d:\d\d:\d\d|pid \d+")
+_CHANGING = re.compile(r"\d+(\.\d+)? (s|ms|us)\b|\d\d:\d\d:\d\d|(pid|process) \d+")
 
 
 class JobResult(NamedTuple):

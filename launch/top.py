@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["command", "render"]
 
 _PERIOD_S = 1.0
+_PRINTED_EVERY_S = 10.0  # where the picture cannot be drawn over
 _SHOWN_EVENTS = 5
 _SHOWN_LINKS = 8
 # Each state has a sign as well as a colour, for readers who cannot tell the colours apart.
@@ -77,7 +78,16 @@ def _watch(viewer: Viewer, *, once: bool) -> None:
     if once:
         console.print(last)
         return
-    screen = Live(last, console=console, screen=console.is_terminal, auto_refresh=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        with contextlib.suppress(ConfigError):  # the hub has gone
+            while not ended:
+                console.print(last)
+                time.sleep(_PRINTED_EVERY_S)
+                with contextlib.suppress(Stalled):
+                    last, ended = look()
+        console.print(last, "the job has ended")
+        return
+    screen = Live(last, console=console, screen=True, auto_refresh=False)
     with screen as live, contextlib.suppress(ConfigError):  # the hub has gone
         while not ended:
             time.sleep(_PERIOD_S)
@@ -88,7 +98,7 @@ def _watch(viewer: Viewer, *, once: bool) -> None:
                 live.update(Group(last, late), refresh=True)
             else:
                 live.update(last, refresh=True)
-    # The shell has its screen back: print the last picture there, so that it stays.
+    # The shell has its screen back: the last picture stays there.
     console.print(last)
     console.print("[dim]the job has ended[/dim]")
 
@@ -166,13 +176,17 @@ def _limit(verdict: Verdict | None) -> list[RenderableType]:
 def _serving(values: Mapping[str, float]) -> str:
     """The job's report about tokens and their cache, in a line."""
     words = [f"first token {_milliseconds(values['time_to_first_token_s'])}"]
+    # A program may report some of these names alone.
+    if "time_per_token_s" in values:
+        words.append(f"a token {_milliseconds(values['time_per_token_s'])}")
+    if "mean_time_per_token_s" in values:
+        words[-1] += f" (mean {_milliseconds(values['mean_time_per_token_s'])})"
     if "output_tokens_per_s" in values:
-        mean = _milliseconds(values["mean_time_per_token_s"])
-        words.append(f"a token {_milliseconds(values['time_per_token_s'])} (mean {mean})")
         words.append(f"{_counted(values['output_tokens_per_s'], '')} tokens/s")
     if "cached_tokens" in values:
-        room = f"{values['cache_capacity_tokens']:,.0f}"
-        words.append(f"cache {values['cached_tokens']:,.0f} of {room} tokens")
+        room = values.get("cache_capacity_tokens")
+        of_room = "" if room is None else f" of {room:,.0f}"
+        words.append(f"cache {values['cached_tokens']:,.0f}{of_room} tokens")
     return "  ".join(words)
 
 

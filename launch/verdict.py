@@ -105,7 +105,9 @@ class JobEnd:
     @cached_property
     def code(self) -> int:
         """The exit code where no rank's failure says it."""
-        gone = self.lost is not None or not set(self.silent).isdisjoint(self.owed)
+        # A rank that has reported a good end may have lost its connection to telemetry alone.
+        gone = self.lost is not None and self.lost.rank in self.silent
+        gone = gone or not set(self.silent).isdisjoint(self.owed)
         return self.told or (PeerLost.exit_code if gone else 0)
 
     @cached_property

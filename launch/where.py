@@ -21,6 +21,7 @@ from burst_rt.job.launched import (
     TELEMETRY_VARIABLE,
     TRANSPORT_VARIABLE,
 )
+from burst_rt.telemetry.wire import read_settings
 from burst_rt.transport import TRANSPORTS
 
 __all__ = [
@@ -54,7 +55,8 @@ def _ask(_: click.Context, parameter: click.Parameter, value: bool | int | str |
         if parameter.name == "record":
             os.environ[RECORD_VARIABLE] = os.path.abspath(str(value))
         elif parameter.name == "dashboard":
-            os.environ.setdefault(DASHBOARD_VARIABLE, "1")
+            # Its own place stays; "off" is overruled.
+            os.environ[DASHBOARD_VARIABLE] = read_settings().dashboard or "1"
         elif parameter.name == "dashboard_at":
             os.environ[DASHBOARD_VARIABLE] = str(value)
         elif parameter.name == "metrics_port":

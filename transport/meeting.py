@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import chain
 from typing import Any, Protocol
 
@@ -57,6 +58,12 @@ class Store(Protocol):
 
     def add(self, key: str, amount: int, /) -> int:
         """Adds to a number, which begins as 0, and returns the sum."""
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Writes a value in place of the expected one ("": of none), and returns what is there."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Blocks until all these have values."""
 
 
 def meet(

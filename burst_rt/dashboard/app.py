@@ -83,6 +83,7 @@ class Dashboard:
         self._asking = asyncio.Lock()
         self._making = asyncio.Lock()
         self._last: bytes | None = None  # see `last_answers`; None before the job's end
+        self.scraped_s = -math.inf  # when Prometheus last came, by `time.monotonic`
         self._comparison: RecordComparison | None = None  # once it has been asked for
 
     async def ask(self, question: Callable[..., _T], *about: Any) -> _T:  # question's arguments
@@ -256,6 +257,7 @@ def metrics_app(dashboard: Dashboard) -> Starlette:
 
 def _metrics(dashboard: Dashboard) -> Route:
     async def metrics(request: Request) -> Response:
+        dashboard.scraped_s = time.monotonic()
         return Response(exposition(*await dashboard.present()), media_type=CONTENT_TYPE)
 
     return Route("/metrics", metrics)
@@ -289,7 +291,13 @@ def _unavailable(request: Request, error: Exception) -> Response:
 
 
 def _words(request: Request, name: str) -> list[str]:
-    return request.query_params.getlist(name)[:_MAX_NAMES]
+    """Raises HTTPException, 400, for too many."""
+    words = request.query_params.getlist(name)
+    if len(words) > _MAX_NAMES:
+        raise HTTPException(
+            400, f"{name}: expected at most {_MAX_NAMES}, got {len(words):,}; ask in parts\n"
+        )
+    return words
 
 
 def _ranks(request: Request) -> list[int]:

@@ -96,9 +96,8 @@ class Guard:
             (offered, *_) = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])
             if self._is_token(offered):
                 response = RedirectResponse("/", 303)
-                response.set_cookie(
-                    self.cookie, offered, httponly=True, samesite="strict", path="/"
-                )
+                # A strict cookie would not come where the link is on a page of another site.
+                response.set_cookie(self.cookie, offered, httponly=True, samesite="lax", path="/")
                 return response
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         if self._is_token(cookie_parser(headers.get("cookie", "")).get(self.cookie, "")):

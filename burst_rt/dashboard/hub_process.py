@@ -23,6 +23,7 @@ from burst_rt.errors import BurstError
 from burst_rt.job.launched import SECRET_VARIABLE
 from burst_rt.telemetry.hub.hub import Hub, serve
 from burst_rt.telemetry.read.record import Recorder
+from burst_rt.telemetry.wire import readable
 from burst_rt.version import __version__
 
 if TYPE_CHECKING:
@@ -42,14 +43,17 @@ def main() -> None:
     logging.basicConfig(
         format="burst-rt: %(message)s", level=level if options.log else logging.CRITICAL
     )
-    hub = Hub(os.environ.pop(SECRET_VARIABLE, ""), None, options.record, notify=not options.log)
+    hub = Hub(
+        os.environ.pop(SECRET_VARIABLE, ""), None, readable(options.record), notify=not options.log
+    )
     if options.record:
         try:
             hub.recorder = Recorder(Path(options.record), hub.model.began_at_s, __version__)
             if hub.recorder.kept is not None:
-                hub.lines.append(f"the record that was there is kept as {hub.recorder.kept}")
+                kept = readable(str(hub.recorder.kept))
+                hub.lines.append(f"the record that was there is kept as {kept}")
         except OSError as error:
-            hub.lines.append(f"no record: cannot write {options.record}: {error.strerror}")
+            hub.lines.append(f"no record: cannot write {hub.model.record}: {error.strerror}")
             hub.model.record = ""
     hub.job_folder = options.job_folder
     folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
@@ -94,11 +98,11 @@ def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> RunningDashboar
     from burst_rt.telemetry.read.viewer import ModelViewer
 
     try:
-        return RunningDashboard(
-            ModelViewer(hub.model, hub.now_s), Where.parse(dashboard, metrics_port)
-        )
+        where = Where.parse(dashboard) if dashboard else None
+        viewer = ModelViewer(hub.model, hub.now_s)
+        return RunningDashboard(viewer, where, metrics_port=metrics_port)
     except BurstError as error:
-        hub.lines.append(f"no dashboard: {error}")
+        hub.lines.append(f"no {'dashboard' if dashboard else 'metrics'}: {error}")
         return None
 
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,6 +35,10 @@ _MAX_MUTE = 64
 _REQUEST_DEADLINE_S = 10.0
 # Seconds that streams may take to hand over what their pages keep; the hub waits longer.
 _CLOSING_S = 3
+# A Prometheus scrapes every 5 s, as `prometheus.yml` says: seconds to wait for it after the end,
+# and for which it counts as one that scrapes.
+_SCRAPE_S, _SCRAPING_S = 6.0, 20.0
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -42,21 +47,19 @@ class Where:
 
     host: str = "127.0.0.1"
     port: int | None = None  # None takes 8870 or, where that is taken, any; 0 takes any
-    # A port for `/metrics` without a token, on loopback only. None: no such port; 0: any.
-    metrics_port: int | None = None
 
     @classmethod
-    def parse(cls, at: str, metrics_port: int | None = None) -> Where:
+    def parse(cls, at: str) -> Where:
         """Reads "" or "1" (the default), PORT or HOST:PORT ([HOST]:PORT for IPv6). Raises
         InputError.
         """
         host, colon, port = at.rpartition(":")
         host = host.removeprefix("[").removesuffix("]") if colon else cls.host
         if at in ("", "1"):
-            return cls(metrics_port=metrics_port)
+            return cls()
         if not host or not is_port(port):
             raise InputError(f"--dashboard-at: expected PORT or HOST:PORT, got {at!r}")
-        return cls(host, int(port), metrics_port)
+        return cls(host, int(port))
 
     @property
     def is_loopback(self) -> bool:
@@ -124,21 +127,33 @@ class _Server(uvicorn.Server):
 
 
 class RunningDashboard:
-    """A dashboard that listens. For the person who started it there are `link`, which carries the
-    token, and `lines` to print.
+    """A dashboard that listens, or a part of it. For the person who started it there are `link`,
+    which carries the token, and `lines` to print.
     """
 
     def __init__(
         self,
         viewer: Viewer,
-        where: Where,
+        where: Where | None,
         token: str | None = None,
         *,
+        metrics_port: int | None = None,
         beside: TapeViewer | None = None,
     ) -> None:
-        """Binds the ports. Raises ConfigError where that fails. beside: see `Dashboard`."""
+        """Binds the ports. Raises ConfigError where that fails. where: of the page, None for none.
+        metrics_port: a port for `/metrics` without a token, on loopback; None: no such port; 0:
+        any. beside: see `Dashboard`.
+        """
         self.token = token or secrets.token_urlsafe(24)
+        self.link, self.lines = "", list[str]()
         self._dashboard = Dashboard(viewer, beside)
+        self._servers: list[tuple[_Server, socket.socket]] = []
+        if where is not None:
+            self._show_page(where)
+        if metrics_port is not None:
+            self._show_metrics(metrics_port, alone=where is None)
+
+    def _show_page(self, where: Where) -> None:
         bound = _bind(where.host, where.port)
         port = bound.getsockname()[1]
         host = where.host if where.host not in ("0.0.0.0", "::") else socket.gethostname()
@@ -148,16 +163,31 @@ class RunningDashboard:
             if where.is_loopback
             else frozenset({where.host, socket.gethostname().lower(), socket.getfqdn().lower()})
         )
-        self._servers = [(_server(Guard(make_app(self._dashboard), self.token, hosts)), bound)]
-        self.lines = [*([where.warning] if where.warning else []), f"dashboard {self.link}"]
-        if where.metrics_port is not None:
-            bound = _bind("127.0.0.1", where.metrics_port)
-            self.lines.append(f"metrics http://127.0.0.1:{bound.getsockname()[1]}/metrics")
-            self._servers.append((_server(Guard(metrics_app(self._dashboard), None)), bound))
+        self._servers.append((_server(Guard(make_app(self._dashboard), self.token, hosts)), bound))
+        self.lines += [*([where.warning] if where.warning else []), f"dashboard {self.link}"]
+
+    def _show_metrics(self, port: int, *, alone: bool) -> None:
+        try:
+            bound = _bind("127.0.0.1", port)
+        except ConfigError as error:
+            if alone:
+                raise
+            self.lines.append(f"no metrics: {error}")
+            return
+        self.lines.append(f"metrics http://127.0.0.1:{bound.getsockname()[1]}/metrics")
+        self._servers.append((_server(Guard(metrics_app(self._dashboard), None)), bound))
 
     async def run(self) -> None:
         """Serves until `close`."""
         await asyncio.gather(*(server.serve([bound]) for server, bound in self._servers))
+
+    async def show_end(self) -> None:
+        """Blocks until a Prometheus that scrapes has seen how the job ended, at most 6 s."""
+        ended_s = time.monotonic()
+        if self._dashboard.scraped_s < ended_s - _SCRAPING_S:
+            return
+        while self._dashboard.scraped_s <= ended_s and time.monotonic() < ended_s + _SCRAPE_S:
+            await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:
         """Ends streams and serving; `run` returns within a second or so."""
@@ -185,7 +215,7 @@ def _bind(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             if port is not None or number == 0:
                 raise ConfigError(
-                    f"the dashboard cannot listen on {host} port {number}: {error}; choose another "
+                    f"cannot listen on {host} port {number}: {error}; choose another "
                     "port, or 0 for any"
                 ) from error
     raise AssertionError("the last port is 0")

@@ -133,6 +133,7 @@ class BaseDriver:
         self._last_beat_s = time.perf_counter()
         self.compute_s = 0.0
         self.wait_s = 0.0
+        self.entered_s = 0.0  # when the caller's stream came to the run, on a device
         self.timed = True
         # The handle of the stream that the present task's work goes to; None on a host.
         self.stream: int | None = None

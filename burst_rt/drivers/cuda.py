@@ -86,7 +86,7 @@ class CudaDriver(BaseDriver):
         if self.timed:
             self._origin, self._origin_s = device.origin()
         self._caller = device.caller()
-        self._opened = device.record(self._caller)
+        self._opened = device.record(self._caller, timed=self.timed)
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
         """Puts a task on a stream, or begins an exchange of the host; see `Driver.issue`.
@@ -173,6 +173,7 @@ class CudaDriver(BaseDriver):
             if issued.task.lane == "compute":
                 self.compute_s += end_s - start_s
         if self._issued and self.timed:
+            self.entered_s = self._origin_s + self._device.seconds(self._origin, self._opened)
             # The waits of the host say nothing here, so idle time is computed from the spans.
             transfer_s, hidden_s = overlap(list(self.trace))
             self.wait_s = transfer_s - hidden_s

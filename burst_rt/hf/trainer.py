@@ -296,8 +296,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         if not all(_LABELS & x.keys() for x in batch_samples):
             return None
         added = sum(_count_labels(x, self._loss_shifts_labels) for x in batch_samples)
-        counted = torch.tensor([added], dtype=torch.float64)
-        total = self.accelerator.gather(counted.to(device)).sum()
+        counted = torch.tensor([added], dtype=torch.float64, device=device)
+        total = self.accelerator.gather(counted).sum()
         return total / self.get_cp_size()
 
     def compute_loss(

@@ -74,9 +74,10 @@ class FlightRecord:
         header = {
             "rank": rank, "size": size, "pid": os.getpid(), "host": socket.gethostname(),
             "where": whereabouts(), "wall_s": time.time(), "clock_s": time.perf_counter(),
-            "program": " ".join(sys.argv)[:_MAX_ARGUMENTS],
         }  # fmt: skip
-        text = json.dumps(header).encode()[:CLOSED_AT]
+        program = " ".join(sys.argv)[:_MAX_ARGUMENTS]
+        while len(text := _encoded(header | {"program": program})) > CLOSED_AT:
+            program = program[: len(program) // 2]
         with flight_path(folder, rank).open("w+b") as file:
             # Allocates the whole file. On a full disk a file with holes could be made, too, but
             # writing to the holes would kill the process.
@@ -183,6 +184,11 @@ class FlightRecord:
             with path.open("ab", buffering=0) as file:
                 file.write(text)
             self._names_bytes += len(text)
+
+
+def _encoded(header: dict[str, Any]) -> bytes:
+    """The first words of a record. Arguments of other encodings than UTF-8 get question marks."""
+    return json.dumps(header, ensure_ascii=False).encode(errors="replace")
 
 
 def flight_path(folder: Path, rank: int) -> Path:

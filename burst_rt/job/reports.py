@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from burst_rt.job import launched
 from burst_rt.job.telling import OF_ONE_RANK, named_once, tell
@@ -153,12 +153,16 @@ def report_end(report: RankReport) -> bool:
     return True
 
 
+def _read_all(job_dir: Path, pattern: str) -> Iterator[dict[str, Any]]:
+    """What these files hold. A host may clean its temporary folders meanwhile."""
+    for path in job_dir.glob(pattern):
+        with suppress(FileNotFoundError):
+            yield json.loads(path.read_text(encoding="utf-8"))
+
+
 def read_reports(job_dir: Path) -> list[RankReport]:
     """All reports that have been written, the earliest end first."""
-    reports = [
-        RankReport(**json.loads(path.read_text(encoding="utf-8")))
-        for path in job_dir.glob("rank-*.json")
-    ]
+    reports = [RankReport(**told) for told in _read_all(job_dir, "rank-*.json")]
     return sorted(reports, key=lambda report: (report.ended_at_s, report.rank))
 
 
@@ -216,10 +220,7 @@ def whereabouts() -> str:
 
 def read_started(job_dir: Path) -> list[RankStart]:
     """The ranks whose processes have said that they have started, in no order."""
-    return [
-        RankStart(**json.loads(path.read_text(encoding="utf-8")))
-        for path in job_dir.glob("started-*.json")
-    ]
+    return [RankStart(**told) for told in _read_all(job_dir, "started-*.json")]
 
 
 @contextmanager

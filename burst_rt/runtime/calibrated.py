@@ -31,8 +31,9 @@ _GPUS = {
     "A100": "a100-sxm", "H100": "h100-sxm", "H200": "h200-sxm", "B200": "b200-sxm",
     "GB200": "gb200-nvl72", "MI300X": "mi300x",
 }  # fmt: skip
-# GPUs with one of these words are linked in another way, or have less memory.
-_OTHERS = {"PCIE", "NVL", "40GB"}
+# GPUs with one of these words are linked in another way, or are parts of a GPU.
+_OTHERS = {"PCIE", "NVL", "MIG"}
+_MEMORY = "80GB"  # as the names of some say
 
 
 def calibrated_path(device_type: str) -> Path:
@@ -53,7 +54,8 @@ def shipped_machine(gpu: str) -> Hardware | None:
     """
     words = set(re.split("[ -]", gpu.upper()))
     for word in words & _GPUS.keys():
-        if not words & _OTHERS:
+        sizes = {word for word in words if re.fullmatch(r"\d+GB", word)}
+        if not words & _OTHERS and sizes <= {_MEMORY}:
             machine = load_hardware(_GPUS[word])
             return replace(machine, name=f"{machine.name}, by the name of the GPU")
     return None

@@ -73,6 +73,7 @@ class Connections(NamedTuple):
     job_size: int
     thread: object = None  # tells ranks apart that are threads of one process
     store: Store | None = None  # store of a torch.distributed group
+    whole: Store | None = None  # that of all processes, where the group is a part of them
 
 
 def connect(comm: Comm | None, group: Group | None, join_s: float) -> Connections:
@@ -160,7 +161,10 @@ def _of_group(group: Any, join_s: float) -> Connections:
     connections = _of_store(group.get_group_store(), group.rank(), group.size(), join_s)
     if not dist.is_initialized():
         return connections
-    return connections._replace(job_rank=dist.get_rank(), job_size=dist.get_world_size())
+    job_size = dist.get_world_size()
+    everyone: Any = dist.group.WORLD
+    whole = everyone.get_group_store() if job_size > group.size() else None
+    return connections._replace(job_rank=dist.get_rank(), job_size=job_size, whole=whole)
 
 
 def _of_torchrun(join_s: float) -> Connections:

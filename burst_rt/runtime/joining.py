@@ -11,10 +11,11 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -40,6 +41,9 @@ from burst_rt.transport.nccl import (
     unique_id_bytes,
 )
 
+if TYPE_CHECKING:
+    from burst_rt.transport.meeting import Store
+
 __all__ = ["GroupMember", "Presence", "check_seconds", "join", "ranks_per_node"]
 
 # Device memory that NCCL is left for the connections of a call, which take some MiB for each rank.
@@ -63,6 +67,7 @@ class Presence:
     device: str  # "cpu", "cuda:N"
     gpu: str  # the GPU's UUID; "" on a CPU
     pci: str  # the GPU's PCI address; "" on a CPU
+    whole: Store | None  # see `Connections`
 
 
 class GroupMember(NamedTuple):
@@ -176,6 +181,7 @@ def _decide(
         device=str(computes_on),
         gpu=this_rank.gpu,
         pci=_pci_address(computes_on),
+        whole=connections.whole,
     )
     cluster = Cluster(per_node, ranks_here, hardware)
     carrier = _carrier(choice.wire, connections, computes_on, within_s)
@@ -207,6 +213,17 @@ def _carrier(
     return carrier
 
 
+def _job_name(whole: Store | None) -> str:
+    """A name for the job's folder; one name for all groups of its processes."""
+    name = new_job_name()
+    if whole is not None:
+        with suppress(
+            RuntimeError
+        ):  # torch's, of a store; the groups then have folders of their own
+            name = whole.compare_set("burst_rt/job", "", name).decode()
+    return name
+
+
 def _word(
     connections: Connections, device: str, transport: str, wrong: BurstError | None
 ) -> tuple[torch.device, dict[str, Any]]:
@@ -230,7 +247,7 @@ def _word(
         planned = find_hardware(computes_on.type, gpu) if first else None
         hardware = to_toml(planned) if planned else ""
         folder = job_folder()
-        job = new_job_name() if folder is None else folder.name
+        job = _job_name(connections.whole) if folder is None else folder.name
         return computes_on, {**facts, "asked": transport, "hardware": hardware, "job": job}
     except (ConfigError, InputError) as error:
         return computes_on, {"error": error.message, "class": type(error).__name__}

@@ -171,6 +171,7 @@ class EndedCall(_Message, tag="call", kw_only=True):
     compute_s: float
     wait_s: float  # the compute lane idled: a transfer was under way, or a rank had not come yet
     spans: bytes  # 16 bytes each, see `timeline.SPAN`; times count from started_s
+    after_gap: bool = False  # the rank's call before this one was dropped
 
 
 class Agreed(_Message, tag="agreed"):
@@ -180,6 +181,7 @@ class Agreed(_Message, tag="agreed"):
     number: int  # number of the call, the same on all ranks of the group
     started_s: float  # when this rank entered it
     ended_s: float  # when the ranks had agreed
+    after_gap: bool = False  # as in `EndedCall`
 
 
 class LaneCounters(_Message):
@@ -191,7 +193,8 @@ class LaneCounters(_Message):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """The counts of a rank since its start, exact even if spans were dropped.
+    """The counts of a rank since its start, also of calls whose spans were dropped: exact, but for
+    the times of such calls on a device, which count as the mean of the others.
 
     A new count is a field here, with a default, at the end; `calls` counts it, and viewers have it.
     """
@@ -253,6 +256,7 @@ class PhaseEnded(_Message, tag="phase"):
     depth: int  # number of steps and spans around it
     started_s: float
     ended_s: float
+    aside: bool = False  # in a thread beside the rank's own, which went on
 
 
 class Note(_Message, tag="note"):

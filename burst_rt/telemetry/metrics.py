@@ -132,7 +132,7 @@ THROTTLE_REASONS: dict[int, str] = {
     0x100: "display clocks",
 }
 # Those that a healthy chip shows at any time: they do not make an event.
-HEALTHY_REASONS = 0x1 | 0x2 | 0x10 | 0x100
+HEALTHY_REASONS = 0x1 | 0x2 | 0x4 | 0x10 | 0x100
 
 
 def plausible(name: str, value: float) -> bool:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
 __all__ = ["DTYPE", "HEAD_DIMS", "MAX_TOKENS", "OUT", "RANKS", "REPEATS"]
 
+
+def _check_out(_: click.Context, __: click.Parameter, out: Path | None) -> Path | None:
+    """Says now, and not after minutes of measuring, that a file has something else in it."""
+    try:
+        if out is not None and out.exists() and not isinstance(json.loads(out.read_text()), dict):
+            raise ValueError("no object")
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(
+            f"{out}: expected a file of results in JSON, got another ({error}); choose another name"
+        ) from error
+    return out
+
+
 OUT = click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
+    callback=_check_out,
     help="Add the results to this JSON file.",
 )
 RANKS = click.option(

@@ -140,7 +140,13 @@ class Answer:
             )
         else:
             yield f"None fits on any number of ranks up to {_UP_TO}."
-        least = self.found[0]
+        yield from self._of_remedies()
+
+    def _of_remedies(self) -> Iterator[str]:
+        """The sentences on what would make one of its own strategies fit."""
+        least = next((f for f in self.found if f.strategy not in TENSOR_PARALLEL), None)
+        if least is None:
+            return
         lacking = (least.memory_bytes - self.hardware.device.memory_bytes) / 1e9
         yield f"{least.strategy} lacks {lacking:,.1f} GB on {_ranks(self.world_size)}."
         changed = remedies(self.question, least, self.world_size, self.hardware)
@@ -175,9 +181,11 @@ class Answer:
         strategy to use instead.
         """
         yield _NOT_OURS.format(taken)
-        fastest = next((f for f in self.found if f.strategy not in TENSOR_PARALLEL), None)
+        own = (f for f in self.found if f.strategy not in TENSOR_PARALLEL and not f.out_of_memory)
+        fastest = next(own, None)
         if fastest is None:
             yield "None of its own strategies fits here."
+            yield from self._of_remedies()
         else:
             yield (
                 f"The fastest of its own strategies is {fastest.strategy}, which takes "

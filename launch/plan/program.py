@@ -36,12 +36,15 @@ def how_to_run(
     question: Question, best: ModelForecast, world_size: int, hardware: Hardware
 ) -> tuple[str, ...]:
     """Lines of a program that does what is forecast, after how it is started."""
-    per_node = min(hardware.node.ranks, world_size)
-    nodes = -(-world_size // per_node)
+    fewest = -(-world_size // hardware.node.ranks)
+    # torchrun starts as many on each host.
+    even = [n for n in range(fewest, 2 * fewest + 1) if world_size % n == 0]
+    nodes = even[0] if even else fewest
+    per_node = world_size // nodes
     meeting = " --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500" * (nodes > 1)
     start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node}{meeting} train.py"
-    if per_node > _MOST_OF_A_HOST:
-        start = "torchrun train.py on every host"
+    if per_node > _MOST_OF_A_HOST or not even:
+        start = f"torchrun train.py on every host, {world_size} processes in all"
     elif nodes > 1:
         start += " on every host"
     lines = _lines(question, best, world_size)

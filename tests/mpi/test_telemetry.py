@@ -351,3 +351,18 @@ def test_figures_of_gpus_come_through_or_an_event_says_why_not(runs: dict[str, _
     assert any("power_w" in text and "is impossible" in text for text in said["garbage"])
     # What came before the driver hung is there.
     assert gpus["hangs for 30 s"]["gpu:0000-0"].values["temperature_c"] == 55
+
+
+def test_all_contexts_of_a_job_of_torchrun_have_one_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BURST_RT_RECORD", str(tmp_path / "run.record"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    program = Path(__file__).parent / "programs" / "meshed.py"
+    job = run_job(program, 4, by="torchrun", cwd=tmp_path, timeout_s=_DEADLINE_S, warm="torch")
+    assert job.exit_code == 0, job.text
+    assert [path.name for path in tmp_path.glob("*.record*")] == ["run.record"]
+    shown = replay(Record(tmp_path / "run.record")).snapshot()
+    assert [(rank.rank, rank.calls, rank.status) for rank in shown.ranks] == [
+        (rank, 3, "left") for rank in range(4)
+    ]

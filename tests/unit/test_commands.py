@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import numpy as np
@@ -17,9 +19,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
+from telemetry_feed import record_calls
 
 from burst_rt.errors import DeviceError, InputError
-from burst_rt.launch import draw
+from burst_rt.launch import draw, run
 from burst_rt.launch.main import cli
 from burst_rt.scheduler import Graph, GraphBuilder
 
@@ -182,3 +185,36 @@ def test_a_reader_that_wants_no_more_is_no_error() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+def test_a_file_that_is_no_json_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "results.csv"
+    for text in ("a,b", "[1]"):
+        out.write_text(text)
+        done = CliRunner().invoke(cli, ["bench", "attention", "--out", str(out)])
+        assert done.exit_code == 2
+        assert "expected a file of results in JSON" in done.output
+    assert out.read_text() == "[1]"
+
+
+def test_a_terminal_of_ascii_gets_question_marks(tmp_path: Path) -> None:
+    record_calls(tmp_path / "job.record", 2, [])
+    words = ["top", "--replay", str(tmp_path / "job.record")]
+    done = subprocess.run(
+        [sys.executable, "-m", "burst_rt.launch.main", *words],
+        env=dict(os.environ) | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "? live" in done.stdout
+
+
+def test_a_dashboard_that_is_asked_for_overrules_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for was, is_ in (("off", "1"), ("0", "0"), ("0.0.0.0:9000", "0.0.0.0:9000")):
+        monkeypatch.setenv("BURST_RT_DASHBOARD", was)
+        monkeypatch.setenv("BURST_RT_TELEMETRY", "0")
+        with pytest.raises(SystemExit):
+            run.command(["--dashboard", "-n", "0", "nothing.py"])
+        assert os.environ["BURST_RT_DASHBOARD"] == is_

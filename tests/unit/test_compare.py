@@ -137,3 +137,15 @@ def test_a_record_beside_none_is_refused(tmp_path: Path) -> None:
         done = CliRunner().invoke(dashboard.command, options)
         assert done.exit_code == 2
         assert "--beside works only with --replay, and without --until" in done.output
+
+
+def test_reports_of_any_step_are_compared(tmp_path: Path) -> None:
+    """Long runs, and those that count tokens."""
+    for name, loss in (("a", 2.0), ("b", 3.0)):
+        recorder = Recorder(tmp_path / name, 1e9, "0.1")
+        recorder.add_message(0.0, 0, arrive(0)[0])
+        for step in (150_000, 10**12):
+            recorder.add_message(1.0, 0, JobReport(1.0, step, {"loss": loss}))
+        recorder.close()
+    found = compare_records(*(Record(tmp_path / name) for name in "ab"))
+    assert _by_name(found)[f"loss at step {10**12}"].after == 3.0

@@ -328,9 +328,44 @@ def test_telemetry_gets_a_devices_spans_when_they_have_ended_and_never_waits() -
     assert [task.name for task in plan.tasks] == [task.name for task in graph.tasks]
     assert len(call.spans) == SPAN.itemsize * len(graph.tasks)
     assert log.totals.message(0).compute_s == driver.compute_s > 0
+    # It began and ended when the device did, whatever the host has done since.
+    spans = list(driver.trace)
+    assert call.started_s == max(driver.entered_s, log._started_s)
+    assert call.ended_s == max([call.started_s, *(span.ended_s for span in spans)])
     assert log.take() == []
     assert asked
     assert entered == [0]
+
+
+def test_calls_on_a_device_that_are_dropped_count_as_the_others() -> None:
+    device = FakeDevice(3)
+    graph = random_graph(random.Random(3), DEVICE_LANES)
+    schedule, driver = Schedule.of(graph), drive(device, graph)
+    while not driver.settled():
+        pass
+    totals = Totals()
+    totals.in_step = True
+    log = CallLog(Group("0-2", [0, 1, 2], "mpi", ""), totals)
+
+    def attend(number: int) -> None:
+        log.began(number, driver)
+        log._started_s = 0.0
+        log.ended(schedule, driver, None)
+
+    attend(0)
+    assert totals.counts.total_s == 0.0, "the host does not know yet"
+    log.take()
+    once = totals.message(0)
+    assert once.total_s == once.step_call_s > 0
+    for number in range(1, 258):  # the last finds no room
+        attend(number)
+    while log.take():
+        pass
+    assert log.num_dropped == 1
+    counts = totals.message(1)
+    assert (counts.calls, counts.traced_calls) == (258, 257)
+    for name in ("compute_s", "wait_s", "total_s", "step_call_s"):
+        assert getattr(counts, name) == pytest.approx(258 * getattr(once, name)), name
 
 
 def test_a_task_that_fails_is_the_runs_error() -> None:

@@ -196,6 +196,14 @@ def _launcher(folder: Path, there: str) -> MpiLauncher:
                 "no answer from b; the other hosts have slots for 2 of 4 ranks",
             ),
         ),
+        (
+            ["--host", "a slots=2 max_slots=8,b:2"],
+            "a",
+            Placement(
+                2, ["--host", "a slots=2 max_slots=8"],
+                "no answer from b; the other hosts have slots for 2 of 4 ranks",
+            ),
+        ),
         # A host may be named once for each slot, and there may be more slots than ranks.
         (
             ["-H", "a,a,b,c:9"],

@@ -295,3 +295,10 @@ def test_no_entry_outlives_its_record(tmp_path: Path) -> None:
         record.enter(next(numbers), "sum", 1.0)
     assert [entry.call for entry in _read(tmp_path).entries] == [2]
     assert json.loads(os.fsdecode((tmp_path / "rank-0.names").read_bytes()).splitlines()[-1])
+
+
+def test_any_command_line_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for argument in ("\N{FACE WITH TEARS OF JOY}" * 300, "\x01" * 300, "caf\udce9" * 60):
+        monkeypatch.setattr(sys, "argv", ["train.py", argument])
+        FlightRecord(tmp_path, 0, 1)
+        assert _read(tmp_path).program.startswith("train.py ")

@@ -422,6 +422,8 @@ def test_a_machine_file_is_fitted_to_the_job() -> None:
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H200 NVL", None),
         ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("NVIDIA A100-SXM-64GB", None),
         ("NVIDIA GeForce RTX 4090", None),
         ("", None),
     ],

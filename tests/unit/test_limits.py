@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from telemetry_feed import Times, arrive, call
+from telemetry_feed import Times, arrive, beat, call
 
-from burst_rt.telemetry.messages import Bye
+from burst_rt.telemetry.messages import Agreed, Bye, Group
 from burst_rt.telemetry.model import limits
 from burst_rt.telemetry.model.account import GroupAccount, TimesOfRanks
+from burst_rt.telemetry.model.job_model import JobModel
 from burst_rt.telemetry.model.limits import Evidence, verdict_on
 from burst_rt.telemetry.model.views import RankView, SourceView, Verdict
 from burst_rt.telemetry.model.whole_calls import CallOfAll
@@ -212,3 +213,39 @@ def test_of_more_calls_than_there_is_time_for_some_are_left_out(
     verdicts.append(_verdict(late, 45.0))
     assert all_of_them / 4 < len(looked_into) < all_of_them * 3 / 4
     assert {(verdict.kind, verdict.rank) for verdict in verdicts} == {("late rank", 1)}
+
+
+def test_nothing_limits_a_job_that_has_not_called_for_a_while(tmp_path: Path) -> None:
+    model = JobModel(1e9)
+    for rank in range(2):
+        for message in arrive(rank):
+            model.apply(0.0, rank, message)
+    wire = ((0.0, 0.0, 0.5), (0.0, 0.0, 0.2), (0.2, 0.5, 0.6))
+    for number in range(5):
+        for rank in range(2):
+            model.apply(0.7 * number, rank, call(rank, number, 0.7 * number, *wire))
+    verdict = model.snapshot().job.verdict
+    assert verdict is not None
+    assert verdict.kind == "transfers"
+    for rank in range(2):
+        model.apply(4.0, rank, beat(rank, 4.0, number=5, doing="hop 1", since_s=3.5))
+    model.advance(30.0)
+    assert model.snapshot().job.verdict is not None, "a call may take minutes"
+    for rank in range(2):
+        model.apply(30.0, rank, beat(rank, 30.0))
+    model.advance(31.0)
+    assert model.snapshot().job.verdict is None
+
+
+def test_contexts_that_come_and_go_are_forgotten() -> None:
+    model = JobModel(1e9)
+    for rank in range(2):
+        for message in arrive(rank):
+            model.apply(0.0, rank, message)
+    for number in range(2000):
+        for rank in range(2):
+            model.apply(1.0, rank, Group(f"#{number}", [0, 1], "mpi", ""))
+            model.apply(1.0, rank, Agreed(f"#{number}", 0, 1.0, 1.1))
+    assert len(model._limits._accounts) == 64
+    assert len(model.plans.groups) == 1024
+    assert "#1999" in model.plans.groups

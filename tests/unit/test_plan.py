@@ -506,3 +506,24 @@ def test_simulate_says_which_strategies_it_takes() -> None:
     for name in (*COMPARED, *ATTENTION):
         assert parse_strategy(name) == name
         assert f"{name}," in helped or f"{name};" in helped
+
+
+@pytest.mark.parametrize(
+    ("world", "start"),
+    [
+        (12, "torchrun --nnodes 2 --nproc-per-node 6 --rdzv"),
+        (8, "torchrun --nnodes 1 --nproc-per-node 8 train.py"),
+        (13, "torchrun train.py on every host, 13 processes in all"),
+    ],
+)
+def test_as_many_processes_are_started_as_were_planned(world: int, start: str) -> None:
+    words = f"plan --hardware h100-sxm --model {_LLAMA_3_8B} --seq 128K --world {world}"
+    assert start in CliRunner().invoke(cli, words.split()).stdout
+
+
+def test_where_only_anothers_strategy_fits_it_is_said_what_makes_ones_own_fit() -> None:
+    said = _planned(f"--hardware h100-sxm --model {_LLAMA_3_8B} --seq 128K --world 8 --shard none")
+    assert said["take"].startswith("tensor-parallel")
+    assert "None of its own strategies fits here." in said["why"]
+    assert "lacks" in said["why"]
+    assert "fit" in said["why"].partition("lacks")[2]

@@ -70,3 +70,8 @@ def test_the_same_failure_after_a_long_run_is_another_one(monkeypatch: pytest.Mo
     results = [JobResult(1, "ValueError: no")]
     # The second ran for 20 s; the third fails at once, as the second did.
     assert _started(Restarts(times=9, window_s=10.0), results) == (1, 3)
+
+
+def test_numbers_of_processes_make_no_other_failure() -> None:
+    results = [JobResult(1, f"rank 1: process {pid} has been stopped for 60 s") for pid in (7, 8)]
+    assert _started(Restarts(times=9), results) == (1, 2)

@@ -30,7 +30,16 @@ from burst_rt.drivers import BaseDriver
 from burst_rt.errors import ConfigError, InputError, ProtocolError
 from burst_rt.runtime.machine import Machine
 from burst_rt.telemetry.hub.starting import HUB_MODULE, RunningHub, hub_environment, start_hub
-from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Pong, Severity
+from burst_rt.telemetry.messages import (
+    VERSION,
+    Agreed,
+    Bye,
+    FromRank,
+    Group,
+    Note,
+    Pong,
+    Severity,
+)
 from burst_rt.telemetry.model.views import Snapshot
 from burst_rt.telemetry.rank import joining
 from burst_rt.telemetry.rank.agent import Agent
@@ -795,3 +804,56 @@ def test_counts_miss_nothing_when_spans_are_dropped() -> None:
         "EndedCall",
     ]
     assert [type(message).__name__ for message in log.take()] == ["EndedCall"]
+
+
+def test_a_rank_whose_connection_was_cut_is_heard_at_its_end(hub: RunningHub) -> None:
+    said = msgspec.structs.replace(hello(0, 1), secret=hub.secret)
+    agent = Agent(hub.address, said, None)
+    with HubViewer(hub.address, hub.secret) as viewer:
+        _wait_until(viewer, lambda shown: bool(shown.ranks))
+        assert agent._connection is not None
+        agent._connection.shutdown(socket.SHUT_RDWR)
+        _wait_until(viewer, lambda shown: shown.ranks[0].status == "lost")
+        assert viewer.first_lost() is not None
+        agent.close(0)
+        _wait_until(viewer, lambda shown: shown.ranks[0].status == "left")
+        assert viewer.first_lost() is None
+
+
+def test_the_call_behind_dropped_ones_says_so() -> None:
+    log = CallLog(Group("0-0", [0], "local", ""), Totals())
+    for number in range(260):
+        log.agreed(number, 1.0 * number)
+    first = log.take()
+    log.agreed(260, 260.0)
+    kept = [*first, *(message for _ in range(256) for message in log.take())]
+    agreed = [message for message in kept if isinstance(message, Agreed)]
+    assert [message.number for message in agreed] == [*range(256), 260]
+    assert [message.number for message in agreed if message.after_gap] == [260]
+
+
+def test_metrics_alone_bring_no_dashboard_and_a_taken_port_takes_none() -> None:
+    running = start_hub(one_host=True, held=True, metrics_port="0")
+    try:
+        (line,) = running.lines
+        assert line.startswith("metrics http://127.0.0.1:")
+        taken = line.removesuffix("/metrics").rpartition(":")[2]
+        beside = start_hub(one_host=True, held=True, dashboard="0", metrics_port=taken)
+        lines = beside.lines
+        beside.release()
+    finally:
+        running.release()
+    assert lines[0].startswith("dashboard http://127.0.0.1:")
+    assert lines[1].startswith(f"no metrics: cannot listen on 127.0.0.1 port {taken}: ")
+    assert len(lines) == 2
+
+
+def test_a_record_may_have_any_name(tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.record")
+    for lines in ([], [f"the record that was there is kept as {tmp_path}/caf?.record.1"]):
+        running = start_hub(one_host=True, held=True, record=path)
+        with HubViewer(running.address, running.secret) as viewer:
+            assert viewer.snapshot().job.record == f"{tmp_path}/caf?.record"
+        running.release()
+        assert running.lines == lines
+    assert os.path.exists(path)

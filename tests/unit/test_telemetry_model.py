@@ -393,7 +393,7 @@ def test_a_hub_that_stood_still_blames_nobody() -> None:
     model = _job()
     for rank in (0, 1):
         model.apply(1.0, rank, beat(rank, 1.0))
-    model.excuse(7.0)
+    model.excuse(8.5, 7.0)
     model.advance(8.5)
     assert [rank.status for rank in model.snapshot().ranks] == ["live", "live"]
     model.advance(60.0)
@@ -458,3 +458,31 @@ def test_a_thinned_window_has_what_came_in_turns() -> None:
     assert (values["even"][0], values["odd"][0]) == (1.0, 2.0)
     assert not np.isnan(values["even"]).any()
     assert np.isnan(values["odd"]).sum() == 1  # the last row alone
+
+
+def test_the_values_that_find_room_are_kept() -> None:
+    model = _job()
+    for step in range(2):
+        values = {f"v{i}": 1.0 for i in range(40 + 20 * step)}
+        model.apply(1.0 + step, 0, JobReport(1.0, step, values))
+    model.apply(3.0, 0, JobReport(3.0, 2, {f"w{i}": 1.0 for i in range(20)}))
+    names = model.series("job").values
+    assert len(names) == 65
+    assert {"v59", "w3", "step"} <= names.keys()
+
+
+def test_plans_push_no_event_out_of_sight() -> None:
+    model = _job()
+    plan = next(message for message in arrive(0) if isinstance(message, PlanSummary))
+    for number in range(10, 300):
+        model.apply(1.0, 0, msgspec.structs.replace(plan, number=number))
+    assert [event.kind for event in model.snapshot().events].count("plan") == 1
+
+
+def test_spans_beside_the_ranks_own_thread_cost_it_nothing() -> None:
+    model = _job()
+    model.apply(10.0, 0, PhaseEnded("checkpoint", 1, 0, -100.0, -92.0, aside=True))
+    for depth in (1, 0):
+        model.apply(10.0, 0, PhaseEnded("data", 1, depth, -100.0, -96.0))
+    shares = model.phases.shares(0.0, 10.0)[0]
+    assert shares == {"data": pytest.approx(0.4)}

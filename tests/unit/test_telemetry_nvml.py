@@ -86,7 +86,7 @@ def test_a_gpu_that_may_not_be_opened_hides_no_other(library: Path) -> None:
 
 
 def test_a_new_chip_has_all_there_is(library: Path) -> None:
-    got = _sample(library, STANDIN_XID="1")
+    got = _sample(library, STANDIN_XID="1", STANDIN_REASONS=str(0x44))
     assert [source["name"] for source in got.sources] == ["gpu:0000-0", "gpu:0000-1"]
     assert got.sources[0]["about"]["name"] == "Stand-in 0"
     last = got.samples[-2]["values"]
@@ -116,8 +116,9 @@ def test_a_new_chip_has_all_there_is(library: Path) -> None:
     }
     texts = [note["text"] for note in got.notes]
     assert "gpu:0000-0: XID 79 (docs.nvidia.com/deploy/xid-errors)" in texts
-    # once a GPU, not at every sample
-    assert sum("held back: power cap" in text for text in texts) == 2
+    # Once a GPU, not at every sample; and not of a power cap, at which a healthy chip works.
+    assert not any("power cap" in text for text in texts)
+    assert sum("held back: hardware thermal slowdown" in text for text in texts) == 2
 
 
 def test_what_an_old_chip_has_not_is_left_out(library: Path) -> None:

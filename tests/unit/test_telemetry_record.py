@@ -630,3 +630,27 @@ def test_ranks_that_come_late_in_turns_are_no_latecomers(tmp_path: Path) -> None
     assert [rank.late_s for rank in found.ranks] == pytest.approx([0.8] * 3, abs=1e-4)
     assert [rank.skew_s for rank in found.ranks] == pytest.approx([0.0] * 3, abs=1e-4)
     assert found.latecomer is None
+
+
+def test_each_lane_of_a_pipeline_has_a_thread_in_the_trace(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "own.record", 1e9, "0.1")
+    for message in arrive(0, 1):
+        if isinstance(message, PlanSummary):
+            lanes = ("prepare", "finish", "finish")
+            tasks = [
+                msgspec.structs.replace(task, lane=lane, sends=[], recvs=[])
+                for task, lane in zip(message.tasks, lanes, strict=True)
+            ]
+            message = msgspec.structs.replace(message, tasks=tasks)
+        recorder.add_message(0.0, 0, message)
+    times = ((0.0, 0.0, 0.5), (0.0, 0.4, 0.6), (0.0, 0.6, 0.9))
+    recorder.add_message(1.0, 0, call(0, 0, 1.0, *times, group="0-0"))
+    recorder.close()
+    record = Record(tmp_path / "own.record")
+    write_trace(record, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    rows = [names[e["tid"]] for e in events if e["ph"] == "X"]
+    assert rows == ["prepare", "finish", "finish"]
+    # All of them compute: from 0 to 0.9 s, of which two do at once for 0.1 s.
+    assert summarise(record).ranks[0].compute_s == pytest.approx(0.9, abs=1e-4)

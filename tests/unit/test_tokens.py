@@ -183,3 +183,22 @@ def test_top_says_it_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     Console(width=120).print(render(model.snapshot(), []))
     said = "first token 1.23 s  a token 12.5 ms (mean 10 ms)  100 tokens/s  cache 1,000 of 4,000"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ({"output_tokens_per_s": 30.0}, "first token 200 ms  30 tokens/s"),
+        ({"time_per_token_s": 0.01}, "first token 200 ms  a token 10 ms"),
+        ({"cached_tokens": 90.0}, "first token 200 ms  cache 90 tokens"),
+    ],
+)
+def test_top_shows_what_a_program_reports_of_these_itself(
+    values: dict[str, float], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = JobModel(1e9)
+    for message in arrive(0):
+        model.apply(0.0, 0, message)
+    model.apply(1.0, 0, JobReport(1.0, 1, {"time_to_first_token_s": 0.2, **values}))
+    Console(width=100).print(render(model.snapshot(), [], []))
+    assert shown in capsys.readouterr().out

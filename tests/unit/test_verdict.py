@@ -216,6 +216,8 @@ _CASES: tuple[tuple[str, _Job, str, int], ...] = (
     ),
     ("none: all is well", _Job(reports=_WELL, mpirun_code=0), "", 0),
     ("none: all is well", _Job(reports=_WELL[:2], mpirun_code=0, owed=(0, 1)), "", 0),
+    # Its connection to telemetry was cut, and nothing else.
+    ("none: all is well", _Job(reports=_WELL, mpirun_code=0, lost=_lost(1, 2.0)), "", 0),
     (
         "unknown",
         _Job(reports=_WELL, mpirun_code=3),

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from dashboards import command, installed, serving
+from dashboards import command, installed, kill_rank, serving
 from prometheus_client.parser import text_string_to_metric_families
 from telemetry_feed import arrive, beat, call, counters, gpu_sample
 
@@ -313,3 +314,24 @@ def test_prometheus_scrapes_a_run_and_a_dashboard(tmp_path: Path) -> None:
         assert job.process.wait(30) == 0, "".join(job.said)
     assert len(shown_by_grafana) > 20
     assert sum(map(bool, shown_by_grafana.values())) > 12, shown_by_grafana
+
+
+def test_prometheus_alerts_of_a_rank_that_was_lost(tmp_path: Path) -> None:
+    """The job ends with the rank, and `/metrics` with the job."""
+    (tmp_path / "alerts.yml").write_bytes((_DASHBOARD / "alerts.yml").read_bytes())
+    words = ["run", "-n", "2", "--metrics-port", "0", str(_PROGRAM), "512", str(tmp_path / "stop")]
+    with command(*words, cwd=tmp_path) as job:
+        at = urllib.parse.urlparse(job.link("metrics")).netloc
+        config = (_DASHBOARD / "prometheus.yml").read_text(encoding="utf-8")
+        config = config.replace("127.0.0.1:9470", at) + (
+            "rule_files: [alerts.yml]\nglobal: {evaluation_interval: 1s}\n"
+        )
+        with _prometheus(config, tmp_path) as prometheus:
+            live = 'burst_rt_rank_status{job="burst_rt",status="live"} == 1'
+            _query(prometheus, live, at_least=2)
+            ranks = psutil.Process(job.process.pid).children(recursive=True)
+            (last,) = [x for x in ranks if x.environ().get("OMPI_COMM_WORLD_RANK") == "1"]
+            kill_rank(job.process, last.pid)
+            assert job.process.wait(30) != 0
+            alert = 'ALERTS{alertname="BurstRtRankLost",alertstate="firing"}'
+            assert _query(prometheus, alert, at_least=1) == {"1": 1.0}

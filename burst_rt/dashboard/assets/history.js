@@ -11,6 +11,7 @@ import { colours } from "./theme.js";
 const EVERY_MS = 4000;
 const POINTS = 300;
 const LISTED = 16; // in the legend
+const LINES = 200; // drawn at most: more would be a carpet, and keep the hub busy
 const DOTTED = 60; // lines of fewer values than this, of rows that mostly lack them, have dots
 const KINDS = [["job", "Job"], ["gpu", "GPUs"], ["process", "Ranks"], ["host", "Hosts"]];
 const RANGES = [[60, "1 min"], [600, "10 min"], [3600, "1 h"], [86400, "all"]];
@@ -102,7 +103,9 @@ export class History {
     if (!this.visible) return;
     const over = job.state === "ended"; // the last time: whoever looks away now comes back
     if (job.present && this.kind && (over || !document.hidden)) {
-      const sources = this.sources().filter((source) => !this.one.value || source.name === this.one.value);
+      const chosen = this.sources().filter((source) => !this.one.value || source.name === this.one.value);
+      const sources = chosen.slice(0, LINES);
+      this.undrawn = chosen.length - sources.length;
       // The job's own rows say which step it was when.
       const asked = this.asked = {};
       this.at = moment.at;
@@ -178,6 +181,7 @@ export class History {
   explain(sources, marks) {
     const shown = sources.slice(0, LISTED).map((source) => el("span", {}, swatch(this.places.get(source.name) ?? 0), titled(source)));
     const more = sources.length > LISTED ? [`and ${sources.length - LISTED} more: point at a curve`] : [];
+    if (this.undrawn) more.push(`; ${this.undrawn} are not drawn: choose one`);
     const kinds = [...new Set(marks.map(({ kind }) => kind))].filter((kind) => MARKS[kind]).map((kind) => {
       const [sign, colour] = MARKS[kind];
       const mark = el("b", {}, sign);

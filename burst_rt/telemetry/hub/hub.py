@@ -181,7 +181,7 @@ class Hub:
     def _advance(self) -> None:
         now_s = self.now_s()
         if now_s - self._advanced_s > _STOOD_S:
-            self.model.excuse(now_s - self._advanced_s)
+            self.model.excuse(now_s, now_s - self._advanced_s)
         self._advanced_s = now_s
         self.model.advance(now_s)
 
@@ -214,6 +214,10 @@ class HubService(Protocol):
 
     async def run(self) -> None:
         """Serves until `close`."""
+        ...
+
+    async def show_end(self) -> None:
+        """Waits for those who come at intervals to see how the job ended, some seconds."""
         ...
 
     def close(self) -> None:
@@ -356,6 +360,8 @@ async def serve(
         if announced is not None:
             os.close(announced)
         if service is not None:
+            if hub.model.failed:
+                await service.show_end()
             service.close()
         await _let_go(hub, showing)
 

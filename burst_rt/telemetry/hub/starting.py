@@ -47,7 +47,7 @@ _SETTINGS = (
     METRICS_VARIABLE,
 )
 _READY_DEADLINE_S = 15.0
-_END_DEADLINE_S = 6.0
+_END_DEADLINE_S = 12.0
 # Seconds that the launcher waits to connect, and again for the answer: it asks while a person waits
 # for the job to end.
 _ASK_DEADLINE_S = 0.4
@@ -124,8 +124,8 @@ class RunningHub:
         return HubViewer(self.address, self.secret, _ASK_DEADLINE_S + patience_s)
 
     def release(self) -> None:
-        """Lets a held hub end with its last rank. Waits at most 6 s for that, so that the record is
-        complete; a hub that has not ended by then is killed.
+        """Lets a held hub end with its last rank. Waits at most 12 s for that, so that the record
+        is complete; a hub that has not ended by then is killed.
         """
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -239,4 +239,4 @@ def _read_line(process: subprocess.Popen[bytes]) -> str:
             if not piece:
                 return ""
             line += piece
-    return line.decode().strip() if line.endswith(b"\n") else ""
+    return line.decode(errors="replace").strip() if line.endswith(b"\n") else ""

@@ -10,19 +10,23 @@ it or the rank has caught up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from burst_rt.scheduler import Wait, overlap
+from burst_rt.scheduler import Span, Wait, overlap
+from burst_rt.telemetry.messages import PlanSummary
 from burst_rt.telemetry.model.timeline import entry_wait
 from burst_rt.telemetry.model.whole_calls import CallOfAll
 
 __all__ = ["GroupAccount", "IdleTime", "Latecomer", "TimesOfRanks", "idles_of"]
 
+# Lanes of tasks that only bring ranks together, or move memory.
+_CARRYING = ("control", "d2h", "h2d")
 # Minimum share of the others' time in calls for which they wait for a latecomer that is named.
 _WORTH_SAYING = 0.01
 
@@ -110,9 +114,7 @@ class GroupAccount:
             times.calls[place] = bool(plan.tasks)
             times.total_s[place] = part.ended_s - part.started_s
             times.between_s[place] = call.between_s.get(rank, 0.0)
-            times.compute_s[place] = sum(
-                s.ended_s - s.started_s for s in trace if s.lane == "compute"
-            )
+            times.compute_s[place] = _computing_s(plan, trace)
             times.transfer_s[place], times.hidden_s[place] = overlap(trace)
             waited_s = 0.0
             for idle in idles[place]:
@@ -145,6 +147,17 @@ class GroupAccount:
         times.awaited_s[latest] += late_s
         self._due_s[place] = np.maximum(0.0, self._due_s[place] - late_s)
         return late_s
+
+
+def _computing_s(plan: PlanSummary, trace: Iterable[Span]) -> float:
+    """Seconds in tasks that compute. A pipeline of one's own may have several lanes for them."""
+    carrying = {i for i, task in enumerate(plan.tasks) if task.sends or task.recvs}
+    computing = (s for s in trace if s.lane not in _CARRYING and s.task not in carrying)
+    total_s, until_s = 0.0, -math.inf
+    for span in sorted(computing, key=lambda span: span.started_s):
+        total_s += max(0.0, span.ended_s - max(span.started_s, until_s))
+        until_s = max(until_s, span.ended_s)
+    return total_s
 
 
 def idles_of(call: CallOfAll, place: int) -> list[IdleTime]:

@@ -92,7 +92,7 @@ class JobModel:
             case JobReport():
                 self.sources.report(rank, message)
             case Group():
-                self.plans.groups[message.name] = message
+                self.plans.add_group(message)
             case PlanSummary():
                 self.plans.add_plan(rank.view.rank, message)
             case EndedCall():
@@ -172,12 +172,14 @@ class JobModel:
         """Time has passed. Notices ranks that have been silent for 2 s."""
         stopping = bool(self._blame.stopping)
         self.revision += self.ranks.advance(max(self.now_s, now_s), stopping=stopping)
+        in_call = any(rank.view.alive and rank.view.call >= 0 for rank in self.ranks.values())
+        self._limits.advance(self.now_s, in_call=in_call)
 
-    def excuse(self, seconds: float) -> None:
-        """Says that the hub was held up and could not listen for this number of seconds: these do
-        not count as silence of any rank.
+    def excuse(self, now_s: float, seconds: float) -> None:
+        """Says that the hub was held up and could not listen for this number of seconds until
+        now: these do not count as silence of any rank.
         """
-        self.ranks.excuse(seconds)
+        self.ranks.excuse(now_s, seconds)
 
     def events_after(self, number: int) -> list[EventView]:
         """The events that have a higher number, oldest first."""

@@ -7,7 +7,7 @@ Waits are told apart as in a record's summary (`model.account`).
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ __all__ = ["RULES", "Evidence", "Limits", "verdict_on"]
 _WINDOW_S = 10.0
 _JUDGE_EVERY_S = 1.0
 _MAX_OPEN, _MATCHED = 200, 8
+_MAX_ACCOUNTS = 64  # a job may open and close contexts: the groups that have called last
 # Spans a second whose waits are worked out, which takes some 10 us each; calls beyond are left out.
 _SPANS_A_SECOND = 3_000
 # Minimum share of the time that a verdict is about.
@@ -59,7 +60,7 @@ class Limits:
     def __init__(self) -> None:
         self._collector = CallCollector(max_open=_MAX_OPEN, matched=_MATCHED)
         self._left_out: deque[tuple[str, int]] = deque(maxlen=_MAX_OPEN)
-        self._accounts: dict[str, GroupAccount] = {}
+        self._accounts: OrderedDict[str, GroupAccount] = OrderedDict()
         self._recent: deque[tuple[float, str, TimesOfRanks]] = deque()
         self._now_s = self._filled_s = 0.0
         self._began_s = math.inf
@@ -91,6 +92,9 @@ class Limits:
         account = self._accounts.get(call.group)
         if account is None or account.members != call.members:
             account = self._accounts[call.group] = GroupAccount(call.members)
+            if len(self._accounts) > _MAX_ACCOUNTS:
+                self._accounts.popitem(last=False)
+        self._accounts.move_to_end(call.group)
         idles = [idles_of(call, place) for place in range(len(call.members))]
         self._recent.append((self._now_s, call.group, account.add(call, idles)))
         while self._recent[0][0] < self._now_s - _WINDOW_S:
@@ -114,6 +118,13 @@ class Limits:
     def due(self, now_s: float) -> bool:
         """Whether it is time to judge again."""
         return bool(self._recent) and now_s - self._judged_s >= _JUDGE_EVERY_S
+
+    def advance(self, now_s: float, *, in_call: bool) -> None:
+        """Time has passed. A job that is in no call, and has not been for ten seconds, is limited
+        by nothing that is known here.
+        """
+        if not in_call and now_s > self._now_s + _WINDOW_S:
+            self._last = None
 
     def since_s(self, now_s: float) -> float:
         """The beginning of the time that is judged: ten seconds, less at the beginning of a job."""

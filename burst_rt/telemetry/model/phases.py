@@ -59,14 +59,18 @@ class Phases:
         return newest[::-1], len(inside) - len(newest)
 
     def shares(self, since_s: float, until_s: float) -> dict[int, dict[str, float]]:
-        """By rank and name: the part of the window in spans, at most 1."""
+        """By rank and name: the part of the window in spans of the rank's own thread, at most 1."""
         shares: dict[int, dict[str, float]] = {}
         for number, kept in self._by_rank.items():
             sums = shares[number] = {}
+            counted_s: dict[str, float] = {}  # since when a name's time has been counted
             for phase in takewhile(lambda phase: phase.ended_s > since_s, reversed(kept)):
-                if phase.name:
-                    took_s = min(phase.ended_s, until_s) - max(phase.started_s, since_s)
+                if phase.name and not phase.aside:
+                    # Spans of one name may lie in each other.
+                    ended_s = min(phase.ended_s, counted_s.get(phase.name, until_s))
+                    took_s = ended_s - max(phase.started_s, since_s)
                     sums[phase.name] = sums.get(phase.name, 0.0) + max(0.0, took_s)
+                    counted_s[phase.name] = min(ended_s, phase.started_s)
             for name, took_s in sums.items():
                 sums[name] = min(1.0, took_s / max(until_s - since_s, 1e-9))
         return shares

@@ -38,6 +38,7 @@ __all__ = ["Plans"]
 
 # Maximum size of the spans of all ranks.
 _SPAN_BYTES = 16 << 20
+_MAX_GROUPS = 1024  # maximum number of contexts that are known, those that have called last
 _MAX_PLANS = 256  # maximum number of a rank's plans
 # Number of plans that stay unpacked, in addition to two of each rank, forward and backward.
 _DECODED_PLANS = 32
@@ -70,11 +71,12 @@ class Plans:
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self.ranks: dict[int, _RankPlans] = {}
-        self.groups: dict[str, Group] = {}
+        self.groups: OrderedDict[str, Group] = OrderedDict()
         self._decoded: OrderedDict[tuple[int, int], PlanSummary] = OrderedDict()
         self._matcher = CallMatcher(_MATCHED)
         self._joint: OrderedDict[tuple[str, int], _Joint] = OrderedDict()
         self._num_joint = 0
+        self._told: set[str] = set()  # kinds of plans with an event
 
     def join(self, hello: Hello) -> None:
         """A rank joins, or joins again: what was known of it is of another process."""
@@ -82,6 +84,13 @@ class Plans:
         self.ranks[hello.rank] = _RankPlans(RecentCalls(limit_bytes), OrderedDict())
         for key in [key for key in self._decoded if key[0] == hello.rank]:
             del self._decoded[key]
+
+    def add_group(self, group: Group) -> None:
+        """There is a context of these ranks."""
+        self.groups[group.name] = group
+        self.groups.move_to_end(group.name)
+        if len(self.groups) > _MAX_GROUPS:
+            self.groups.popitem(last=False)
 
     def add_plan(self, number: int, plan: PlanSummary) -> None:
         """A rank tells a plan. number: of the rank."""
@@ -91,12 +100,16 @@ class Plans:
         self._decoded.pop((number, plan.number), None)
         if len(packed) > _MAX_PLANS:
             packed.popitem(last=False)
-        if number == min(self.ranks):
+        # Packed documents make plans in each step, which would push other events out of sight.
+        if number == min(self.ranks) and plan.kind not in self._told:
+            self._told.add(plan.kind)
             text = f"{plan.kind}: {len(plan.tasks)} tasks on rank {number}"
             self._events.add(number, Severity.INFO, "plan", text)
 
     def add_call(self, rank: Rank, call: EndedCall) -> None:
         """A call has ended on a rank."""
+        if call.group in self.groups:
+            self.groups.move_to_end(call.group)  # contexts that call are not forgotten
         recent, packed = self.ranks[rank.view.rank]
         if call.plan in packed:
             packed.move_to_end(call.plan)  # plans that run are not forgotten

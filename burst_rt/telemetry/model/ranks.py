@@ -132,10 +132,10 @@ class JoinedRanks(dict[int, Rank]):
         events.now_s = now_s
         return count
 
-    def excuse(self, seconds: float) -> None:
+    def excuse(self, now_s: float, seconds: float) -> None:
         """The hub could not listen for so long: that is no rank's silence."""
         for rank in self.values():
-            rank.view.heard_s += seconds
+            rank.view.heard_s = max(rank.view.heard_s, min(now_s, rank.view.heard_s + seconds))
 
     def set_status(
         self, rank: Rank, status: str, severity: Severity, text: str, kind: str = ""

@@ -57,8 +57,9 @@ class _Sampled:
     def add(self, at_s: float, values: dict[str, float]) -> None:
         """Values have come. at_s: by the hub's clock; time does not go back."""
         view, names = self.view, self.history.metrics
-        if len(names) + len(values) > _MAX_METRICS:
-            values = {name: value for name, value in values.items() if name in names}
+        new = [name for name in values if name not in names]
+        for name in new[max(0, _MAX_METRICS - len(names)) :]:
+            values = {other: value for other, value in values.items() if other != name}
         view.at_s = max(at_s, view.at_s)
         view.values |= values
         self.times |= dict.fromkeys(values, view.at_s)

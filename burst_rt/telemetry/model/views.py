@@ -292,6 +292,7 @@ class PhaseView(msgspec.Struct, array_like=True, kw_only=True):
     depth: int
     started_s: float
     ended_s: float
+    aside: bool
 
 
 class TimelineView(msgspec.Struct, kw_only=True):

@@ -68,9 +68,11 @@ class CallCollector:
         started_s, ended_s = part.started_s + offset_s, part.ended_s + offset_s
         in_hub_time = msgspec.structs.replace(part, started_s=started_s, ended_s=ended_s)
         call.ranks[rank] = (plan, in_hub_time)
-        if rank in self._ended_s:
-            call.between_s[rank] = part.started_s - self._ended_s[rank]
-        self._ended_s[rank] = part.ended_s
+        before_s = self._ended_s.get(rank)
+        if before_s is not None and not part.after_gap:
+            # The host agrees while a device may still work on calls before.
+            call.between_s[rank] = max(0.0, part.started_s - before_s)
+        self._ended_s[rank] = max(part.ended_s, before_s or part.ended_s)
         if len(call.ranks) == len(members):
             plans, parts = zip(*(call.ranks[member] for member in members), strict=True)
             call.whole = self._matcher.whole(members, plans, parts)
@@ -86,4 +88,5 @@ def _without_spans(call: Agreed) -> EndedCall:
     return EndedCall(
         group=call.group, number=call.number, plan=AGREEMENT.number,
         started_s=call.started_s, ended_s=call.ended_s, compute_s=0.0, wait_s=0.0, spans=b"",
+        after_gap=call.after_gap,
     )  # fmt: skip

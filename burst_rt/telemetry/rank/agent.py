@@ -17,10 +17,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
 from burst_rt.telemetry.messages import (
+    Agreed,
     Bye,
     EndedCall,
     FromRank,
@@ -86,9 +88,10 @@ class Agent:
         self.num_dropped = 0
         # The step under way, -1 outside of steps, and the last one that began.
         self.step, self.last_step = -1, 0
-        self.stepping = 0  # the thread that began the last step
+        # The threads that began telemetry, and the last step.
+        self._begun_by, self.stepping = threading.get_ident(), 0
         self.depths: dict[int, int] = {}  # by thread, the number of steps and spans that it is in
-        self.alive = True
+        self.alive, self._broken = True, False
         self._gpus = gpus
         self._logs: list[CallLog] = []
         self._groups: dict[str, int] = {}
@@ -100,6 +103,7 @@ class Agent:
         self._encoder = msgspec.msgpack.Encoder()
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
+        self._gap = False  # whether calls were dropped since the last that was queued
         # The round-trip time of each answer, the clock's offset, and the time at which the ping was
         # sent.
         self._pings: deque[tuple[float, float, float]] = deque(maxlen=2 * _PINGS)
@@ -135,11 +139,13 @@ class Agent:
         self.put(JobReport(time.perf_counter(), step, values))
 
     def note_phase(
-        self, name: str, step: int, depth: int, started_s: float, ended_s: float
-    ) -> None:
+        self, name: str, step: int, depth: int, started_s: float, ended_s: float,
+        *, made_plan: bool = False,
+    ) -> None:  # fmt: skip
         """A step or a span of the job has ended. See `PhaseEnded`."""
+        aside = threading.get_ident() not in (self._begun_by, self.stepping)
         if len(self._waiting) < _MAX_WITH_PHASES:
-            self.put(PhaseEnded(name, step, depth, started_s, ended_s))
+            self.put(PhaseEnded(name, step, depth, started_s, ended_s, aside and not made_plan))
         else:
             self.num_dropped += 1
 
@@ -147,7 +153,9 @@ class Agent:
         """This thread has made a plan, since then."""
         # On a GPU autograd plans a backward in a thread of its own, and the step's thread waits.
         depth = self.depths.get(threading.get_ident()) or self.depths.get(self.stepping, 0)
-        self.note_phase("planning", self.step, depth, started_s, time.perf_counter())
+        self.note_phase(
+            "planning", self.step, depth, started_s, time.perf_counter(), made_plan=True
+        )
 
     def put(self, message: FromRank) -> None:
         """Queues a message, or drops it if the queue is full."""
@@ -157,14 +165,30 @@ class Agent:
             self.num_dropped += 1
 
     def close(self, code: int, text: str = "") -> None:
-        """The rank ends: tells the hub, and waits at most half a second until it has heard."""
-        if not self.alive or self._ending:
+        """The rank ends: tells the hub, and waits until it has heard, at most half a second, and
+        twice that where the connection was cut.
+        """
+        if self._ending:
             return
-        self._waiting.append(Bye(time.perf_counter(), code, text))
-        self._ending = True
-        self._wake.set()
-        self._thread.join(_BYE_DEADLINE_S)
+        bye, self._ending = Bye(time.perf_counter(), code, text), True
+        if self.alive:
+            self._waiting.append(bye)
+            self._wake.set()
+            self._thread.join(_BYE_DEADLINE_S)
         self.alive = False
+        if self._broken:
+            # A switch may have cut the connection, and the hub takes this rank for lost.
+            again = threading.Thread(target=self._say_bye, args=(bye,), daemon=True)
+            again.start()
+            again.join(_BYE_DEADLINE_S)
+
+    def _say_bye(self, bye: Bye) -> None:
+        with suppress(OSError), connect_to_hub(self.address, _BYE_DEADLINE_S) as connection:
+            connection.settimeout(_BYE_DEADLINE_S)
+            connection.sendall(b"".join(frame(self._encoder.encode(x)) for x in (self.hello, bye)))
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
 
     def forked(self) -> None:
         """Lets go of the connection in a child of the rank's process, which has none of its
@@ -180,6 +204,7 @@ class Agent:
         try:
             self._run()
         except OSError as error:
+            self._broken = True
             _log.info("rank %d: the telemetry hub is gone: %s", self.hello.rank, error)
         except Exception:  # noqa: BLE001  (telemetry never fails a run)
             _log.warning("rank %d: telemetry ends here", self.hello.rank, exc_info=True)
@@ -358,7 +383,10 @@ class Agent:
         limit = _SPANS_UP_TO_BYTES if spans else _UP_TO_BYTES
         if self._unsent_bytes > limit and not isinstance(message, (PlanSummary, Group, Bye)):
             self.num_dropped += 1
+            self._gap |= isinstance(message, (EndedCall, Agreed))
             return
+        if self._gap and isinstance(message, (EndedCall, Agreed)):
+            message, self._gap = msgspec.structs.replace(message, after_gap=True), False
         data = frame(self._encoder.encode(message))
         self._unsent.append(data)
         self._unsent_bytes += len(data)

@@ -95,10 +95,8 @@ class _Call:
     driver: BaseDriver
     started_s: float
     ended_s: float
-    # The computing and the waiting that have been counted. On a device both are known only later,
-    # when the call has ended there too; the rest is counted then.
-    counted_s: float
-    waited_s: float
+    in_step: bool
+    after_gap: bool  # whether the rank's call before this one was dropped
 
 
 class Totals:
@@ -106,8 +104,13 @@ class Totals:
 
     def __init__(self) -> None:
         self.counts = Counters()  # except for time, lanes and dropped messages: `message` adds them
-        # Time in calls that ran a graph; `Counters.total_s` is of those that only agree, too.
+        # Time in calls that ran a graph; `Counters.total_s` is of those that only agree, too. Not
+        # of calls on a device, whose times are known only later.
         self.graph_s = 0.0
+        self.in_step = False
+        self.gap = False  # whether calls were dropped since the last that was kept
+        self._num_later = 0
+        self._later_s = [0.0, 0.0, 0.0]  # calls on a device: computing, waiting, all
         self.num_plans = 0
         self._plans: list[_Plan] = []
         self._deleted: dict[str, LaneCounters] = {}  # counters of deleted plans
@@ -118,6 +121,28 @@ class Totals:
         self.num_plans += 1
         self._plans.append(plan)
         return plan
+
+    def count_times(
+        self, compute_s: float, wait_s: float, total_s: float, *, in_step: bool
+    ) -> None:
+        """A call on a device has ended there: its times."""
+        self._num_later += 1
+        for i, took_s in enumerate((compute_s, wait_s, total_s)):
+            self._later_s[i] += took_s
+        self._add_times(compute_s, wait_s, total_s, in_step)
+
+    def guess_times(self, *, in_step: bool) -> None:
+        """A call on a device was dropped: it counts as the mean of the others."""
+        compute_s, wait_s, total_s = (all_s / max(1, self._num_later) for all_s in self._later_s)
+        self._add_times(compute_s, wait_s, total_s, in_step)
+
+    def _add_times(self, compute_s: float, wait_s: float, total_s: float, in_step: bool) -> None:
+        counts = self.counts
+        counts.compute_s += compute_s
+        counts.wait_s += wait_s
+        counts.total_s += total_s
+        if in_step:
+            counts.step_call_s += total_s
 
     def message(self, dropped: int) -> Counters:
         """The counts as they are now. dropped: messages that found no room so far."""
@@ -176,17 +201,18 @@ class CallLog:
         if plan is None or plan.alive() is not schedule:
             plan = self._first_run(schedule)
         plan.calls += 1
-        counts = self.totals.counts
-        counts.calls += 1
-        counts.compute_s += driver.compute_s
-        counts.wait_s += driver.wait_s
-        counts.total_s += now_s - self._started_s
-        self.totals.graph_s += now_s - self._started_s
+        totals, took_s = self.totals, now_s - self._started_s
+        totals.counts.calls += 1
+        if not driver.ends_later:
+            totals.counts.compute_s += driver.compute_s
+            totals.counts.wait_s += driver.wait_s
+            totals.counts.total_s += took_s
+            totals.graph_s += took_s
         self._keep(
             _Call(
                 number=number, plan=plan, graph=schedule.graph, subject=subject, driver=driver,
-                started_s=self._started_s, ended_s=now_s,
-                counted_s=driver.compute_s, waited_s=driver.wait_s,
+                started_s=self._started_s, ended_s=now_s, in_step=totals.in_step,
+                after_gap=totals.gap,
             )
         )  # fmt: skip
 
@@ -195,15 +221,22 @@ class CallLog:
         now_s = time.perf_counter()
         self.totals.counts.total_s += now_s - entered_s
         self.totals.counts.wait_s += now_s - entered_s
-        self._keep(Agreed(self.group.name, number, entered_s, now_s))
+        self._keep(Agreed(self.group.name, number, entered_s, now_s, self.totals.gap))
 
     def _keep(self, call: _Call | Agreed) -> None:
         if self._stopped:
             return
         if len(self._waiting) < _MAX_WAITING:
             self._waiting.append(call)
+            self.totals.gap = False
         else:
-            self.num_dropped += 1
+            self._drop(call)
+
+    def _drop(self, call: _Call | Agreed) -> None:
+        self.num_dropped += 1
+        self.totals.gap = True
+        if isinstance(call, _Call) and call.driver.ends_later:
+            self.totals.guess_times(in_step=call.in_step)
 
     def left(self, code: int) -> None:
         """The context is closed; what the log still holds is sent. code: the exit code of a rank
@@ -225,8 +258,8 @@ class CallLog:
 
     def give_up(self) -> None:
         """Counts as dropped the calls that still wait: their device does not end them in time."""
-        self.num_dropped += len(self._waiting)
-        self._waiting.clear()
+        while self._waiting:
+            self._drop(self._waiting.popleft())
 
     def doing(self) -> Activity:
         """The present activity of the context."""
@@ -281,13 +314,18 @@ class CallLog:
         return PlanSummary(number=call.plan.number, group=self.group.name, tasks=tasks, **words)
 
     def _ended_call(self, call: _Call) -> EndedCall:
-        driver, start = call.driver, call.started_s
+        driver, start, end = call.driver, call.started_s, call.ended_s
         trace = list(driver.trace)
         transfer_s, hidden_s = overlap(trace)
         counts = self.totals.counts
         counts.traced_calls += 1
-        counts.compute_s += driver.compute_s - call.counted_s
-        counts.wait_s += driver.wait_s - call.waited_s
+        if driver.ends_later:
+            # The host may be several calls ahead: a call begins and ends when its device does.
+            start = max(start, driver.entered_s)
+            end = max([start, *(span.ended_s for span in trace)]) if trace else max(start, end)
+            self.totals.count_times(
+                driver.compute_s, driver.wait_s, end - start, in_step=call.in_step
+            )
         counts.transfer_s += transfer_s
         counts.overlap_s += hidden_s
         spans = (
@@ -295,7 +333,7 @@ class CallLog:
         )
         return EndedCall(
             group=self.group.name, number=call.number, plan=call.plan.number,
-            started_s=start, ended_s=call.ended_s,
+            started_s=start, ended_s=end, after_gap=call.after_gap,
             compute_s=driver.compute_s, wait_s=driver.wait_s, spans=b"".join(spans),
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,12 +23,13 @@ from typing import TYPE_CHECKING
 from burst_rt.errors import BurstError, InputError
 from burst_rt.job import launched
 from burst_rt.job.telling import tell
-from burst_rt.telemetry.wire import Settings, read_settings, readable
+from burst_rt.telemetry.wire import Settings, connect_to_hub, read_settings, readable
 
 if TYPE_CHECKING:
     from burst_rt.runtime.joining import Presence
     from burst_rt.runtime.runtime import Runtime
     from burst_rt.telemetry.rank.agent import Agent
+    from burst_rt.transport.meeting import Store
 
 __all__ = ["check_sendable_name", "check_step", "current_agent", "farewell", "follow", "report"]
 
@@ -35,6 +37,11 @@ _SAMPLE_HZ = 5.0
 # Maximum number of values of one report. Viewers show 64 of a job's values.
 _MAX_VALUES = 256
 _MAX_NAME_BYTES = 256
+# Groups of one job find its hub in a store. A job may have so many hubs, one after another.
+_MAX_HUBS = 100
+_NO_HUB = "none"
+_OTHERS_HUB = timedelta(seconds=20)  # until another group has started it
+_ANSWER_S = 2.0
 
 _log = logging.getLogger("burst_rt.telemetry")
 # The agents by rank: of this process (None), or of each rank that is a thread of it.
@@ -90,7 +97,8 @@ def follow(runtime: Runtime, presence: Presence, *, asked: bool | None, within_s
     # The key names a rank that is a thread; None means this process.
     key, place = presence.thread, runtime.rank
     folder = runtime.flight.folder if runtime.flight is not None else None
-    address, secret = _meet(key, place, wishes, gather, folder)
+    start = partial(_start, read_settings(), wishes, folder, presence.whole)
+    address, secret = _meet(key, place, wishes, gather, start)
     if not address:
         return
     agent = _agents.get(key)
@@ -108,13 +116,13 @@ def _meet(
     place: int,
     wishes: Sequence[_Wish],
     gather: Callable[[bytes], Sequence[bytes]],
-    folder: Path | None,
+    start: Callable[[], bytes],
 ) -> tuple[str, str]:
     """The address and the secret of the hub that all ranks of a context tell; "" without a hub.
 
-    place: this rank's, among `wishes`. gather: called on all ranks or on none. folder: where this
-    rank leaves its traces. Blocks as long as `gather` does, and on the rank that starts a hub up to
-    15 s more.
+    place: this rank's, among `wishes`. gather: called on all ranks or on none. start: starts a hub,
+    and returns its address and secret. Blocks as long as `gather` does, and on the rank that starts
+    a hub up to 15 s more.
     """
     settings, agent = read_settings(), _agents.get(key)
     address, secret = wishes[place].address, settings.secret
@@ -127,7 +135,7 @@ def _meet(
     if teller == place and address:
         text = f"{address} {agent.secret if agent is not None else secret}".encode()
     elif teller == place:
-        text = _start(settings, wishes, folder)
+        text = start()
     address, _, secret = gather(text)[teller].decode().partition(" ")
     return address, secret
 
@@ -220,14 +228,47 @@ def check_step(where: str, step: int) -> int:
     return number
 
 
-def _start(settings: Settings, wishes: Sequence[_Wish], folder: Path | None) -> bytes:
-    """Starts a hub for these ranks. Returns the hub's address and secret, or nothing where it does
-    not start.
+def _start(
+    settings: Settings, wishes: Sequence[_Wish], folder: Path | None, whole: Store | None
+) -> bytes:
+    """Starts a hub for these ranks, or finds the one that another group of the job has started.
+    Returns the hub's address and secret, or nothing where it does not start. whole: the store of
+    the whole job, where these ranks are a part of it.
     """
+    one_host = len({wish.host for wish in wishes}) == 1
+    if whole is None:
+        return _start_alone(settings, folder, one_host=one_host)
+    one_host = one_host and launched.num_local_ranks() == wishes[0].world_size
+    try:
+        for number in range(_MAX_HUBS):
+            key = f"burst_rt/hub/{number}"
+            if whole.add(f"{key}/claims", 1) == 1:
+                text = _start_alone(settings, folder, one_host=one_host)
+                whole.set(f"{key}/address", text.decode() or _NO_HUB)
+                return text
+            whole.wait([f"{key}/address"], _OTHERS_HUB)
+            text = whole.get(f"{key}/address")
+            if text.decode() == _NO_HUB or _answers(text.decode().partition(" ")[0]):
+                return text.removeprefix(_NO_HUB.encode())
+            # That hub has ended with its ranks.
+    except RuntimeError as error:  # torch's, of its stores
+        _log.warning("no telemetry: the job's store does not say where the hub is: %s", error)
+    return b""
+
+
+def _answers(address: str) -> bool:
+    try:
+        connect_to_hub(address, _ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _start_alone(settings: Settings, folder: Path | None, *, one_host: bool) -> bytes:
+    """Starts a hub. Returns its address and secret, or nothing where it does not start."""
     from burst_rt.telemetry.hub.starting import start_hub
 
     try:
-        one_host = len({wish.host for wish in wishes}) == 1
         hub = start_hub(
             one_host=one_host,
             record=settings.record,

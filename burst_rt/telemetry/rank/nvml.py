@@ -26,6 +26,7 @@ __all__ = ["GpuId", "NvmlSampler", "NvmlThread", "gpu_source"]
 _SLOW_S = 5.0
 # Number of failures in a row after which a reading is given up.
 _MAX_FAILURES = 10
+_SAY_AGAIN_S = 60.0
 _PROCESSES_EVERY_S = 1.0
 _SLOW_PCIE = "pcie_throughput"  # taken only where there are no counters
 # Minimum number of seconds that a rate is taken over: NVML does not update its counters by the
@@ -68,6 +69,7 @@ class _Gpu:
         self._num_processes = 0
         self._num_xid = 0
         self.notes: list[tuple[Severity, str, str]] = []
+        self._noted: dict[str, float] = {}
         self._throttled = 0
         self._prepared: dict[str, Any] = {}
         # Failures in a row, of the readings that this chip and its driver have.
@@ -99,7 +101,11 @@ class _Gpu:
         return values
 
     def _note(self, severity: Severity, kind: str, text: str) -> None:
-        self.notes.append((severity, kind, f"{self.source}: {text}"))
+        """Notes a text, which may be true of each sample, once a minute."""
+        now_s = time.monotonic()
+        if now_s - self._noted.get(text, -math.inf) >= _SAY_AGAIN_S:
+            self._noted[text] = now_s
+            self.notes.append((severity, kind, f"{self.source}: {text}"))
 
     def sensible(self, values: dict[str, float]) -> dict[str, float]:
         """The values that can be true."""
@@ -129,11 +135,8 @@ class _Gpu:
             return {}
         self._last[name] = (now_s, value)
         # A counter that wraps gives no rate.
-        return (
-            {name: (value - last[1]) / (now_s - last[0])}
-            if last is not None and value >= last[1]
-            else {}
-        )
+        grown = last is not None and value >= last[1]
+        return {name: (value - last[1]) / (now_s - last[0])} if last is not None and grown else {}
 
     def utilisation(self) -> dict[str, float]:
         rates = self.nvml.nvmlDeviceGetUtilizationRates(self.handle)
@@ -196,10 +199,8 @@ class _Gpu:
         counts = {}
         for name, kind in kinds.items():
             before = self._last.get(name, (0.0, 0.0))[1]
-            count = self.since_start(
-                name,
-                float(nvml.nvmlDeviceGetTotalEccErrors(self.handle, kind, nvml.NVML_VOLATILE_ECC)),
-            )
+            total = nvml.nvmlDeviceGetTotalEccErrors(self.handle, kind, nvml.NVML_VOLATILE_ECC)
+            count = self.since_start(name, float(total))
             if count > before and name == "ecc_uncorrected":
                 text = f"memory errors that could not be corrected: {count:g}"
                 self._note(Severity.ERROR, "ecc", text)

@@ -50,6 +50,7 @@ class Phase:
             step = agent.last_step + 1 if self._number is None else self._number
             agent.step = agent.last_step = step
             agent.stepping = threading.get_ident()
+            agent.totals.in_step = True
         depth = agent.depths.get(threading.get_ident(), 0)
         agent.depths[threading.get_ident()] = depth + 1
         calls_s = agent.totals.graph_s
@@ -69,6 +70,7 @@ class Phase:
         agent.depths[threading.get_ident()] = depth
         if not self._name:
             agent.step = outer_step
+            agent.totals.in_step = outer_step >= 0
             # A step that failed is shown, but is no measure; nor does a step in a step count twice.
             if error_type is None and outer_step < 0:
                 counts = agent.totals.counts

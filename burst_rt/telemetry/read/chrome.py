@@ -85,12 +85,15 @@ class _Rows:
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, str], list[float]] = {}
+        self._lanes = list(_LANES)  # and those of pipelines of one's own
 
     def place(
         self, rank: int, lane: str, started_s: float, ended_s: float, *, least: int = 0
     ) -> int:
         """least: the first row that will do."""
         ends = self._ends.setdefault((rank, lane), [])
+        if lane not in self._lanes:
+            self._lanes.append(lane)
         ends += [-math.inf] * (min(least, _ROWS - 1) - len(ends))
         row = next(
             (i for i, end_s in enumerate(ends) if i >= least and end_s <= started_s), len(ends)
@@ -100,24 +103,22 @@ class _Rows:
         if row == len(ends):
             ends.append(ended_s)
         ends[row] = ended_s
-        return _thread(lane, row)
+        return self._thread(lane, row)
+
+    def _thread(self, lane: str, row: int) -> int:
+        return self._lanes.index(lane) * _ROWS + row + 1
 
     def names(self) -> Iterator[_TraceEvent]:
         """Names and order of the threads."""
         for (rank, lane), ends in self._ends.items():
             for row in range(len(ends)):
-                thread = _thread(lane, row)
+                thread = self._thread(lane, row)
                 about = {
                     "thread_name": {"name": lane if row == 0 else f"{lane} {row + 1}"},
                     "thread_sort_index": {"sort_index": thread},
                 }
                 for name, args in about.items():
                     yield {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": args}
-
-
-def _thread(lane: str, row: int) -> int:
-    first = _LANES.index(lane) if lane in _LANES else len(_LANES)
-    return first * _ROWS + row + 1
 
 
 def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_TraceEvent]:

@@ -183,10 +183,11 @@ def _phases_and_reports(
             case PhaseEnded(step=step) as phase if phase.depth == 1 and step >= 0:
                 # A step's end takes its spans away, so few are open.
                 open_spans[entry.rank, step][phase.name] += phase.ended_s - phase.started_s
-            case JobReport() as report if report.step < _MOST:
+            case JobReport() as report:
                 for name, value in report.values.items():
-                    if math.isfinite(value):
-                        reports[name][report.step] = value
+                    by_step = reports[name]
+                    if math.isfinite(value) and (len(by_step) < _MOST or report.step in by_step):
+                        by_step[report.step] = value
             case PlanSummary() as plan if entry.rank == 0:
                 plans[plan.kind] = plan
     return steps, reports, plans
