@@ -215,6 +215,9 @@ def _cut(
     positions = _positions(given, rows, tokens)
     mask = tree or _hidden(batch, positions.cpu().numpy(), tokens)
     layout = _layout(ctx, tokens, mask, layout, costs)
+    for name in {"labels", "shift_labels"} & batch.keys():
+        if not batch[name].is_floating_point():  # bytes have no room for -100
+            batch[name] = batch[name].long()
     shift_labels = batch.pop("shift_labels", None)
     if shift_labels is None and "labels" in batch:
         shift_labels = functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]

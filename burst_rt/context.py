@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -97,6 +97,16 @@ class Context:
     ) -> None:
         self.close(0 if error is None else exit_code_of(error), error_line(error))
 
+    def __deepcopy__(self, memo: object) -> Context:
+        """The context itself: a copy of a model is on the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "Context: a context belongs to its process, and cannot be pickled; make one there with "
+            "burst_rt.init"
+        )
+
     def __repr__(self) -> str:
         return f"<burst_rt.Context rank {self.rank} of {self.world_size} on {self.device}>"
 
@@ -167,7 +177,9 @@ class Context:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes of this rank's compute and transfers, for the `GraphBuilder` of a pipeline."""
+        """The lanes of this rank's compute and transfers, for the `GraphBuilder` of a pipeline;
+        and "control", which has nothing but the ranks' agreement.
+        """
         return self.runtime.machine.lanes
 
     @property
@@ -212,8 +224,9 @@ class Context:
         """Runs `fn()` on every rank and returns this rank's result, or raises on every rank.
 
         If `fn` raised on any rank, every rank raises the error of the lowest of these ranks. The
-        message begins with that rank's number: a BurstError keeps its class, an OSError becomes a
-        ConfigError, any other Exception an InputError. The context stays usable.
+        message begins with that rank's number: a BurstError keeps its class; an OSError becomes a
+        ConfigError, or a DeviceError where the machine failed (a full disk); any other Exception
+        becomes an InputError. The context stays usable.
 
         Collective; blocks at most `timeout_s` for the other ranks, after `fn` has ended here. `fn`
         may make collective calls, the same on every rank. Where `fn` fails on a rank before such a

@@ -102,7 +102,7 @@ def token_losses(
 
     group: in which the losses' mean is to be. Raises as `cross_entropy` does.
     """
-    flat = logits.float().flatten(0, -2)
+    flat = logits.float().reshape(-1, logits.shape[-1])
     flat_labels = plain_labels(labels, logits.shape[-1], group, ignore_index, "cross_entropy")
     return functional.cross_entropy(
         flat, flat_labels.to(flat.device), ignore_index=ignore_index, reduction="none"

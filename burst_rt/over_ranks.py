@@ -248,10 +248,12 @@ class _OverRanks(TorchFunctionMode):
                 f"{tuple(query.shape[:-3])} or all of it, got shape {tuple(shape)}"
             )
         kept = self.of_tensor
-        if kept is None or kept[0] is not attn_mask or kept[1] != attn_mask._version:
+        # Nobody counts the changes of tensors that are made in inference mode.
+        version = -1 if attn_mask.is_inference() else attn_mask._version
+        if kept is None or kept[0] is not attn_mask or kept[1] != version or version < 0:
             table = attn_mask.detach().reshape(-1, *shape[-2:])
             made = SameKeys(table) if shape[-2] < tokens else BlockSparse(table, 1)
-            kept = self.of_tensor = (attn_mask, attn_mask._version, made)
+            kept = self.of_tensor = (attn_mask, version, made)
         return kept[2]
 
     def refuse(self, words: str) -> NoReturn:

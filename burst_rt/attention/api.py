@@ -206,7 +206,10 @@ def explain(
     A plan tells strategy, bytes, kernel and memory. Local: nothing is sent, and no other rank is
     waited for; blocks while several kernels are timed, once for each chip. Raises InputError.
     """
-    call = call_of(QKV(q, k, v), Options(layout=layout, return_lse=return_lse, **options))
+    qkv, given = QKV(q, k, v), Options(layout=layout, return_lse=return_lse, **options)
+    if any_dtensor(*qkv):
+        qkv = QKV(*(x.to_local() if any_dtensor(x) else x for x in qkv))  # type: ignore[attr-defined]
+    call = call_of(qkv, given)
     return Explanation(
         forward=call.forward_plan, backward=call.backward_plan if any(call.needs) else None
     )

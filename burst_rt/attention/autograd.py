@@ -13,6 +13,7 @@ nothing else. Second derivatives are refused.
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, get_type_hints
@@ -45,6 +46,29 @@ _constants: deque[Mask] = deque(maxlen=4096)
 set_tracing_check(torch.compiler.is_compiling)
 
 
+class _KeptHere(threading.local):
+    """Inside, this thread runs an op whose call is kept until its backward has run."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+_kept_here = _KeptHere()
+
+
+def _run_op(op: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    """The op's results, for a caller that keeps the call until its backward has run."""
+    if torch.compiler.is_compiling():
+        return op(*arguments)  # type: ignore[no-any-return]
+    with _kept_here:
+        return op(*arguments)  # type: ignore[no-any-return]
+
+
 class BurstAttentionFunction(torch.autograd.Function):
     """`apply(q, k, v, call)` -> (out, lse): attention over the ranks of the call's context.
 
@@ -70,8 +94,8 @@ class BurstAttentionFunction(torch.autograd.Function):
         """Runs the call, and saves what the backward needs. Blocks as `run_forward` does."""
         if _somebody_looks(q, k, v):
             with torch._C._AutoDispatchBelowAutograd():
-                arguments = arguments_of(call.options, call.needs)
-                out, lse, ctx.number = forward_op(q, k, v, *arguments, alibi_slopes, sinks)
+                arguments = (*arguments_of(call.options, call.needs), alibi_slopes, sinks)
+                out, lse, ctx.number = _run_op(forward_op, q, k, v, *arguments)
         else:
             score_options = call.score_options(alibi_slopes, sinks)
             _check_scores_against(call, score_options)
@@ -101,9 +125,8 @@ class BurstAttentionFunction(torch.autograd.Function):
             # The dispatcher's autograd refuses second derivatives.
             number = torch.as_tensor(ctx.number, device="cpu")
             arguments = (*arguments_of(call.options, call.needs), alibi_slopes, sinks)
-            *grads, dsinks = _needed(
-                call.needs, _backward_op(dout, dlse, *saved, number, *arguments)
-            )
+            made = _run_op(_backward_op, dout, dlse, *saved, number, *arguments)
+            *grads, dsinks = _needed(call.needs, made)
             return (*grads, None, None, dsinks)
         with torch._C.DisableTorchFunction():
             dq_dk_dv, dsinks = run_backward(
@@ -224,8 +247,9 @@ def _call_of(qkv: QKV, arguments: Arguments, name: str) -> tuple[Call, ScoreOpti
         )
     attention = layout.attention
     attention.runtime.check_open()
-    for number, thing in zip((*numbers, mask_number), (layout, kv_layout, mask), strict=True):
-        attention.held.put(number, thing)
+    if not _kept_here.depth:
+        for number, thing in zip((*numbers, mask_number), (layout, kv_layout, mask), strict=True):
+            attention.held.put(number, thing)
     options = Options(layout, kv_layout, mask, *plain, *tensors)
     try:
         call = call_of(qkv, options, needs)

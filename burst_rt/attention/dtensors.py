@@ -14,6 +14,7 @@ import torch
 
 from burst_rt.attention.options import Options, check_types
 from burst_rt.attention.state import AttentionState
+from burst_rt.eager import eager
 from burst_rt.errors import InputError
 from burst_rt.kernels import QKV
 from burst_rt.runtime.objects import all_gather
@@ -71,6 +72,7 @@ def any_dtensor(*tensors: object) -> bool:
     return kind is not None and any(isinstance(x, kind) for x in tensors)
 
 
+@eager
 def over_mesh(attend: Callable[..., Any], qkv: QKV, options: Options) -> Any:
     """`attend`, which is `burst_attention`, with this rank's tensors; its results as DTensors.
 
@@ -78,18 +80,6 @@ def over_mesh(attend: Callable[..., Any], qkv: QKV, options: Options) -> Any:
     `timeout_s`: the ranks tell each other their numbers in torch.distributed. Raises InputError, on
     every rank alike, for DTensors that are not sharded as the layout and the context are.
     """
-    # A compiled program breaks here, and nothing of what follows may be compiled in pieces.
-    # Importing the compiler takes a second.
-    loaded = "torch._dynamo" in sys.modules
-    run = torch.compiler.disable(_over_mesh) if loaded else _over_mesh
-    return run(attend, qkv, options)
-
-
-# The mark of torch.compiler.disable.
-over_mesh._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
-def _over_mesh(attend: Callable[..., Any], qkv: QKV, options: Options) -> Any:
     try:
         parts, over = _locals_of(qkv, options)
     except InputError as error:

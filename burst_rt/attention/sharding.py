@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -55,6 +55,16 @@ class ContextLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "number", LAYOUTS.give(self))
+
+    def __deepcopy__(self, memo: object) -> ContextLayout:
+        """The layout itself, which nobody changes: a copy of a model is on the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "layout: a layout belongs to its context, and cannot be pickled; send seq_len and "
+            "kind, and make it again with ctx.layout"
+        )
 
     @property
     def runtime(self) -> Runtime:

@@ -362,17 +362,30 @@ class RecurrenceFunction(torch.autograd.Function):
                 f"{call.recurrence.name}: second derivatives are not supported; differentiate "
                 "once, without create_graph=True"
             )
-        begins, *saved = ctx.saved_tensors
+        runtime = call.attention.runtime
+        where = f"backward of {call.recurrence.name}"
+        try:
+            begins, *saved = ctx.saved_tensors
+        except RuntimeError as error:  # one was changed in place: the other ranks must hear so
+            runtime.refuse(where, InputError(f"{where}: {error}"))
+        if any(x is not None and _is_batched(x) for x in (dout, dlast)):
+            text = "batched gradients (is_grads_batched, vmap) are not supported; take one"
+            raise InputError(f"{where}: {text} at a time")
         num = len(call.needs) - 1
         tensors, befores = tuple(saved[:num]), saved[num:]
         bound = Bound(tensors[: ctx.count], tensors[ctx.count :], begins, Progress())
         if dout is None:
             shape = call.recurrence.out_like(bound.tokens).shape
             dout = torch.zeros(shape, dtype=call.dtype, device=tensors[0].device)
-        runtime = call.attention.runtime
         with runtime.backward_of(int(ctx.number)), autocast_off(dout.device.type), torch.no_grad():
             grads = _backward(call, bound, befores, dout, dlast)
         return (None, None, grads.initial, None, *grads.tokens, *grads.shared)
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Whether torch computes with several tensors at once, under the name of one."""
+    # torch gives the key of `is_grads_batched` no name.
+    return "Batched" in str(torch._C._dispatch_keys(x))
 
 
 # The calls that go through the dispatcher, which takes numbers and tensors only.

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from burst_rt.arguments import check_kinds
+from burst_rt.eager import eager
 from burst_rt.errors import InputError
 from burst_rt.runtime.process import process
 from burst_rt.runtime.runtime import Runtime
@@ -40,7 +41,7 @@ def differentiable(
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            runtimes = [made for made in process.made_here() if isinstance(made, Runtime)]
+            runtimes = [made for made in process.made_for_here() if isinstance(made, Runtime)]
             before = [runtime.number for runtime in runtimes]
             both = forward(*args)
             pair = isinstance(both, (tuple, list)) and len(both) == 2
@@ -63,11 +64,16 @@ def differentiable(
         @once_differentiable
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
             mine = [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
-            kept = ctx.saved_tensors  # a checkpoint may run a forward for these
+            try:
+                kept = ctx.saved_tensors  # a checkpoint may run a forward for these
+            except RuntimeError as error:  # one was changed in place, or let go
+                refused = InputError(f"differentiable: backward: {error}")
+                for runtime, _ in ctx.calls[-1:]:
+                    runtime.refuse("differentiable", refused)
+                raise refused from error
             with ExitStack() as stack:
                 for runtime, number in ctx.calls:
                     stack.enter_context(runtime.backward_of(number))
                 return backward(kept, *mine)
 
-    function: Callable[..., Any] = Function.apply
-    return function
+    return eager(Function.apply)

@@ -46,7 +46,7 @@ def average_gradients(
     other orders and other models, unless these values are equal.
 
     Collective: one all-reduce for each 64 MiB of gradients of a dtype (4 MiB a rank, if that is
-    more), which a tensor of float32 holds meanwhile; one of three numbers a parameter; and over a
+    more), which a tensor of float32 holds meanwhile; one of four numbers a parameter; and over a
     process group one of two numbers. Gradients of float32 or float64 that lie in memory one behind
     the other, as views of one tensor, are not copied. Blocks as `mean_over_ranks` does, and raises
     InputError as there. Raises ContractMismatch on every rank where parameters differ.
@@ -55,18 +55,15 @@ def average_gradients(
     wanted = _wanted(parameters, group)
     size = ranks.size() if isinstance(ranks, dist.ProcessGroup) else ranks.world_size
     used = _have_gradients(wanted, ranks, size)
-
-    def kind(parameter: torch.Tensor) -> str:
-        return f"{parameter.dtype} {parameter.device}"
-
-    for _, same in groupby(sorted(used, key=kind), key=kind):
+    for _, same in groupby(sorted(used, key=_kind), key=_kind):
         members = list(same)
+        everywhere = all(used[parameter] for parameter in members)
         for parameter in members:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         grads = [parameter.grad for parameter in members if parameter.grad is not None]
-        one = _one_tensor(grads)
-        if one is not None and one.dtype.itemsize >= 4:
+        one = _one_tensor(grads) if everywhere else None
+        if one is not None:
             sum_in_place(one, ranks)
             one /= size
         else:
@@ -141,13 +138,19 @@ def _wanted(parameters: object, group: RanksOrGroup | None) -> list[torch.Tensor
 
 def _have_gradients(
     wanted: list[torch.Tensor], ranks: dist.ProcessGroup | SummingRanks, size: int
-) -> list[torch.Tensor]:
-    """The parameters that have a gradient on some rank.
+) -> dict[torch.Tensor, bool]:
+    """The parameters that have a gradient on some rank, and whether on every rank those of its
+    kind are one tensor.
 
     Raises ContractMismatch on every rank where the parameters are not the same on all ranks.
     """
+    by_kind: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for p in wanted:
+        by_kind[_kind(p)] += [] if p.grad is None else [p.grad]
+    whole = {kind: _one_tensor(grads) is not None for kind, grads in by_kind.items()}
+    one = [p.grad is not None and whole[_kind(p)] for p in wanted]
     if size == 1:
-        return [p for p in wanted if p.grad is not None]
+        return {p: is_one for p, is_one in zip(wanted, one, strict=True) if p.grad is not None}
     said = [f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}" for p in wanted]
     digest = zlib.crc32("; ".join(said).encode())
     device = wanted[0].device if wanted else _device_of(ranks)
@@ -157,12 +160,13 @@ def _have_gradients(
             f"one {_few(said)}; give the same list on every rank, in the same order"
         )
     if not wanted and isinstance(ranks, dist.ProcessGroup):
-        return []
-    have = torch.tensor([p.grad is not None for p in wanted], dtype=torch.float64, device="cpu")
+        return {}
+    have = [[p.grad is not None for p in wanted], one]
     sums = _sums_of_first(wanted, device)
-    found = torch.stack([have.to(device), sums, sums.square()])
+    counts = torch.tensor(have, dtype=torch.float64, device="cpu").to(device)
+    found = torch.cat([counts, torch.stack([sums, sums.square()])])
     sum_in_place(found, ranks, {"parameters": f"{_few(said)} (digest {digest:08x})"})
-    counts, total, squares = (found / size).tolist()
+    given, ones, total, squares = (found / size).tolist()
     for number, (mean, square) in enumerate(zip(total, squares, strict=True)):
         if square - mean * mean > _NEAR**2 * square:
             raise ContractMismatch(
@@ -170,7 +174,11 @@ def _have_gradients(
                 "ranks than on others; give the same parameters in the same order on every rank, "
                 "and make the model from one seed, or broadcast it"
             )
-    return [p for p, count in zip(wanted, counts, strict=True) if count]
+    return {p: ones[i] == 1.0 for i, p in enumerate(wanted) if given[i]}
+
+
+def _kind(parameter: torch.Tensor) -> str:
+    return f"{parameter.dtype} {parameter.device}"
 
 
 def _device_of(ranks: dist.ProcessGroup | SummingRanks) -> torch.device:
@@ -209,7 +217,11 @@ def _few(said: Sequence[str]) -> str:
 
 
 def _one_tensor(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The memory of tensors that lie one behind the other; None where they do not."""
+    """The memory of tensors that lie one behind the other, where these have sums' types; else
+    None.
+    """
+    if not parts or parts[0].dtype.itemsize < 4:
+        return None
     first, at = parts[0], parts[0].storage_offset()
     memory = first.untyped_storage().data_ptr()
     for part in parts:

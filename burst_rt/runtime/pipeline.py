@@ -9,18 +9,20 @@ from typing import Any
 import torch
 
 from burst_rt.arguments import describe_value
-from burst_rt.drivers import Progress
-from burst_rt.errors import BurstError, ConfigError, InputError, InternalError
+from burst_rt.drivers import Progress, is_out_of_memory
+from burst_rt.eager import eager
+from burst_rt.errors import BurstError, ConfigError, DeviceError, InputError, InternalError
 from burst_rt.runtime.agreement import AgreedWhen, Contract
 from burst_rt.runtime.bound_schedule import BoundSchedule
 from burst_rt.runtime.refusing import refuse
 from burst_rt.runtime.runtime import Runtime
-from burst_rt.scheduler import Buffer, Graph, Op, Part, Schedule, Trace, check_world
+from burst_rt.scheduler import CONTROL, Buffer, Graph, Op, Part, Schedule, Trace, check_world
 from burst_rt.transport import Memory
 
 __all__ = ["Pipeline", "make_pipeline"]
 
 _RUN = {"call": "Pipeline.run"}
+_AGREE = Op("agree")  # the ranks agree before each run: a graph may say so, and need not
 
 
 def make_pipeline(runtime: Runtime, build: Callable[[int], Graph]) -> Pipeline:
@@ -56,7 +58,7 @@ def _built(runtime: Runtime, build: Callable[[int], Graph]) -> list[Graph]:
                 f"{runtime.world_size}, got that of rank {graph.rank} of {graph.world_size}; begin "
                 f"it with GraphBuilder(rank, {runtime.world_size}, ...)"
             )
-        _check_named(graph)
+        _check_tasks(graph)
         graphs.append(graph)
     try:
         check_world(graphs)
@@ -91,6 +93,7 @@ class Pipeline:
         """This rank's graph."""
         return self.schedule.graph
 
+    @eager
     def run(
         self,
         *,
@@ -115,9 +118,13 @@ class Pipeline:
         "add" need not be given: `Op("add", (total, term))` adds the term to the total, and
         `Op("add", (total, term, offset))` adds it from that byte of the total on.
 
-        Raises InputError and ConfigError (a wrong argument) and ContractMismatch (different graphs,
-        or another pipeline than the one that ran together with this one first) on every rank alike,
-        before anything is sent; PeerLost, Stalled and DeviceError later.
+        Autograd records nothing of a run (see `burst_rt.differentiable`), so tensors that require
+        grad are refused while it would.
+
+        Raises InputError and ConfigError (a wrong argument), DeviceError (no memory for buffers)
+        and ContractMismatch (different graphs, or another pipeline than the one that ran together
+        with this one first) on every rank alike, before anything is sent; PeerLost, Stalled and
+        other DeviceErrors later.
         """
         error = self._refuses_names(buffers, ops)
         if error is not None:
@@ -129,16 +136,22 @@ class Pipeline:
         if self._first:
             words["the pipeline that ran first"] = f"in call {self._first}"
         contract = Contract(words)
+        device = next((bound_to[part].device for part in sorted(moved) if part in bound_to), None)
+        try:
+            for part in absent if error is None else ():
+                bound_to[part.id] = torch.empty(
+                    part.size_bytes, dtype=torch.uint8, device=device or self.runtime.device
+                )
+        except (MemoryError, RuntimeError) as failed:
+            if not is_out_of_memory(failed):
+                raise
+            size = sum(part.size_bytes for part in absent)
+            text = f"Pipeline.run: out of memory: the buffers that it makes take {size:,} bytes"
+            error = DeviceError(text, rank=self.runtime.rank)
         # The ranks agree before anything else, because a user's graph need not open with an
         # agreement.
         self.runtime.agree(words, error)
         self._first = self._first or self.runtime.number
-
-        device = next((bound_to[part].device for part in sorted(moved) if part in bound_to), None)
-        for part in absent:
-            bound_to[part.id] = torch.empty(
-                part.size_bytes, dtype=torch.uint8, device=device or self.runtime.device
-            )
         memory: dict[int, Memory] = {
             part: self.runtime.machine.memory(bound_to[part]) for part in moved
         }
@@ -156,7 +169,12 @@ class Pipeline:
         bound = BoundSchedule(
             self.schedule, {Op: perform}, memory, progress=self.progress, counted=False
         )
-        driver, _ = self.runtime.perform(contract, bound, AgreedWhen.BEFORE)
+        # Autograd would record the operations, and not what messages bring.
+        with torch.no_grad():
+            driver, _ = self.runtime.perform(contract, bound, AgreedWhen.BEFORE)
+        for received in {m.part for task in tasks for m in task.recvs}:
+            if not bound_to[received].is_inference():  # else a backward could use what is no more
+                torch.autograd.graph.increment_version(bound_to[received])
         return driver.trace
 
     def _refuses_names(self, buffers: object, ops: object) -> BurstError | None:
@@ -176,7 +194,7 @@ class Pipeline:
                 f"Pipeline.run: buffers must be among the graph's {sorted(self._parts)}, got "
                 f"{unknown}"
             )
-        named = {task.op.name for task in self.graph.tasks if task.op and task.lane != "control"}
+        named = {task.op.name for task in self.graph.tasks if task.op and task.op != _AGREE}
         if missing := sorted(named - {"add", *ops}):
             return InputError(
                 f"Pipeline.run: ops must have a function for each operation; missing: {missing}"
@@ -214,20 +232,33 @@ class Pipeline:
         return bound_to, absent, error or self._overlap(bound_to)
 
     def _overlap(self, bound_to: Mapping[int, torch.Tensor]) -> BurstError | None:
-        """Why messages would overwrite each other, or None.
+        """Why tasks would overwrite each other's parts, or None.
 
-        They would where a part that is received into shares memory with another part.
+        They would where a part that a task changes shares memory with another part: the graph's
+        order is that of parts.
         """
-        received = {m.part for task in self.graph.tasks for m in task.recvs}
-        for one in sorted(received & bound_to.keys()):
-            for other in bound_to:
-                first, last = sorted((bound_to[one], bound_to[other]), key=torch.Tensor.data_ptr)
-                if one != other and first.data_ptr() + first.nbytes > last.data_ptr():
-                    names = " and ".join(self.graph.parts[part].name for part in (one, other))
+        tasks = self.graph.tasks
+        changed = {m.part for task in tasks for m in task.recvs}
+        changed.update(part for task in tasks for part in (*task.writes, *task.accumulates))
+        places = sorted(
+            (str(x.device), x.data_ptr(), x.data_ptr() + x.nbytes, part)
+            for part, x in bound_to.items()
+            if x.layout == torch.strided and x.is_contiguous() and x.nbytes
+        )
+        # The part that reaches furthest so far: of all, and of those that tasks change.
+        furthest: dict[bool, tuple[str, int, int]] = {}
+        for device, begin, end, part in places:
+            for only_changed, (on, until, other) in furthest.items():
+                if on == device and begin < until and (only_changed or part in changed):
+                    names = " and ".join(self.graph.parts[x].name for x in (part, other))
                     return InputError(
-                        f"Pipeline.run: {names} share memory, and messages are received into the "
-                        "first; give each its own memory"
+                        f"Pipeline.run: {names} share memory, and a task changes one of them; give "
+                        "each its own memory"
                     )
+            for only_changed in (False, True) if part in changed else (False,):
+                on, until, _ = furthest.get(only_changed, ("", 0, 0))
+                if on != device or end > until:
+                    furthest[only_changed] = (device, end, part)
         return None
 
     def _refuses(self, part: Part, tensor: object, moves: bool) -> BurstError | None:
@@ -240,6 +271,11 @@ class Pipeline:
             return InputError(
                 f"{where} must be a tensor, got "
                 f"{'nothing' if tensor is None else type(tensor).__name__}"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return InputError(
+                f"{where} requires grad, and autograd records nothing of a run; give x.detach(), "
+                "or run in burst_rt.differentiable"
             )
         if not moves:
             return None
@@ -315,18 +351,32 @@ def _named(graph: Graph) -> set[int]:
     return {part.id for op in ops for arg in op.args for part in _parts_of(arg)}
 
 
-def _check_named(graph: Graph) -> None:
-    """Raises InputError where an operation names a part that its task does not declare."""
+def _check_tasks(graph: Graph) -> None:
+    """Raises InputError for a task that a run could not perform, and where an operation names a
+    part that its task does not declare.
+    """
     for task in graph.tasks:
+        where = f"Context.pipeline: rank {graph.rank}: task {task.name!r}"
+        agrees = isinstance(task.op, Op) and task.op == _AGREE
+        if task.lane == CONTROL.name and not agrees:
+            raise InputError(
+                f"{where} is on the lane {task.lane!r}, which has nothing but the ranks' "
+                "agreement; give it another of the builder's lanes"
+            )
         if not isinstance(task.op, Op):
+            if task.op is not None:
+                raise InputError(
+                    f"{where}: op: expected a name or an Op, got {type(task.op).__name__}; give "
+                    "burst_rt.scheduler.Op(name, args)"
+                )
             continue
         declared = {graph.parts[part] for part in (*task.reads, *task.writes, *task.accumulates)}
         for part in (part for arg in task.op.args for part in _parts_of(arg)):
             if part not in declared:
                 raise InputError(
-                    f"Context.pipeline: rank {graph.rank}: the operation of task {task.name!r} "
-                    f"names {part.name}, which the task neither reads, writes nor accumulates; "
-                    "give it to GraphBuilder.compute in reads=, writes= or accumulates="
+                    f"{where}: the operation names {part.name}, which the task neither reads, "
+                    "writes nor accumulates; give it to GraphBuilder.compute in reads=, writes= or "
+                    "accumulates="
                 )
 
 

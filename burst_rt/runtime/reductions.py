@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.arguments import describe_value, holds_values
+from burst_rt.eager import eager
 from burst_rt.errors import InputError
 from burst_rt.runtime.device_sums import goes_between_devices, sum_between_devices
 from burst_rt.runtime.runtime import Runtime
@@ -24,6 +25,7 @@ __all__ = ["all_reduce", "gather_last_run"]
 _SUMMED = (torch.float32, torch.float64, torch.int64)
 
 
+@eager
 def all_reduce(
     runtime: Runtime, x: torch.Tensor, about: Mapping[str, str] | None = None
 ) -> torch.Tensor:
@@ -56,6 +58,8 @@ def _refuses(x: object) -> InputError | None:
     )
     if not isinstance(x, torch.Tensor):
         return InputError(f"{where} {type(x).__name__}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return InputError(f"{where} one that a transform of torch.func wraps")
     if x.requires_grad and torch.is_grad_enabled():
         return InputError(
             "all_reduce: expected a tensor that does not require grad, got one that does: no "

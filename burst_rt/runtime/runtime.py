@@ -64,10 +64,13 @@ class _Exclusive:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._busy = threading.Lock()
+        self._holder = 0  # the thread that is in a call
 
     def __enter__(self) -> None:
         if not self._busy.acquire(blocking=False):
-            raise unusable.busy(self._runtime.rank)
+            own = self._holder == threading.get_ident()
+            raise unusable.busy(self._runtime.rank, by_this_thread=own)
+        self._holder = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
         flight = self._runtime.flight

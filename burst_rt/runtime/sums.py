@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from burst_rt.arguments import describe_value, holds_values
+from burst_rt.eager import eager
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.runtime.connections import Group, process_group
 from burst_rt.runtime.reductions import all_reduce
@@ -89,9 +90,10 @@ def add_over_ranks(
     """`sum_over_ranks`, unchecked. name: the function that was called, for errors. count: a number
     that the ranks compare.
     """
-    total: torch.Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
-        x, ranks_of(group, name), name, 0, count
-    )
+    ranks = ranks_of(group, name)
+    # The sum of a process group compiles.
+    apply = _SumOverRanks.apply if isinstance(ranks, dist.ProcessGroup) else _apply_in_context
+    total: torch.Tensor = apply(x, ranks, name, 0, count)
     return total
 
 
@@ -182,7 +184,7 @@ class _SumOverRanks(torch.autograd.Function):
         if isinstance(ranks, dist.ProcessGroup):
             total, ctx.number = _sum_in_group(x, ranks, name, forward, count)
             return total
-        total = x.clone()
+        total = x.clone(memory_format=torch.contiguous_format)
         runtime = _runtime_of(ranks)
         with nullcontext() if runtime is None else runtime.backward_of(forward):
             sum_in_place(total, ranks, None if count is None else {"count": f"{count:.17g}"})
@@ -193,6 +195,9 @@ class _SumOverRanks(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         total = _SumOverRanks.apply(grad, ctx.ranks, ctx.name, ctx.number, None)  # type: ignore[no-untyped-call]
         return total, None, None, None, None
+
+
+_apply_in_context: Any = eager(_SumOverRanks.apply)
 
 
 def _sum_in_group(

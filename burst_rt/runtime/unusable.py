@@ -7,8 +7,14 @@ from burst_rt.errors import ConfigError, PeerLost
 __all__ = ["after_close", "after_failure", "busy", "in_child"]
 
 
-def busy(rank: int) -> ConfigError:
-    """Another thread is in a call."""
+def busy(rank: int, *, by_this_thread: bool) -> ConfigError:
+    """A thread is in a call."""
+    if by_this_thread:
+        return ConfigError(
+            "a context takes one call at a time, and this thread is in a call of this context, "
+            "such as an operation of a pipeline's run; make the call before or after it",
+            rank=rank,
+        )
     return ConfigError(
         "a context takes one call at a time, and another thread is in a call of this "
         "context; give each thread a context of its own",
@@ -33,6 +39,7 @@ def after_close(rank: int) -> ConfigError:
 def after_failure(rank: int, error: BaseException) -> PeerLost:
     """An earlier call failed with this error."""
     return PeerLost(
-        f"rank {rank}: this context broke in an earlier call ({error}); start the job again",
+        f"rank {rank}: this context broke in an earlier call ({str(error) or repr(error)}); start "
+        "the job again",
         rank=rank,
     )

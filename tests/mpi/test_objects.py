@@ -17,3 +17,10 @@ def test_plain_data_errors_and_results_reach_every_rank(
     job = run_job(_PROGRAM, num_ranks, [str(tmp_path)], by=by)
     assert job.exit_code == 0, job.text
     assert sorted(path.name for path in tmp_path.iterdir()) == list(map(str, range(num_ranks)))
+
+
+def test_backwards_in_another_order_are_told_in_any_thread() -> None:
+    """A trainer may run its steps in a thread of its own."""
+    program = Path(__file__).parent / "programs" / "in_a_thread.py"
+    job = run_job(program, 2, timeout_s=60.0, warm="torch")
+    assert job.exit_code == 0, job.text

@@ -492,3 +492,20 @@ def test_counts_that_are_refused(count: Any, got: str) -> None:
         assert burst_rt.cross_entropy(logits, labels, group=ctx, count=8).isfinite()
 
     burst_rt.run_local(2, run)
+
+
+def test_labels_may_be_bytes() -> None:
+    """Models of bytes have no other numbers than these, and -100 is none of them."""
+    with burst_rt.init() as ctx:
+        tokens = torch.arange(8, dtype=torch.uint8)[None]
+        part = burst_rt.shard_batch({"input_ids": tokens, "labels": tokens}, ctx)
+    assert part.shift_labels is not None
+    assert part.shift_labels.tolist() == [[1, 2, 3, 4, 5, 6, 7, -100]]
+    assert part.num_labels == 7
+
+
+def test_a_loss_of_a_single_token() -> None:
+    with burst_rt.init() as ctx:
+        logits, label = torch.randn(7), torch.tensor(3)
+        found = burst_rt.cross_entropy(logits, label, group=ctx)
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits, label))

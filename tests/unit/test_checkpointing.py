@@ -4,6 +4,7 @@ again, and gradients are the same bits.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -273,3 +274,17 @@ def test_compiled_around_the_checkpoint_no_ring_goes_round_twice(layout: Context
         found.append([loss.detach(), *_grads(layers)])
     torch.compiler.reset()
     assert _equal(*found)
+
+
+def test_masks_of_checkpointed_calls_go_with_their_step(layout: ContextLayout) -> None:
+    """Each was kept for compiled programs, until 4,096 others had come."""
+    gone = []
+    for step in range(3):
+        table = torch.ones(layout.seq_len, layout.seq_len, dtype=torch.bool)
+        table[:, step] = False
+        mask = burst_rt.BlockSparse(table, 1)
+        gone.append(weakref.ref(mask))
+        x = torch.randn(1, layout.shard_len, 1, 16, requires_grad=True)
+        attend = partial(burst_rt.burst_attention, layout=layout, mask=mask)
+        burst_rt.checkpoint(lambda x, attend=attend: attend(x, x, x), x).sum().backward()
+    assert layout.attention.held == {}

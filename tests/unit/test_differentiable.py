@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import burst_rt
+from burst_rt.errors import InputError
 from burst_rt.runtime.collectives import all_reduce, even_parts
 from burst_rt.scheduler import Graph, GraphBuilder
 
@@ -96,3 +97,20 @@ def test_a_pipeline_has_a_backward() -> None:
         assert x.grad.tolist() == [6.0] * 5
 
     burst_rt.run_local(3, call)
+
+
+def test_a_rank_that_cannot_read_what_it_kept_is_every_ranks_error() -> None:
+    def run(ctx: burst_rt.Context) -> None:
+        def forward(x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return ctx.all_reduce(x.clone()), (x,)
+
+        function = burst_rt.differentiable(forward, lambda _, d_out: ctx.all_reduce(d_out))
+        x = torch.ones(2, requires_grad=True) * 1
+        out = function(x)
+        if ctx.rank == 0:
+            x.detach().zero_()
+        with pytest.raises(InputError, match=r"rank 0: .*modified by an inplace operation"):
+            out.sum().backward()
+        ctx.all_reduce(torch.ones(1))  # the context stays usable
+
+    burst_rt.run_local(2, run)

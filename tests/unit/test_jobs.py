@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import subprocess
 import sys
+import threading
 
 import msgspec
 import pytest
+import torch
 from click.testing import CliRunner
 
-from burst_rt.errors import ConfigError
+import burst_rt
+from burst_rt.errors import ConfigError, PeerLost
 from burst_rt.launch.main import cli
 from burst_rt.telemetry.hub import jobs as jobs_module
 from burst_rt.telemetry.hub.jobs import announce, find_job, running_jobs
@@ -183,3 +187,34 @@ def test_top_shows_whole_columns_at_any_width(
         assert width < 80 or "hop 11 q1" in line or "ended" in line or "connection" in line
     # Who was lost first stands above the rest, though five more have ended since.
     assert lines[15].split()[:6] == ["3.5", "s", "first:", "rank", "11", "lost:"]
+
+
+def test_an_interrupt_ends_ranks_that_are_threads() -> None:
+    """Ctrl-C in a notebook: the threads went on for ever."""
+    ended: list[int] = []
+    main_thread = threading.get_ident()
+
+    def main(ctx: burst_rt.Context) -> None:
+        try:
+            while True:
+                ctx.all_reduce(torch.ones(1))
+                if ctx.rank == 0 and not ended:
+                    signal.pthread_kill(main_thread, signal.SIGALRM)
+                    ended.append(-1)
+        finally:
+            ended.append(ctx.rank)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            burst_rt.run_local(2, main)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert sorted(ended) == [-1, 0, 1]
+    with burst_rt.init() as ctx:
+        ctx.runtime.broken = KeyboardInterrupt()
+        with pytest.raises(PeerLost, match=r"broke in an earlier call \(KeyboardInterrupt\(\)\)"):
+            ctx.all_reduce(torch.ones(1))

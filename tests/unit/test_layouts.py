@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import accumulate, chain
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from spec import reference, relative_error
 from tolerances import ERROR
+from torch.optim.swa_utils import AveragedModel
 from worlds import Case
 
 import burst_rt
@@ -313,3 +315,17 @@ def test_hybrids_of_balanced_layouts_are_each_their_own() -> None:
         x = torch.randn(1, 512, 4, 16, generator=generator, dtype=torch.float64)
         expected = reference(x, x, x, torch.zeros_like(x), mask=Causal()).out
         assert relative_error(burst_rt.run_local(4, run)[0], expected) < ERROR[torch.float64]
+
+
+def test_a_copy_of_a_model_is_on_the_same_ranks() -> None:
+    """As `AveragedModel`, and pipelines that cut copies, make them."""
+    with burst_rt.init() as ctx:
+        layout = ctx.layout(16)
+        model = torch.nn.ModuleDict({"attention": burst_rt.BurstAttention(layout, causal=True)})
+        vars(model)["extra"] = [ctx]
+        averaged: Any = AveragedModel(model).module
+        assert averaged.attention.layout is layout
+        assert averaged.extra == [ctx]
+        for thing, said in ((layout, "make it again with ctx.layout"), (ctx, "burst_rt.init")):
+            with pytest.raises(InputError, match=said):
+                pickle.dumps(thing)

@@ -142,3 +142,41 @@ def test_what_one_rank_does_wrong_all_are_told(case: str, everyone: bool) -> Non
         assert burst_rt.mean_over_ranks(_X, group=ctx) == 1
 
     burst_rt.run_local(2, run, timeout_s=20)
+
+
+def test_sums_of_tensors_in_any_order_of_memory() -> None:
+    """Also where it is the gradient that is transposed."""
+
+    def run(ctx: burst_rt.Context) -> bool:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+        total = burst_rt.sum_over_ranks(x.t(), group=ctx)
+        x.requires_grad_()
+        weights = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+        (burst_rt.sum_over_ranks(x, group=ctx).t().contiguous() * weights).sum().backward()
+        assert x.grad is not None
+        return torch.equal(total, 2 * x.detach().t()) and torch.equal(x.grad, 2 * weights.t())
+
+    assert burst_rt.run_local(2, run) == [True, True]
+
+
+def test_ranks_whose_gradients_lie_in_memory_otherwise_take_the_same_reductions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("burst_rt.runtime.gradients.piece_bytes", lambda size: 64)
+
+    def run(ctx: burst_rt.Context) -> list[list[float]]:
+        parameters = [torch.nn.Parameter(torch.zeros(24)) for _ in range(3)]
+        gradients = torch.arange(72.0).split(24) if ctx.rank else torch.ones(3, 24).unbind()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            # Views of one tensor on rank 0; on rank 1 one is missing, or each has its own memory.
+            parameter.grad = gradient if ctx.rank == 0 else gradient.clone()
+        if ctx.rank == 2:
+            parameters[1].grad = None
+        burst_rt.average_gradients(parameters, group=ctx)
+        return [[float(x) for x in p.grad[:2]] for p in parameters if p.grad is not None]
+
+    assert burst_rt.run_local(2, run) == [[[0.5, 1.0], [12.5, 13.0], [24.5, 25.0]]] * 2
+    three = [[1 / 3, 1.0], [(24 + 1) / 3, (25 + 1) / 3], [(48 + 48 + 1) / 3, (49 + 49 + 1) / 3]]
+    for found in burst_rt.run_local(3, run):
+        assert found[1] == pytest.approx(three[1])
+        assert found[2] == pytest.approx(three[2])

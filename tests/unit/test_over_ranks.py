@@ -422,3 +422,14 @@ def test_a_checkpoint_inside_a_compiled_program() -> None:
             out = broken(model, x)
         assert ctx.stats().calls == before + 2
         torch.testing.assert_close(out, expected.out)
+
+
+def test_boolean_masks_made_in_inference_mode() -> None:
+    with torch.inference_mode(), burst_rt.init() as ctx:
+        with burst_rt.over_ranks(ctx, ctx.layout(8)):
+            x, mask = torch.randn(1, 2, 8, 4), torch.ones(8, 8, dtype=torch.bool).tril()
+            functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+            mask[4:, 0] = False  # which no version tells
+            found = functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        right = functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        torch.testing.assert_close(found, right)

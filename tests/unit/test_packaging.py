@@ -350,7 +350,7 @@ def _is_standard_library(name: str) -> bool:
 
 # A module imports from floors below its own, or from rooms named before its own on the same floor.
 _FLOORS = (
-    ("errors", "version", "rotary", "regular", "remembered", "opaque", "arguments", "job"),
+    ("errors", "version", "rotary", "regular", "remembered", "opaque", "eager", "arguments", "job"),
     ("scheduler",),
     ("transport", "planning"),
     ("kernels", "drivers"),

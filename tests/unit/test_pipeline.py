@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from burst_rt.errors import (
     BurstError,
     ConfigError,
     ContractMismatch,
+    DeviceError,
     InputError,
     PeerLost,
 )
@@ -394,7 +396,147 @@ def test_an_operation_names_what_its_task_declares() -> None:
         return g.build()
 
     def call(ctx: Context) -> None:
-        with pytest.raises(InputError, match=r"task 't' names hidden\[0\], which the task neither"):
+        with pytest.raises(InputError, match=r"task 't': the operation names hidden\[0\], which"):
             ctx.pipeline(build)
+
+    burst_rt.run_local(1, call)
+
+
+def _swap(rank: int, **of_tasks: Any) -> Graph:
+    """Two ranks send each other x; and x, then what came, are added to the output."""
+    g = GraphBuilder(rank, 2)
+    x = g.buffer("x", size_bytes=16, initialised=True)
+    far, out = g.buffer("far", size_bytes=16), g.buffer("out", initialised=True)
+    g.exchange("swap", sends=[(x, 1 - rank)], recvs=[(far, 1 - rank)], tag=0, **of_tasks)
+    g.compute("mine", Op("f", (out, x)), reads=[x], accumulates=[out])
+    g.compute("theirs", Op("f", (out, far)), reads=[far], accumulates=[out])
+    return g.build()
+
+
+def _add_threefold(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.add_(3 * x.view(out.dtype))
+
+
+@pytest.mark.parametrize("name", ["x", "far", "out"])
+def test_what_autograd_would_record_in_part_is_refused(name: str) -> None:
+    """Operations were recorded, and messages were not: the gradient was this rank's share."""
+
+    def call(ctx: Context) -> float:
+        pipeline = ctx.pipeline(_swap)
+        buffers = {name: torch.ones(4) for name in ("x", "far", "out")}
+        buffers[name].requires_grad_()
+        with pytest.raises(InputError, match=rf"{name}\[0\] requires grad, .*differentiable"):
+            pipeline.run(buffers=buffers, ops={"f": _add_threefold})
+        with torch.no_grad():
+            pipeline.run(buffers=buffers, ops={"f": _add_threefold})
+        return float(buffers["out"][0].detach())
+
+    assert burst_rt.run_local(2, call) == [7.0, 7.0]
+
+
+def test_a_backward_does_not_use_what_a_message_has_overwritten() -> None:
+    def call(ctx: Context) -> None:
+        pipeline = ctx.pipeline(_swap)
+        slot, scale = torch.zeros(4), torch.ones((), requires_grad=True)
+        out = scale * slot
+        buffers = {"x": torch.ones(4), "far": slot, "out": torch.zeros(4)}
+        pipeline.run(buffers=buffers, ops={"f": _add_threefold})
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        with torch.inference_mode():
+            buffers = {"x": torch.ones(4), "far": torch.ones(4), "out": torch.zeros(4)}
+            pipeline.run(buffers=buffers, ops={"f": _add_threefold})
+
+    burst_rt.run_local(2, call)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OwnOperation:
+    name: str = "f"
+
+
+def test_tasks_that_no_run_performs_are_refused() -> None:
+    def unknown(rank: int) -> Graph:
+        g = GraphBuilder(rank, 2)
+        g.compute("own", _OwnOperation(), accumulates=[g.buffer("x", initialised=True)])
+        return g.build()
+
+    def on_control(rank: int) -> Graph:
+        g = GraphBuilder(rank, 2)
+        g.compute("f", "f", accumulates=[g.buffer("x", initialised=True)], lane="control")
+        return g.build()
+
+    def call(ctx: Context) -> None:
+        for build, said in (
+            (lambda rank: _swap(rank, lane="control"), "task 'swap' is on the lane 'control'"),
+            (on_control, "task 'f' is on the lane 'control'"),
+            (unknown, "task 'own': op: expected a name or an Op, got _OwnOperation"),
+        ):
+            with pytest.raises(InputError, match=said):
+                ctx.pipeline(build)
+
+    burst_rt.run_local(2, call)
+
+
+def test_parts_that_tasks_change_have_memory_of_their_own() -> None:
+    def call(ctx: Context) -> None:
+        pipeline = ctx.pipeline(_swap)
+        shared = torch.ones(8)
+        for buffers in (
+            {"x": shared[:4], "out": shared[:4], "far": torch.ones(4)},
+            {"x": torch.ones(4), "out": shared[2:6], "far": shared[:4]},
+        ):
+            with pytest.raises(InputError, match="share memory, and a task changes one of them"):
+                pipeline.run(buffers=buffers, ops={"f": _add_threefold})
+        buffers = {"x": shared[:4], "out": shared[4:], "far": torch.ones(4)}
+        pipeline.run(buffers=buffers, ops={"f": _add_threefold})
+
+    burst_rt.run_local(2, call)
+
+
+def test_a_rank_without_memory_for_a_slot_is_every_ranks_error() -> None:
+    def build(rank: int) -> Graph:
+        g = GraphBuilder(rank, 2)
+        x = g.buffer("x", initialised=True)
+        g.compute("f", Op("f", (x,)), accumulates=[x])
+        slot = g.buffer("slot", size_bytes=16 << (42 * (rank == 0)))
+        g.compute("g", Op("f", (slot,)), writes=[slot])
+        return g.build()
+
+    def call(ctx: Context) -> float:
+        pipeline = ctx.pipeline(build)
+        with pytest.raises(DeviceError, match=r"out of memory: .* take 70,368,744,177,664 bytes"):
+            pipeline.run(buffers={"x": torch.ones(1)}, ops={"f": print})
+        return run(ctx)  # the context stays usable
+
+    assert burst_rt.run_local(2, call) == [3.0, 3.0]
+
+
+def test_compiled_programs_break_at_a_run() -> None:
+    with burst_rt.init() as ctx:
+        g = GraphBuilder(0, 1)
+        x = g.buffer("x", initialised=True)
+        g.compute("double", Op("double", (x,)), accumulates=[x])
+        pipeline = ctx.pipeline(lambda _: g.build())
+
+        def doubled(t: torch.Tensor) -> torch.Tensor:
+            made = t * 2
+            pipeline.run(buffers={"x": made}, ops={"double": lambda y: y.mul_(2)})
+            return made + 1
+
+        found = torch.compile(doubled, backend="aot_eager")(torch.ones(3))
+    assert found.tolist() == [5.0] * 3
+
+
+def test_a_call_in_a_pipelines_operation_is_told_what_it_is() -> None:
+    def call(ctx: Context) -> None:
+        g = GraphBuilder(0, 1)
+        x = g.buffer("x", initialised=True)
+        g.compute("f", Op("f", (x,)), accumulates=[x])
+        pipeline = ctx.pipeline(lambda _: g.build())
+        with pytest.raises(ConfigError, match="this thread is in a call of this context"):
+            pipeline.run(
+                buffers={"x": torch.ones(1)}, ops={"f": lambda x: print(ctx.all_reduce(x))}
+            )
 
     burst_rt.run_local(1, call)

@@ -467,3 +467,24 @@ def test_messages_move_on_between_the_parts_of_a_segment(monkeypatch: pytest.Mon
 
     burst_rt.run_local(1, rank)
     assert len(asked) == 2 * 3 * parts  # prepare, advance and emit, forward and backward
+
+
+def test_a_backward_that_one_rank_cannot_make_is_every_ranks_error() -> None:
+    def run(ctx: Context) -> None:
+        layout = ctx.layout(8, "contiguous")
+        weight = torch.ones(3, 2, requires_grad=True)
+        for spoil in (True, False):
+            x = torch.ones(1, layout.shard_len, 3, requires_grad=True) * 1
+            out: Any = recurrence.causal_conv1d(x, weight, layout=layout)
+            if spoil:
+                if ctx.rank == 0:
+                    x.detach().zero_()
+                with pytest.raises(InputError, match=r"rank 0: .*modified by an inplace operation"):
+                    out.sum().backward()
+            else:
+                several = torch.ones(2, *out.shape)
+                with pytest.raises(InputError, match=r"batched gradients .* are not supported"):
+                    torch.autograd.grad(out, weight, several, is_grads_batched=True)
+        ctx.all_reduce(torch.ones(1))  # the context stays usable
+
+    burst_rt.run_local(2, run)
