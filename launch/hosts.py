@@ -18,7 +18,7 @@ from burst_rt.launch.mpirun import MpiLauncher, kill_job
 
 __all__ = ["Placement", "place_again"]
 
-_SLOTS = re.compile(r"(?:\bslots\s*=\s*|:)(\d+)")
+_SLOTS = re.compile(r"(?:(?<![\w-])slots\s*=\s*|:)(\d+)")
 # Seconds that a host may take to answer. ssh waits for minutes for one without power.
 _ANSWER_S = 30.0
 

@@ -7,6 +7,7 @@ its exit code.
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 import time
@@ -20,11 +21,13 @@ from burst_rt.context import Context
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.job.telling import tell
 from burst_rt.launch.stopping import LastWord, leave_word
+from burst_rt.runtime.joining import check_seconds
 
 __all__ = ["StoppedBySignal", "job_world", "same_everywhere"]
 
 # Seconds that other ranks wait before they exit if `init` failed: rank 0 prints the error first.
 _SPEAKING_S = 1.0
+_TIMEOUT = "BURST_RT_TIMEOUT_S"
 
 
 class StoppedBySignal(Exception):
@@ -37,9 +40,22 @@ class StoppedBySignal(Exception):
         self.number = number
 
 
+def _timeout_s() -> float:
+    text = os.environ.get(_TIMEOUT, "600")
+    try:
+        check_seconds(_TIMEOUT, float(text))
+    except ValueError:  # an InputError is one, too
+        raise ConfigError(
+            f"{_TIMEOUT}: expected a positive, finite number of seconds, got {text!r}"
+        ) from None
+    return float(text)
+
+
 @contextmanager
 def job_world() -> Iterator[Context]:
     """The context of all ranks.
+
+    BURST_RT_TIMEOUT_S in the environment is its `timeout_s`.
 
     The block's StoppedBySignal, ConfigError or InputError, which all ranks raise, is printed once
     and ends the job. A ConfigError of `init` does the same.
@@ -48,7 +64,7 @@ def job_world() -> Iterator[Context]:
     # on one rank while the others wait for it, and again and again at the end of the process.
     gc.freeze()
     try:
-        world = burst_rt.init()
+        world = burst_rt.init(timeout_s=_timeout_s())
     except ConfigError as error:
         # Without a world the ranks cannot agree on who prints. All of them raise the same error; a
         # rank that knows that it is not rank 0 leaves the printing to rank 0.

@@ -43,7 +43,7 @@ _COPIED_BYTES = 4096
 _BACKLOG = 4096
 # Maximum number of connections that have not greeted yet. Beyond it the oldest one is closed:
 # strangers do not greet.
-_MOST_UNGREETED = 256
+_LEAST_UNGREETED = 256
 _LATER = (BlockingIOError, InterruptedError)
 
 
@@ -337,7 +337,7 @@ class Links:
                 return  # no connection waits, or no descriptors are left and it keeps waiting
             end.setblocking(False)
             strangers = [link for link in self._incoming.values() if link.peer < 0]
-            if len(strangers) >= _MOST_UNGREETED:
+            if len(strangers) >= max(_LEAST_UNGREETED, 2 * len(self._places)):
                 self._shut(strangers[0])
             greeting = memoryview(bytearray(len(self._greeting)))
             self._incoming[end.fileno()] = link = _Incoming(end, greeting)

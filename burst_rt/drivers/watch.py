@@ -105,6 +105,8 @@ class Watch:
         self._asking: dict[int, int] = {}  # the last question of each rank that asked
         self._curious: set[int] = set()  # ranks to tell which call this rank waits in
         self._told: dict[int, int] = {}  # the last call that each rank was told of
+        # Ranks that cannot make their next call, and the call that they were told of first.
+        self._refusers: dict[int, int | None] = {}
 
     def look(self) -> None:
         """Reads the notices that have come, and answers questions. Never blocks."""
@@ -123,6 +125,7 @@ class Watch:
                 self.entered = self.entered | {peer: notice.value}
             elif notice.kind is NoticeKind.REFUSES:
                 self._curious.add(peer)
+                self._refusers[peer] = None
                 self._asking[peer] = notice.value
             elif self.refusing is not None and notice.value == self._asked:
                 self._refuses_too(peer, here=notice.text == "here")
@@ -207,6 +210,14 @@ class Watch:
                 self._told[peer] = number
                 self.control.notify(peer, NoticeKind.ENTERED, number, error)
         self._curious.clear()
+        for peer, told in list(self._refusers.items()):
+            # It may have asked while this rank was about to leave the call before the one that it
+            # refuses: it hears of the next call, too.
+            if told is not None and told != number:
+                del self._refusers[peer]
+            else:
+                self._refusers[peer] = number
+                self._curious.add(peer)
 
     def ask(self, peers: Iterable[int], number: int) -> None:
         """Asks peers which call they wait in, where they do. Does not wait; asks once a call.
@@ -255,8 +266,9 @@ class Watch:
                     f"enter {what}"
                     f"{f' (call {number}): {missing} not entered it' if missing.ranks else ''}. "
                     "If ranks do long work between calls (write a checkpoint), raise timeout_s in "
-                    "burst_rt.init; for the wait in burst_rt.init itself, raise join_s. Ranks with "
-                    "several contexts must make a call with the same context",
+                    "burst_rt.init, or BURST_RT_TIMEOUT_S for commands of burst-rt; for the wait "
+                    "in burst_rt.init itself, raise join_s. Ranks with several contexts must make "
+                    "a call with the same context",
                     rank=self.control.rank,
                     peer=missing.only,
                     elapsed_s=backoff.waited_s,

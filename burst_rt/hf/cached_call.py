@@ -70,7 +70,9 @@ class CachedCall:
             )
         ids = torch.tensor([row + [0] * (max(counts) - len(row)) for row in rows], device="cpu")
         new = torch.arange(max(counts), device="cpu")
-        at = torch.tensor(kv.lengths, device="cpu")[:, None] + new
+        # What fills short rows up is at the position of their last token: a model may have no more.
+        last = torch.tensor(counts, device="cpu")[:, None].sub(1).clamp(min=0)
+        at = torch.tensor(kv.lengths, device="cpu")[:, None] + torch.minimum(new, last)
         cut = {"input_ids": ids.to(device), "position_ids": at.to(device)}
         return cls(
             len(rows), max(counts), list(kv.padding), _digest(cut), cut, int(at.max()), counts

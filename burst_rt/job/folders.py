@@ -135,6 +135,8 @@ def open_flight(name: str, rank: int, size: int) -> FlightRecord | None:
     if _own is not None and flight_path(_own.folder, rank).exists():
         _own.close(closed=False)
     else:
+        if _own is not None and _own.folder in _held:
+            release_folder(_own.folder, delete=False)  # another rank has deleted it
         _own = None
         with suppress(OSError):
             folder = job_folder()

@@ -64,7 +64,9 @@ def average_gradients(
         grads = [parameter.grad for parameter in members if parameter.grad is not None]
         one = _one_tensor(grads) if everywhere else None
         if one is not None:
-            sum_in_place(one, ranks)
+            # In pieces, so that what the sum takes beside it is bounded.
+            for piece in one.split(max(1, piece_bytes(size) // one.itemsize)):
+                sum_in_place(piece, ranks)
             one /= size
         else:
             _average_in_pieces(grads, ranks, size)

@@ -53,7 +53,8 @@ def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoRe
     means the runtime of several ranks that this thread made last.
     """
     shared = _shared_runtimes(runtime)
-    if not shared:
+    alone = runtime is not None and runtime.world_size == 1
+    if not shared or alone:
         raise error
     meant = runtime if runtime is not None and runtime in shared else shared[-1]
     if len(shared) == 1:

@@ -225,6 +225,8 @@ def _newest(path: Path, read: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
     for folder in reversed(checkpoints_of(path)):
         try:
             return folder, read(folder), passed_over
+        except _OtherVersionError:
+            raise  # it is whole, and must not be passed over, and deleted in time
         except ConfigError as error:
             passed_over.append(str(error))
     reasons = "".join(f" {reason}" for reason in passed_over)
@@ -246,11 +248,17 @@ def _read_manifest(folder: Path) -> Manifest:
         document = json.loads(_text(folder / _MANIFEST))
         wrote = document.pop("format")
         if wrote != FORMAT:
-            raise ConfigError(
+            raise _OtherVersionError(
                 f"checkpoint {folder}: expected format {FORMAT}, got {wrote}; use the version of "
                 "burst_rt that wrote the checkpoint."
             )
-        manifest = Manifest.from_json(document)
+        try:
+            manifest = Manifest.from_json(document)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _OtherVersionError(
+                f"checkpoint {folder} is whole, and another version of burst_rt has written it "
+                f"({error}); use that version, or start a new run."
+            ) from error
     except OSError as error:
         if error.errno not in _NOTHING_THERE:
             raise
@@ -260,6 +268,10 @@ def _read_manifest(folder: Path) -> Manifest:
     if folder.name != _folder_name(manifest.step):
         raise _damaged(folder, f"{_MANIFEST} belongs to step {manifest.step}")
     return manifest
+
+
+class _OtherVersionError(ConfigError):
+    """A checkpoint that is whole, and that this version cannot read."""
 
 
 def _incomplete(folder: Path, missing: str) -> ConfigError:

@@ -23,10 +23,10 @@ from burst_rt.errors import ConfigError
 from burst_rt.launch.train.checkpoint import checkpoints_of
 from burst_rt.regular import NOT_REGULAR, open_regular
 
-__all__ = ["Claim", "claim", "look"]
+__all__ = ["LOCK_NAME", "Claim", "claim", "look"]
 
 _log = logging.getLogger("burst_rt.train")
-_LOCK = ".lock"
+LOCK_NAME = ".lock"
 # Seconds that a lock may outlive its process: a server of NFS gives a dead host's locks back after
 # 90 s, and torchrun's ranks may take 30 s to end.
 _PATIENCE_S = 120.0
@@ -84,7 +84,7 @@ def look(out: Path, *, resume: bool, elastic: bool = False) -> None:
         )
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"--out: this user may not write to {place}; choose another folder.")
-    if os.path.lexists(out / _LOCK):
+    if os.path.lexists(out / LOCK_NAME):
         descriptor = _open_lock(out, os.O_RDONLY)
         try:
             # A shared lock: two processes that look do not disturb each other. With `elastic` a run
@@ -99,13 +99,13 @@ def look(out: Path, *, resume: bool, elastic: bool = False) -> None:
 
 def _open_lock(path: Path, flags: int) -> int:
     try:
-        return open_regular(path / _LOCK, flags)
+        return open_regular(path / LOCK_NAME, flags)
     except OSError as error:
         if error.errno not in NOT_REGULAR:
             raise
         raise ConfigError(
-            f"--out: expected {path / _LOCK} to be a file, by which a run holds its folder, and it "
-            "is something else; remove it, or choose another folder."
+            f"--out: expected {path / LOCK_NAME} to be a file, by which a run holds its folder, "
+            "and it is something else; remove it, or choose another folder."
         ) from error
 
 

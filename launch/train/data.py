@@ -10,12 +10,13 @@ tells another what to read.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from burst_rt.errors import ConfigError
+from burst_rt.launch.train.claim import LOCK_NAME
 from burst_rt.launch.train.config import require_text
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "training_starts",
 ]  # fmt: skip
 
+_log = logging.getLogger("burst_rt.train")
 SEPARATOR = b"\0"
 HELDOUT_PERCENT = 5
 # Minimum number of documents to hold out whole ones: with fewer, that could take most of the text
@@ -111,11 +114,12 @@ class Corpus:
 def load_corpus(path: Path | None, encoding: Encoding = BYTES) -> Corpus:
     """Read a text file, a folder of them, or (None) the Python standard library's own source files.
 
-    In a folder every regular file counts, in sorted order, except hidden ones and those that are
-    not UTF-8 text. From 20 documents on, documents whose path hashes below 5 % are held out. With
-    fewer documents, or if the held-out ones are less than 2 % or more than 20 % of the bytes, the
-    last 5 % of each document are held out, from the beginning of a character on. Raises ConfigError
-    when there is nothing to read, OSError as the file system says it.
+    In a folder every regular file counts, in sorted order, except hidden ones, folders of runs, and
+    those that are not UTF-8 text, of which a warning tells. From 20 documents on, documents whose
+    path hashes below 5 % are held out. With fewer documents, or if the held-out ones are less than
+    2 % or more than 20 % of the bytes, the last 5 % of each document are held out, from the
+    beginning of a character on. Raises ConfigError when there is nothing to read, OSError as the
+    file system says it.
     """
     require_text(path)
     if path is None:
@@ -155,7 +159,9 @@ def _split(documents: Sequence[tuple[str, bytes]]) -> tuple[list[bytes], list[by
     if len(documents) >= _FEW_DOCUMENTS and _LEAST_HELDOUT <= share <= _MOST_HELDOUT:
         return train, heldout
     cuts = [(text, _cut(text)) for _, text in documents]
-    return [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
+    # A short document has no held-out end, nor a separator behind it.
+    heldout = [text[cut:] for text, cut in cuts if text[cut:]]
+    return [text[:cut] for text, cut in cuts if cut], heldout
 
 
 def training_starts(
@@ -195,16 +201,38 @@ def _read(
         if root.is_file()
         else sorted(_walk(root, skip), key=lambda path: path.relative_to(root).as_posix())
     )
+    left_out: list[Path] = []
     for path in paths:
         if not path.name.endswith(suffix):
             continue
         text = path.read_bytes()
         if text and _is_text(text):
             yield (path.relative_to(root).as_posix() if path != root else path.name), text
+        elif text:
+            left_out.append(path)
+    if left_out:
+        _log.warning(
+            "burst-rt: left out: %s files below %s that are not UTF-8 text, such as %s",
+            f"{len(left_out):,}", root, left_out[0],
+        )  # fmt: skip
 
 
 def _walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
+    """Files below a folder, and below folders that links lead to. Raises OSError where one cannot
+    be read. Without folders of runs, whose metrics are no text to learn from.
+    """
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    seen: set[tuple[int, int]] = set()
+    for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
+        about = os.stat(folder)
+        is_run = LOCK_NAME in files and "checkpoints" in folders
+        if is_run or (about.st_dev, about.st_ino) in seen:  # a link may lead round in a circle
+            folders.clear()
+            continue
+        seen.add((about.st_dev, about.st_ino))
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         for name in files:
             path = Path(folder, name)

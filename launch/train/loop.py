@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-import burst_rt
 from burst_rt import telemetry
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
@@ -38,10 +37,10 @@ from burst_rt.launch.train.folder import RunFolder
 from burst_rt.launch.train.mesh import Mesh, open_mesh
 from burst_rt.launch.train.model import (
     AdamW,
+    AveragedGradients,
     Decoder,
     ShardedDecoder,
     ShardedModel,
-    lay_out_gradients,
     learning_rate,
 )
 from burst_rt.launch.train.report import Report, StepRecord
@@ -186,7 +185,7 @@ class Trainer:
         self.source = source
         self._model = _make_model(config, mesh, source)
         self.module = self._model.module
-        self._gradients = lay_out_gradients(self.module)
+        self._gradients = AveragedGradients(self.module)
         self._optimizer = AdamW(self.module, weight_decay=config.weight_decay)
 
     @property
@@ -202,7 +201,7 @@ class Trainer:
         started_s = time.monotonic()
         before = mesh.context.stats()
         indices = mesh.share_of(config.batch)
-        self._gradients.zero_()
+        self._gradients.zero()
         with telemetry.span("data"):
             starts = training_starts(
                 text, config.seq_len, seed=config.seed, step=step, indices=indices
@@ -213,13 +212,13 @@ class Trainer:
         with telemetry.span("backward"):
             mean.backward()
         with telemetry.span("average gradients"):
-            burst_rt.average_gradients(self.module.parameters(), group=mesh.world)
+            self._gradients.average(mesh.world)
         with telemetry.span("optimizer"):
-            norm = torch.linalg.vector_norm(self._gradients)
+            norm = torch.linalg.vector_norm(self._gradients.flat)
             nn.utils.clip_grads_with_norm_(self.module.parameters(), config.clip, norm)
             grad_norm = norm.item()
             lr = learning_rate(step - 1, peak=config.lr, warmup=config.warmup, steps=config.steps)
-            self._optimizer.step(lr)
+            self._optimizer.step(lr, self._gradients.trained)
 
         after = mesh.context.stats()
         waited_s, sent = after.wait_s - before.wait_s, after.bytes_sent - before.bytes_sent

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -20,13 +20,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.adamw import adamw
 
-from burst_rt import burst_attention, checkpoint, cross_entropy, shard_batch
+from burst_rt import average_gradients, burst_attention, checkpoint, cross_entropy, shard_batch
 from burst_rt.context import Context
 from burst_rt.launch.train.config import ModelConfig, TrainConfig
 from burst_rt.rotary import rotate, rotations
 
 __all__ = [
-    "AdamW", "Attend", "Decoder", "ShardedDecoder", "ShardedModel", "lay_out_gradients",
+    "AdamW",
+    "Attend",
+    "AveragedGradients",
+    "Decoder",
+    "ShardedDecoder",
+    "ShardedModel",
     "learning_rate",
 ]  # fmt: skip
 
@@ -224,9 +229,10 @@ class AdamW:
             count.fill_(step)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Moves the weights."""
-        for parameters, weight_decay in self._groups:
+    def step(self, lr: float, trained: Collection[str]) -> None:
+        """Moves these weights. Those that no token has reached, such as a vision tower's, stay."""
+        for group, weight_decay in self._groups:
+            parameters = {name: p for name, p in group.items() if name in trained}
             adamw(
                 list(parameters.values()),
                 [p.grad for p in parameters.values() if p.grad is not None],
@@ -239,14 +245,45 @@ class AdamW:
             )  # fmt: skip
 
 
-def lay_out_gradients(model: nn.Module) -> Tensor:
-    """Give every parameter a gradient of zeros, each a view of the one tensor that is returned:
-    `burst_rt.average_gradients` reduces it without a copy. Backward adds to it in place, so zero it
-    before each step, and set no gradient to None.
+class AveragedGradients:
+    """The gradients of a model's parameters, each a view of one tensor, `flat`:
+    `burst_rt.average_gradients` reduces it without a copy. Backward adds to it in place, so no
+    gradient may be set to None.
+
+    trained: the names of the parameters that have had a gradient on some rank.
     """
-    parameters = list(model.parameters())
-    sizes = [parameter.numel() for parameter in parameters]
-    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[0].device)
-    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-        parameter.grad = part.view_as(parameter)
-    return flat
+
+    def __init__(self, model: nn.Module) -> None:
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        sizes = [p.numel() for p in named.values()]
+        device = next(iter(named.values())).device
+        whole = torch.zeros(sum(sizes) + len(sizes), dtype=torch.float32, device=device)
+        # Behind the gradients: which parameters had one. It goes from rank to rank with them.
+        self.flat, had = whole.split([sum(sizes), len(sizes)])
+        self._had = nn.Parameter(torch.zeros(len(sizes), device=device))
+        self._had.grad = had
+        self._here: set[int] = set()
+        for number, (p, part) in enumerate(
+            zip(named.values(), self.flat.split(sizes), strict=True)
+        ):
+            p.grad = part.view_as(p)
+            p.register_post_accumulate_grad_hook(partial(self._note, number))
+        self._names, self._parameters = list(named), [*named.values(), self._had]
+        self.trained: set[str] = set()
+
+    def zero(self) -> None:
+        """Before each step."""
+        self.flat.zero_()
+        self._here.clear()
+
+    def average(self, group: Context) -> None:
+        """`burst_rt.average_gradients`, after the backward."""
+        assert self._had.grad is not None
+        here = [float(number in self._here) for number in range(len(self._names))]
+        self._had.grad.copy_(torch.tensor(here, device="cpu"))
+        average_gradients(self._parameters, group=group)
+        shares = zip(self._names, self._had.grad.tolist(), strict=True)
+        self.trained.update(name for name, share in shares if share)
+
+    def _note(self, number: int, _: Tensor) -> None:
+        self._here.add(number)

@@ -162,7 +162,7 @@ class ModelFolder:
             for text in texts
         ]
         num_tokens = self.config.get_text_config().vocab_size
-        largest = max(self.tokenizer.eos_token_id, *(int(x.max()) for x in tokens if x.size))
+        largest = max([self.tokenizer.eos_token_id, *(int(x.max()) for x in tokens if x.size)])
         if largest >= num_tokens:
             raise ConfigError(
                 f"--model: the tokenizer in {self.path} is another model's: it gives token "

@@ -78,6 +78,8 @@ def summarise_run(history: list[StepRecord], done: int, about: Mapping[str, Any]
         ),
         "held-out": (
             "loss {heldout_loss:.4f} nats per {unit}, perplexity {heldout_perplexity:.3f}"
+            if last.heldout_loss is not None
+            else "not measured after the last step"
         ),
         f"speed{since}": "{tokens_per_s:,.0f} tokens/s",
         f"communication{since}": (
