@@ -719,3 +719,14 @@ def test_a_run_on_text_whose_name_is_no_unicode_can_be_resumed(tmp_path: Path) -
         return read_shared(context, tmp_path).manifest
 
     assert _outcomes(2, read) == [saved.manifest] * 2
+
+
+def test_a_whole_checkpoint_of_another_version_is_not_passed_over(tmp_path: Path) -> None:
+    """It would be deleted in time, as one of a future that was given up."""
+    save_checkpoint(tmp_path, _checkpoint(3), keep=2)
+    newest = save_checkpoint(tmp_path, _checkpoint(6), keep=2)
+    document = json.loads((newest / "config.json").read_text())
+    _change(newest, {"config": document["config"] | {"new_option": 1}}, cover=True)
+    with pytest.raises(ConfigError, match="step-00000006 is whole, and another version of burst"):
+        find_checkpoint(tmp_path)
+    assert newest.exists()

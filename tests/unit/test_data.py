@@ -166,3 +166,31 @@ def test_held_out_sequences_do_not_overlap_and_are_spread(seq_len: int, limit: i
     if len(starts) > 1:
         gaps = [b - a for a, b in itertools.pairwise(starts)]
         assert max(gaps) - min(gaps) <= seq_len
+
+
+def test_what_is_left_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = {"a.txt": b"a" * 100, "latin.txt": b"caf\xe9" * 30, "apart/b.txt": b"b" * 100}
+    root = _write(tmp_path / "text", files)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "c.txt").write_bytes(b"c" * 100)
+    (root / "link").symlink_to(tmp_path / "linked")
+    (root / "round").symlink_to(root)
+    corpus = load_corpus(root)
+    assert corpus.train.tobytes().split(b"\0") == [b"a" * 95, b"b" * 95, b"c" * 95]
+    assert "left out: 1 files below" in caplog.text
+    assert "latin.txt" in caplog.text
+
+
+def test_runs_below_the_text_are_no_text(tmp_path: Path) -> None:
+    """A run that is resumed has the text that it began with."""
+    root = _write(tmp_path, {"a.txt": b"a" * 100})
+    before = load_corpus(root).fingerprint
+    metrics = {"runs/x/.lock": b"", "runs/x/metrics.jsonl": b"{}" * 50}
+    _write(root, {**metrics, "runs/x/checkpoints/step-1/config.json": b"{}" * 50})
+    assert load_corpus(root).fingerprint == before
+
+
+def test_short_documents_leave_no_separators_in_what_is_held_out(tmp_path: Path) -> None:
+    files = {f"{number}.txt": b"ok\n" for number in range(15)}
+    corpus = load_corpus(_write(tmp_path, {"long.txt": b"x" * 1000, **files}))
+    assert corpus.heldout.tobytes() == b"x" * 50

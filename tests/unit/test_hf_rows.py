@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from small_generation import make_decoder
 from small_hybrids import make_hybrid, token_by_token
 from small_models import CACHE
@@ -280,3 +281,32 @@ def test_a_prefix_of_a_row_is_used_again() -> None:
     for world_size in (1, 3):
         for whole, again in burst_rt.run_local(world_size, run, timeout_s=60):
             torch.testing.assert_close(again, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_may_fill_a_model_of_learned_positions() -> None:
+    """What makes short rows as long as the longest had positions beyond the model's last one."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=61, n_positions=32, n_embd=32, n_layer=1, n_head=2,
+        attn_implementation="burst_rt",
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).eval()
+
+    def run(ctx: burst_rt.Context) -> list[float]:
+        own = burst_rt.hf.prepare(deepcopy(model), ctx)
+        one, rows = (burst_rt.hf.Cache(own, ctx, capacity=32, batch=b, block=4) for b in (1, 2))
+        with torch.inference_mode():
+            for row, length in enumerate((31, 5)):
+                one.reset()
+                own(_prompt(length), **{CACHE: one})
+                rows.copy(row, one)
+            found: list[float] = rows.extend([[1], [2, 3, 4]])[:, :3].flatten().tolist()
+        return found
+
+    for found in burst_rt.run_local(2, run, timeout_s=60):
+        plain = deepcopy(model)
+        plain.set_attn_implementation("sdpa")
+        for row, (length, new) in enumerate(((31, [1]), (5, [2, 3, 4]))):
+            text = torch.cat([_prompt(length), torch.tensor([new])], 1)
+            right = plain(text).logits[0, -1, :3].tolist()
+            assert found[3 * row : 3 * row + 3] == pytest.approx(right, abs=1e-4)

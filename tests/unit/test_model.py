@@ -14,6 +14,7 @@ from forked import with_torch
 from torch import Tensor
 from torch.nn import functional
 
+import burst_rt
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import ModelConfig, TrainConfig, mesh_shape
 from burst_rt.launch.train.model import (
@@ -233,3 +234,34 @@ AdamW(decoder, weight_decay=0.1).step(0.1, {"head.weight"})
 sys.exit("torch._dynamo" in sys.modules)
 """
     assert with_torch().run(source).returncode == 0
+
+
+def test_weights_that_no_gradient_reaches_stay() -> None:
+    """A vision tower in a training on text; torch's own optimizer leaves them alone, too."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.first, self.tower, self.frozen = (
+                torch.nn.Parameter(torch.ones(2, 2), requires_grad=number < 3)
+                for number in range(4)
+            )
+
+    def run(ctx: burst_rt.Context) -> set[str]:
+        model = Model()
+        gradients, optimizer = AveragedGradients(model), AdamW(model, weight_decay=0.5)
+        for step in range(2):
+            gradients.zero()
+            loss = model.shared.sum() + model.frozen.sum()
+            if ctx.rank == step == 0:
+                loss = loss + model.first.sum()
+            loss.backward()
+            gradients.average(ctx)
+            optimizer.step(0.1, gradients.trained)
+        assert model.first.grad is not None
+        assert not model.first.grad.any(), "its gradient of the first step has gone"
+        for untouched in (model.tower, model.frozen):
+            assert torch.equal(untouched, torch.ones(2, 2))
+        return gradients.trained
+
+    assert burst_rt.run_local(2, run) == [{"shared", "first"}] * 2

@@ -15,6 +15,7 @@ import torch
 
 import burst_rt
 from burst_rt import Context
+from burst_rt.drivers import Watch
 from burst_rt.errors import (
     BurstError,
     ConfigError,
@@ -23,7 +24,9 @@ from burst_rt.errors import (
     InputError,
     Stalled,
 )
+from burst_rt.runtime.connections import LocalRank
 from burst_rt.runtime.objects import bytes_of
+from burst_rt.transport import LocalWorld
 
 _VALUES: list[object] = [
     None,
@@ -284,3 +287,32 @@ def test_nobody_waits_beyond_the_deadline(talk: str) -> None:
 def test_bytes_of_a_tensor_are_its_values_in_order(x: torch.Tensor) -> None:
     flat = x.detach().contiguous().flatten()
     assert bytes(bytes_of(x)) == bytes(flat.view(torch.uint8).numpy().data)
+
+
+def test_an_error_in_a_context_of_one_rank_is_that_ranks_alone() -> None:
+    """The others made an unrelated call, and got the error there."""
+
+    def run(ctx: Context) -> list[int]:
+        alone = burst_rt.init(comm=LocalRank(LocalWorld(1), 0))
+        began_s = time.monotonic()
+        if ctx.rank:
+            with pytest.raises(InputError, match="labels"):
+                burst_rt.cross_entropy(torch.zeros(1, 5), torch.tensor([99]), group=alone)
+            assert time.monotonic() - began_s < 1.0
+        else:
+            time.sleep(1.5)
+        return ctx.all_gather(ctx.rank)
+
+    assert burst_rt.run_local(2, run, timeout_s=20) == [[0, 1], [0, 1]]
+
+
+def test_a_rank_that_asked_in_the_call_before_is_told_of_the_next() -> None:
+    """One that cannot make its next call asks while the other still waits in the call before it."""
+    world = LocalWorld(2)
+    asking, asked = Watch(world.control(0)), Watch(world.control(1))
+    asking.say_refuses(meant=True)
+    asked.look()
+    for number in (7, 8, 9):
+        asked.say_entered(number, waited_s=0.0, timeout_s=600.0)
+    asking.look()
+    assert asking.entered == {1: 8}, "and no longer, as questions are rare"

@@ -21,7 +21,9 @@ from burst_rt.launch.train.loop import train
 from burst_rt.launch.train.report import Report, StepRecord
 
 
-def _train(tmp_path: Path, steps: int, *, resume: bool = False) -> Mapping[str, Any]:
+def _train(
+    tmp_path: Path, steps: int, *, resume: bool = False, elastic: bool = False
+) -> Mapping[str, Any]:
     (tmp_path / "text").write_text("some text " * 999)
     config = TrainConfig(
         data=str(tmp_path / "text"),
@@ -33,7 +35,7 @@ def _train(tmp_path: Path, steps: int, *, resume: bool = False) -> Mapping[str, 
         kv_heads=1,
         eval_every=2,
     )
-    options = RunOptions(out=tmp_path / "run", resume=resume, progress="lines")
+    options = RunOptions(out=tmp_path / "run", resume=resume, elastic=elastic, progress="lines")
     (summary,) = burst_rt.run_local(
         1, lambda world: train(world, config, options, {"steps": steps}), timeout_s=20
     )
@@ -130,3 +132,16 @@ def test_help_names_strategies_with_a_number() -> None:
     help_text = help_text.replace("- ", "-")  # names that a line ends in
     assert "hybrid:N and two-level:N form groups of N ranks" in help_text
     assert "sliced:N exchanges heads in N slices" in help_text
+
+
+def test_a_run_that_is_over_and_was_not_measured_at_its_end_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last record was lost in a power cut; and a script starts it again."""
+    _train(tmp_path, 3)
+    path = tmp_path / "run" / "metrics.jsonl"
+    *lines, last = path.read_text().splitlines()
+    record = json.loads(last) | {"heldout_loss": None}
+    path.write_text("\n".join([*lines, json.dumps(record)]) + "\n")
+    _train(tmp_path, 3, elastic=True)
+    assert "not measured after the last step" in capsys.readouterr().out
