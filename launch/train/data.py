@@ -233,7 +233,10 @@ def _walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add((about.st_dev, about.st_ino))
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        # In one order on all hosts: of two ways to a folder, the first counts.
+        folders[:] = sorted(
+            name for name in folders if name not in skip and not name.startswith(".")
+        )
         for name in files:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():

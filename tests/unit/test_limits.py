@@ -237,7 +237,9 @@ def test_nothing_limits_a_job_that_has_not_called_for_a_while(tmp_path: Path) ->
     assert model.snapshot().job.verdict is None
 
 
-def test_contexts_that_come_and_go_are_forgotten() -> None:
+def test_contexts_that_come_and_go_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_MAX_NUMBERS", 256)
+    monkeypatch.setattr("burst_rt.telemetry.model.plans._MAX_GROUPS", 1024)
     model = JobModel(1e9)
     for rank in range(2):
         for message in arrive(rank):

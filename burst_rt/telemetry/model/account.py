@@ -102,6 +102,7 @@ class GroupAccount:
         # due_s[r, p]: how much later p comes than r because of that, which r has not waited for
         # yet. The time before the group's first call is unknown, and counts as time outside.
         self._due_s: npt.NDArray[np.float64] = np.full((len(members), len(members)), np.inf)
+        self.num_numbers = self._due_s.size
 
     def add(self, call: CallOfAll, idles: Sequence[Sequence[IdleTime]]) -> TimesOfRanks:
         """The times of a whole call. idles: of each rank; see `idles_of`."""

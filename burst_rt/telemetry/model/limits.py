@@ -24,7 +24,8 @@ __all__ = ["RULES", "Evidence", "Limits", "verdict_on"]
 _WINDOW_S = 10.0
 _JUDGE_EVERY_S = 1.0
 _MAX_OPEN, _MATCHED = 200, 8
-_MAX_ACCOUNTS = 64  # a job may open and close contexts: the groups that have called last
+# Numbers in the accounts of the groups that have called last: a job may open and close contexts.
+_MAX_NUMBERS = 1 << 22
 # Spans a second whose waits are worked out, which takes some 10 us each; calls beyond are left out.
 _SPANS_A_SECOND = 3_000
 # Minimum share of the time that a verdict is about.
@@ -92,7 +93,10 @@ class Limits:
         account = self._accounts.get(call.group)
         if account is None or account.members != call.members:
             account = self._accounts[call.group] = GroupAccount(call.members)
-            if len(self._accounts) > _MAX_ACCOUNTS:
+            while (
+                len(self._accounts) > 1
+                and sum(x.num_numbers for x in self._accounts.values()) > _MAX_NUMBERS
+            ):
                 self._accounts.popitem(last=False)
         self._accounts.move_to_end(call.group)
         idles = [idles_of(call, place) for place in range(len(call.members))]

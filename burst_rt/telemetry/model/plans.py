@@ -38,7 +38,7 @@ __all__ = ["Plans"]
 
 # Maximum size of the spans of all ranks.
 _SPAN_BYTES = 16 << 20
-_MAX_GROUPS = 1024  # maximum number of contexts that are known, those that have called last
+_MAX_GROUPS = 1 << 14  # maximum number of contexts that are known, those that have called last
 _MAX_PLANS = 256  # maximum number of a rank's plans
 # Number of plans that stay unpacked, in addition to two of each rank, forward and backward.
 _DECODED_PLANS = 32
