@@ -110,6 +110,10 @@ def summary(run: Path, as_json: bool) -> None:
         console.print(
             f"left out: {report.incomplete} calls, because spans of some ranks are missing"
         )
+    if report.dropped:
+        console.print(
+            f"not in the record: {report.dropped:,} messages that found no room, most of them calls"
+        )
 
 
 @command.command("compare")

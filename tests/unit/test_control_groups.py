@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from burst_rt.job.control_groups import allowed_cpus, free_host_bytes, host_bytes
+from burst_rt.telemetry.rank import host
 
 
 def _write(root: Path, files: dict[str, str]) -> None:
@@ -69,3 +71,16 @@ def test_the_first_version(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/job/memory.stat": "cache 3\ntotal_inactive_file 600\n",
     })  # fmt: skip
     assert free_host_bytes(tmp_path) == 100
+
+
+def test_what_leaves_the_host_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bond counts what its two cards have counted."""
+    sizes = {"lo": 9000, "bond0": 30, "eth0": 10, "eth1": 20}
+    counted = {name: SimpleNamespace(bytes_sent=n, bytes_recv=n) for name, n in sizes.items()}
+    monkeypatch.setattr(psutil, "net_io_counters", lambda **_: dict(counted))
+    assert host._network(tmp_path) == (60, 60)
+    for name in ("eth0", "eth1"):
+        (tmp_path / name / "device").mkdir(parents=True)
+    assert host._network(tmp_path) == (30, 30)

@@ -15,7 +15,16 @@ import msgspec
 import pytest
 from click import Command
 from click.testing import CliRunner
-from telemetry_feed import Times, arrive, beat, call, gpu_sample, offset_s, record_calls
+from telemetry_feed import (
+    Times,
+    arrive,
+    beat,
+    call,
+    counters,
+    gpu_sample,
+    offset_s,
+    record_calls,
+)
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch import dashboard, top
@@ -654,3 +663,17 @@ def test_each_lane_of_a_pipeline_has_a_thread_in_the_trace(tmp_path: Path) -> No
     assert rows == ["prepare", "finish", "finish"]
     # All of them compute: from 0 to 0.9 s, of which two do at once for 0.1 s.
     assert summarise(record).ranks[0].compute_s == pytest.approx(0.9, abs=1e-4)
+
+
+def test_a_summary_says_what_the_record_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "dropped.record"
+    recorder = Recorder(path, 1e9, "0.1")
+    for rank in range(2):
+        recorder.add_message(0.0, rank, arrive(rank)[0])
+        for dropped in (3, 700):
+            told = msgspec.structs.replace(counters(rank, 1.0, 5), dropped=dropped)
+            recorder.add_message(1.0, rank, told)
+    recorder.close()
+    assert summarise(Record(path)).dropped == 1400
+    printed = CliRunner().invoke(command, ["summary", str(path)]).output
+    assert "not in the record: 1,400 messages that found no room" in printed

@@ -6,6 +6,7 @@ They have the shape of a GPU's samples, and come from machines with and without 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import psutil
 
@@ -94,11 +95,15 @@ class ProcessSampler:
         return SourceSample(self._source, now_s, values, details)
 
 
-def _network() -> tuple[int, int]:
+def _network(devices: Path = Path("/sys/class/net")) -> tuple[int, int]:
+    """Bytes sent and received by this host. devices: where the kernel lists its network devices."""
     # Without the loopback, which carries what the ranks of one host send each other by sockets: the
     # question here is what leaves the host.
     counters = psutil.net_io_counters(pernic=True)
     counters.pop("lo", None)
+    # Bonds, bridges and VLANs count what their parts count, too. A container may have no part.
+    parts = {name: c for name, c in counters.items() if (devices / name / "device").exists()}
+    counters = parts or counters
     sent = sum(c.bytes_sent for c in counters.values())
     received = sum(c.bytes_recv for c in counters.values())
     return sent, received

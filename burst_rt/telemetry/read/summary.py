@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from burst_rt.scheduler import Span, Wait
+from burst_rt.telemetry.messages import Counters
 from burst_rt.telemetry.model.account import (
     GroupAccount,
     IdleTime,
@@ -67,6 +68,7 @@ class RecordSummary:
     ranks: list[RankSummary] = field(default_factory=list)  # in the order of their numbers
     stalls: list[IdleSpan] = field(default_factory=list)  # the longest ones, longest first
     incomplete: int = 0  # calls that are left out because some ranks have no spans of them
+    dropped: int = 0  # messages that found no room: most are calls
     latecomer: Latecomer | None = None  # None where no rank costs the others 1 % by late entry
 
 
@@ -89,7 +91,14 @@ def summarise(record: Record) -> RecordSummary:
         longest = heapq.nlargest(
             _NUM_STALLS, [*longest, *stalls], key=lambda stall: stall.duration_s
         )
-    return RecordSummary(_ranks(groups.values()), longest, incomplete, _latecomer(groups.values()))
+    dropped: dict[int, int] = {}
+    for entry in record:
+        if isinstance(entry.message, Counters):
+            dropped[entry.rank] = entry.message.dropped
+    return RecordSummary(
+        _ranks(groups.values()), longest, incomplete, sum(dropped.values()),
+        _latecomer(groups.values()),
+    )  # fmt: skip
 
 
 _Groups = Iterable[tuple[GroupAccount, TimesOfRanks]]
