@@ -10,7 +10,6 @@ tells another what to read.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,6 @@ __all__ = [
     "training_starts",
 ]  # fmt: skip
 
-_log = logging.getLogger("burst_rt.train")
 SEPARATOR = b"\0"
 HELDOUT_PERCENT = 5
 # Minimum number of documents to hold out whole ones: with fewer, that could take most of the text
@@ -81,6 +79,7 @@ class Corpus:
 
     name: str
     num_documents: int
+    left_out: list[str]  # files that are not UTF-8 text
     train: Stream
     heldout: Stream
     # Bytes of the text of both streams, with a byte between documents.
@@ -115,18 +114,19 @@ def load_corpus(path: Path | None, encoding: Encoding = BYTES) -> Corpus:
     """Read a text file, a folder of them, or (None) the Python standard library's own source files.
 
     In a folder every regular file counts, in sorted order, except hidden ones, folders of runs, and
-    those that are not UTF-8 text, of which a warning tells. From 20 documents on, documents whose
+    those that are not UTF-8 text (`Corpus.left_out`). From 20 documents on, documents whose
     path hashes below 5 % are held out. With fewer documents, or if the held-out ones are less than
     2 % or more than 20 % of the bytes, the last 5 % of each document are held out, from the
     beginning of a character on. Raises ConfigError when there is nothing to read, OSError as the
     file system says it.
     """
     require_text(path)
+    left_out: list[str] = []
     if path is None:
         name, root = "the Python standard library", Path(sysconfig.get_path("stdlib"))
-        documents = list(_read(root, suffix=".py", skip=_NOT_SOURCES))
+        documents = list(_read(root, left_out, suffix=".py", skip=_NOT_SOURCES))
     else:
-        name, documents = str(path), list(_read(path))
+        name, documents = str(path), list(_read(path, left_out))
     train, heldout = _split(documents)
     if not any(train) or not any(heldout):
         raise ConfigError(
@@ -140,6 +140,7 @@ def load_corpus(path: Path | None, encoding: Encoding = BYTES) -> Corpus:
     return Corpus(
         name=name,
         num_documents=len(documents),
+        left_out=left_out,
         train=streams[0],
         heldout=streams[1],
         train_bytes=len(SEPARATOR.join(train)),
@@ -193,15 +194,17 @@ def sequences_at(stream: Stream, starts: Sequence[int], seq_len: int) -> tuple[T
 
 
 def _read(
-    root: Path, *, suffix: str = "", skip: frozenset[str] = frozenset()
+    root: Path, left_out: list[str], *, suffix: str = "", skip: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, bytes]]:
-    """Relative path and content of each text below `root`, or of `root` itself, sorted by path."""
+    """Relative path and content of each text below `root`, or of `root` itself, sorted by path.
+
+    left_out: gets the paths of files that are no text.
+    """
     paths = (
         [root]
         if root.is_file()
         else sorted(_walk(root, skip), key=lambda path: path.relative_to(root).as_posix())
     )
-    left_out: list[Path] = []
     for path in paths:
         if not path.name.endswith(suffix):
             continue
@@ -209,12 +212,7 @@ def _read(
         if text and _is_text(text):
             yield (path.relative_to(root).as_posix() if path != root else path.name), text
         elif text:
-            left_out.append(path)
-    if left_out:
-        _log.warning(
-            "burst-rt: left out: %s files below %s that are not UTF-8 text, such as %s",
-            f"{len(left_out):,}", root, left_out[0],
-        )  # fmt: skip
+            left_out.append(str(path))
 
 
 def _walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:

@@ -53,6 +53,7 @@ from burst_rt.launch.train.summary import (
     table,
 )
 from burst_rt.launch.world import StoppedBySignal, same_everywhere
+from burst_rt.telemetry.wire import readable
 
 if TYPE_CHECKING:
     from burst_rt.launch.train.pretrained import ModelFolder
@@ -375,6 +376,11 @@ def _heading(trainer: Trainer, folder: RunFolder, done: int) -> str:
         for name, before in vars(trainer.asked).items()
         if (after := getattr(config, name)) != before
     ]
+    left_out = ""
+    if corpus.left_out:
+        number, first = len(corpus.left_out), readable(corpus.left_out[0])
+        files = "file that is" if number == 1 else "files that are"
+        left_out = f"left out: {number:,} {files} not UTF-8 text, such as {first}\n"
     restarts = launched.restarts()
     if restarts and not done:
         fitted.append(
@@ -388,7 +394,7 @@ def _heading(trainer: Trainer, folder: RunFolder, done: int) -> str:
         f"ranks: {mesh.world.world_size} ({mesh.data_size} data x {mesh.context.world_size} "
         f"context), layout {config.layout}, on {mesh.world.device}\n{''.join(fitted)}"
         f"text: {corpus.name}, {corpus.num_documents:,} documents, {corpus.size_bytes / 1e6:.1f} "
-        f"MB, of which {len(corpus.heldout) / 1e6:.1f} MB held out\n"
+        f"MB, of which {len(corpus.heldout) / 1e6:.1f} MB held out\n{left_out}"
         f"{f'model: {config.model}{chr(10)}' if config.model else ''}"
         f"out: {folder.path}"
     )

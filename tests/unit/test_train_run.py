@@ -48,6 +48,7 @@ def test_a_resumed_run_tells_the_whole_from_what_was_done_now(
 ) -> None:
     first = _train(tmp_path, 2)
     table = capsys.readouterr().out
+    assert "left out" not in table
     assert (first["resumed_after"], "since" in table) == (0, False)
 
     # As if the machine of the first part had been another one.
@@ -145,3 +146,18 @@ def test_a_run_that_is_over_and_was_not_measured_at_its_end_is_told(
     path.write_text("\n".join([*lines, json.dumps(record)]) + "\n")
     _train(tmp_path, 3, elastic=True)
     assert "not measured after the last step" in capsys.readouterr().out
+
+
+def test_text_that_is_left_out_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some text " * 999)
+    (tmp_path / "text" / "b.txt").write_bytes(b"caf\xe9 " * 99)
+    config = TrainConfig(
+        data=str(tmp_path / "text"), seq_len=8, steps=1, layers=1, dim=8, heads=1, kv_heads=1
+    )
+    options = RunOptions(out=tmp_path / "run", progress="lines")
+    burst_rt.run_local(2, lambda world: train(world, config, options, {}), timeout_s=20)
+    said = f"left out: 1 file that is not UTF-8 text, such as {tmp_path}/text/b.txt\n"
+    assert capsys.readouterr().out.count(said) == 1
