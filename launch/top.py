@@ -177,10 +177,13 @@ def _serving(values: Mapping[str, float]) -> str:
     """The job's report about tokens and their cache, in a line."""
     words = [f"first token {_milliseconds(values['time_to_first_token_s'])}"]
     # A program may report some of these names alone.
-    if "time_per_token_s" in values:
-        words.append(f"a token {_milliseconds(values['time_per_token_s'])}")
-    if "mean_time_per_token_s" in values:
-        words[-1] += f" (mean {_milliseconds(values['mean_time_per_token_s'])})"
+    last, mean = values.get("time_per_token_s"), values.get("mean_time_per_token_s")
+    if last is not None and mean is not None:
+        words.append(f"a token {_milliseconds(last)} (mean {_milliseconds(mean)})")
+    elif last is not None:
+        words.append(f"a token {_milliseconds(last)}")
+    elif mean is not None:
+        words.append(f"a token {_milliseconds(mean)} in the mean")
     if "output_tokens_per_s" in values:
         words.append(f"{_counted(values['output_tokens_per_s'], '')} tokens/s")
     if "cached_tokens" in values:

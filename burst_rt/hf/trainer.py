@@ -66,15 +66,19 @@ def _named(device: torch.device) -> str:
 _LABELS = {"labels", "shift_labels"}  # `tree_row` makes the latter
 
 
-def _count_labels(batch: dict[str, Any], shifts: bool) -> float:
-    """How much the labels of a batch count together. shifts: whether the loss shifts them."""
+def _count_labels(batch: dict[str, Any], shifts: bool) -> torch.Tensor:
+    """How much the labels of a batch count together, a float64 scalar on their device, for which
+    nobody waits. shifts: whether the loss shifts them.
+    """
     labels, weights = batch.get("shift_labels"), batch.get(LOSS_WEIGHTS)
     if labels is None:
         labels = batch["labels"]
         if shifts:
             labels, weights = labels[..., 1:], None if weights is None else weights[..., :-1]
     labelled = labels != IGNORED_LABEL
-    return float((labelled if weights is None else weights[labelled]).sum())
+    # Not by a product: a weight may be NaN where nothing counts.
+    counted: torch.Tensor = labelled if weights is None else weights.masked_fill(~labelled, 0)
+    return counted.double().sum()
 
 
 class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
@@ -295,9 +299,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             return super()._get_num_items_in_batch(batch_samples, device)
         if not all(_LABELS & x.keys() for x in batch_samples):
             return None
-        added = sum(_count_labels(x, self._loss_shifts_labels) for x in batch_samples)
-        counted = torch.tensor([added], dtype=torch.float64, device=device)
-        total = self.accelerator.gather(counted).sum()
+        counts = [_count_labels(x, self._loss_shifts_labels) for x in batch_samples]
+        total = self.accelerator.gather(torch.stack(counts).sum()[None].to(device)).sum()
         return total / self.get_cp_size()
 
     def compute_loss(

@@ -217,9 +217,8 @@ def _job_name(whole: Store | None) -> str:
     """A name for the job's folder; one name for all groups of its processes."""
     name = new_job_name()
     if whole is not None:
-        with suppress(
-            RuntimeError
-        ):  # torch's, of a store; the groups then have folders of their own
+        # torch's stores raise these. Each group then has a folder of its own.
+        with suppress(RuntimeError):
             name = whole.compare_set("burst_rt/job", "", name).decode()
     return name
 

@@ -289,7 +289,8 @@ class Trainer:
         step = shared.manifest.step
         live = self.checkpoint(step)
         shared.fill(self.mesh.world, live.weights, live.optimizer)
-        self._optimizer.resume(step)
+        # Those that have moved go on, as they would have, whether or not a gradient comes again.
+        self._gradients.trained |= self._optimizer.resume(step)
 
 
 @torch.no_grad()

@@ -223,10 +223,13 @@ class AdamW:
         others = {name: p for name, p in parameters.items() if p.dim() < 2}
         self._groups = ((matrices, weight_decay), (others, 0.0))
 
-    def resume(self, step: int) -> None:
-        """Goes on after `step` steps, whose moments are there."""
+    def resume(self, step: int) -> set[str]:
+        """Goes on after `step` steps, whose moments are there. Returns the names of the weights
+        that these have moved.
+        """
         for count in self._num_steps.values():
             count.fill_(step)
+        return {name for name in self._num_steps if self.moments[f"exp_avg_sq.{name}"].any()}
 
     @torch.no_grad()
     def step(self, lr: float, trained: Collection[str]) -> None:

@@ -207,7 +207,7 @@ def test_weights_move_as_torchs_own_optimizer_moves_them() -> None:
             optimizer = AdamW(ours, weight_decay=0.5)
             for name, moment in moments.items():
                 optimizer.moments[name].copy_(moment)
-            optimizer.resume(step)
+            assert optimizer.resume(step) == dict(ours.named_parameters()).keys()
         for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
             x.grad = torch.randn(x.shape, generator=generator)
             y.grad = x.grad.clone()
@@ -265,3 +265,11 @@ def test_weights_that_no_gradient_reaches_stay() -> None:
         return gradients.trained
 
     assert burst_rt.run_local(2, run) == [{"shared", "first"}] * 2
+
+
+def test_a_resumed_run_knows_which_weights_have_moved() -> None:
+    decoder = Decoder(_CONFIG, seed=0)
+    optimizer = AdamW(decoder, weight_decay=0.5)
+    assert optimizer.resume(0) == set()
+    optimizer.moments["exp_avg_sq.head.weight"][0, 0] = 1e-12
+    assert optimizer.resume(3) == {"head.weight"}

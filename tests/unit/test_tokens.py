@@ -190,6 +190,7 @@ def test_top_says_it_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"output_tokens_per_s": 30.0}, "first token 200 ms  30 tokens/s"),
         ({"time_per_token_s": 0.01}, "first token 200 ms  a token 10 ms"),
+        ({"mean_time_per_token_s": 0.01}, "first token 200 ms  a token 10 ms in the mean"),
         ({"cached_tokens": 90.0}, "first token 200 ms  cache 90 tokens"),
     ],
 )
