@@ -299,8 +299,10 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             return super()._get_num_items_in_batch(batch_samples, device)
         if not all(_LABELS & x.keys() for x in batch_samples):
             return None
-        counts = [_count_labels(x, self._loss_shifts_labels) for x in batch_samples]
-        total = self.accelerator.gather(torch.stack(counts).sum()[None].to(device)).sum()
+        added = torch.zeros(1, dtype=torch.float64, device=device)  # a stream may have ended
+        for batch in batch_samples:
+            added += _count_labels(batch, self._loss_shifts_labels).to(device)
+        total = self.accelerator.gather(added).sum()
         return total / self.get_cp_size()
 
     def compute_loss(
