@@ -160,8 +160,8 @@ class NoticeKind(IntEnum):
 
     # "I am inside a call and still computing." value: the id of the task.
     ALIVE = 1
-    # "I have closed my context and will enter no further call." value: exit code, or UNKNOWN_CODE
-    # where the transport saw the end of a rank that said nothing; text: error.
+    # "I have failed and will enter no further call." value: exit code, or UNKNOWN_CODE where the
+    # transport saw the end of a rank that said nothing; text: error.
     LEFT = 2
     # "I wait for you to enter a call." value: the number of the call.
     ENTERED = 3
@@ -171,6 +171,9 @@ class NoticeKind(IntEnum):
     # "I cannot make mine either." value: the number of the peer's question; text: "here" if this
     # context is where the call was to be made.
     REFUSES_TOO = 5
+    # "I have closed my context and will enter no further call." value: the number of the last call
+    # that I have made.
+    ENDED = 6
 
 
 class Notice(NamedTuple):

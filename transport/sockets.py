@@ -34,7 +34,7 @@ _INT = np.dtype("<i8")
 _LAST_WORDS_S = 1.0
 # Kinds of notices after which a rank may stop looking at its links, and seconds for which it waits
 # until the kernel has such a notice.
-_LAST_NOTICES = (NoticeKind.LEFT, NoticeKind.REFUSES_TOO)
+_LAST_NOTICES = (NoticeKind.LEFT, NoticeKind.ENDED, NoticeKind.REFUSES_TOO)
 _NOTICE_S = 0.05
 # Seconds that a rank that leaves may take to write its farewells.
 _FAREWELL_S = 1.0
@@ -171,7 +171,7 @@ class _Notices(_Frames):
     def arrived(self, peer: int, kind: int, number: int, memory: memoryview) -> None:
         text = bytes(memory).decode(errors="replace")
         self.notices.append(Notice(peer, NoticeKind(kind), number, text))
-        if kind == NoticeKind.LEFT:
+        if kind in (NoticeKind.LEFT, NoticeKind.ENDED):
             self.left.add(peer)
 
 

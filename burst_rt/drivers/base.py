@@ -353,10 +353,10 @@ class BaseDriver:
                 self._flight.add(8 * of.id + MESSAGE_ENTRY, number, now_s)
         if self._control is not None:
             self._watch.say_entered(self._opening.number, backoff.waited_s, limit_s)
-        lost = self._watch.lost(
-            None if self._control is not None else {peer for _, peer, *_ in self._about.values()}
-        )
-        if lost is None and self._options.one_of_several and not is_local:
+        several = self._options.one_of_several
+        awaited = {peer for _, peer, *_ in self._about.values()} if several else ()
+        lost = self._watch.lost(self._opening.number, awaited)
+        if lost is None and several and not is_local:
             lost = self._gone_on(backoff)
         if lost:
             return _failed(task, lost)

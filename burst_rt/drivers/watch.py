@@ -9,8 +9,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from burst_rt.errors import BurstError, DeviceError, PeerLost, Stalled
 from burst_rt.job.clock import RunningClock
@@ -19,7 +20,7 @@ from burst_rt.transport.base import UNKNOWN_CODE
 
 __all__ = ["Backoff", "SharedWatch", "Watch"]
 
-# Seconds for which messages of a rank that has left may still be in transit: it may have done all
+# Seconds for which messages of a rank that has failed may still be in transit: it may have done all
 # of its part in the call before.
 _LEAVE_GRACE_S = 1.0
 # Seconds for which a wait polls without sleeping, because a sleeping poll costs 0.6 ms and a hot
@@ -77,6 +78,15 @@ class Absent:
         return self.ranks[0] if len(self.ranks) == 1 else None
 
 
+class _Left(NamedTuple):
+    """How a rank has left."""
+
+    noticed_s: float  # by `time.perf_counter`
+    code: int  # its exit code
+    error: str = ""  # in words
+    last_call: int = 0  # the number of the last call that it has made, where it ended well
+
+
 class Watch:
     """This rank's knowledge of the other ranks, from their notices. Each context has one watch.
 
@@ -88,8 +98,7 @@ class Watch:
         # The first five dictionaries are replaced, and never changed: another thread may be
         # reading them.
 
-        # When a rank was noticed to have left, its exit code, and its error in words.
-        self.left: dict[int, tuple[float, int, str]] = {}
+        self.left: dict[int, _Left] = {}
         # When a rank last said that it computes, and the task that it computes.
         self.alive: dict[int, tuple[float, int]] = {}
         # The number of the last call that a rank said it waits in.
@@ -113,10 +122,9 @@ class Watch:
         for notice in self.control.notices():
             now, peer = time.perf_counter(), notice.peer
             if notice.kind is NoticeKind.LEFT:
-                # A rank that failed says so at once, and once more when it closes its context.
-                self.left = self.left | (
-                    {} if peer in self.left else {peer: (now, notice.value, notice.text)}
-                )
+                self._note_left(peer, _Left(now, notice.value, notice.text))
+            elif notice.kind is NoticeKind.ENDED:
+                self._note_left(peer, _Left(now, 0, last_call=notice.value))
             elif notice.kind is NoticeKind.ALIVE:
                 self.alive = self.alive | {peer: (now, notice.value)}
             elif notice.kind is NoticeKind.ENTERED:
@@ -136,17 +144,18 @@ class Watch:
                 )
             self._asking.clear()
 
-    def lost(self, awaited: Iterable[int] | None = None) -> BurstError | None:
-        """The error for a rank that has left, or None.
+    def lost(self, number: float, awaited: Collection[int] = ()) -> BurstError | None:
+        """The error for a rank that has left and is lost to call `number`, or None.
 
         PeerLost, or DeviceError where the rank failed with a DeviceError. A rank counts as lost 1 s
-        after it left, because its last messages may still be on their way. awaited: the ranks whose
-        messages are open; None: all ranks. A rank that ended well, and has no open messages, does
-        not count as lost to a call in progress.
+        after it left, because its last messages may still be on their way. A rank that ended well
+        after this call is not lost to it, however late what others sent may be: it has made its
+        part. awaited: ranks that may have ended without their part in call `number`.
         """
         now = time.perf_counter()
-        for peer, (since, code, _) in self.left.items():
-            if now - since > _LEAVE_GRACE_S and (code or awaited is None or peer in awaited):
+        for peer, (since_s, code, _, last_call) in self.left.items():
+            gone = code or last_call < number or peer in awaited
+            if gone and now - since_s > _LEAVE_GRACE_S:
                 return self._lost(peer)
         return None
 
@@ -168,13 +177,17 @@ class Watch:
         for peer in self._others():
             self.control.notify(peer, NoticeKind.ALIVE, task)
 
-    def say_left(self, code: int, error: str = "") -> None:
+    def say_left(self, code: int, error: str = "", last_call: int = 0) -> None:
         """Tells every other rank that this rank enters no further call. Does not wait.
 
-        code: this rank's exit code. error: why this rank leaves, in words.
+        code: this rank's exit code. error: why this rank leaves, in words. last_call: the number of
+        the last call that it has made; what matters where it ends well.
         """
         for peer in self._others():
-            self.control.notify(peer, NoticeKind.LEFT, code, error)
+            if code:
+                self.control.notify(peer, NoticeKind.LEFT, code, error)
+            else:
+                self.control.notify(peer, NoticeKind.ENDED, last_call)
 
     def say_refuses(self, *, meant: bool) -> None:
         """Tells every other rank that this rank cannot make its next call. Does not wait.
@@ -193,6 +206,11 @@ class Watch:
         """Ends what `say_refuses` began."""
         with self._refusing:
             self.refusing = None
+
+    def _note_left(self, peer: int, how: _Left) -> None:
+        # A rank that failed says so at once, and once more when it closes its context.
+        if peer not in self.left:
+            self.left = self.left | {peer: how}
 
     def _refuses_too(self, peer: int, *, here: bool) -> None:
         with self._refusing:
@@ -227,9 +245,9 @@ class Watch:
         self._curious.update(peers)
         self.say_entered(number, 0.0, math.inf)
 
-    def leave(self, code: int, error: str = "") -> None:
+    def leave(self, code: int, error: str = "", last_call: int = 0) -> None:
         """Says that this rank has left (`say_left`), and closes the control group."""
-        self.say_left(code, error)
+        self.say_left(code, error, last_call)
         self.control.close()
 
     def absent(self, number: int) -> Absent:
@@ -256,7 +274,7 @@ class Watch:
                 self.look()
                 if number is not None:
                     self.say_entered(number, backoff.waited_s, timeout_s, bringing)
-            error = self.lost()
+            error = self.lost(math.inf if number is None else number)
             if error:
                 raise error
             if backoff.waited_s > timeout_s:
@@ -279,7 +297,7 @@ class Watch:
         return [peer for peer in range(self.control.size) if peer != self.control.rank]
 
     def _lost(self, peer: int) -> BurstError:
-        _, code, error = self.left[peer]
+        _, code, error, _ = self.left[peer]
         # If a device failed, all ranks raise the same class: no rank can go on, and no rank is to
         # blame.
         kind = DeviceError if code == DeviceError.exit_code else PeerLost
@@ -317,10 +335,10 @@ class SharedWatch(Watch):
         with self._lock:
             super().say_alive(task)
 
-    def say_left(self, code: int, error: str = "") -> None:
+    def say_left(self, code: int, error: str = "", last_call: int = 0) -> None:
         """See `Watch.say_left`."""
         with self._lock:
-            super().say_left(code, error)
+            super().say_left(code, error, last_call)
 
     def say_refuses(self, *, meant: bool) -> None:
         """See `Watch.say_refuses`."""
@@ -342,7 +360,7 @@ class SharedWatch(Watch):
         with self._lock:
             super().ask(peers, number)
 
-    def leave(self, code: int, error: str = "") -> None:
+    def leave(self, code: int, error: str = "", last_call: int = 0) -> None:
         """See `Watch.leave`."""
         with self._lock:
-            super().leave(code, error)
+            super().leave(code, error, last_call)

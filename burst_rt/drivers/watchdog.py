@@ -183,7 +183,7 @@ class Watchdog:
             return self._error(DeviceError, call, (messages or tasks)[0], error.message)
         if messages and mpi_takes_threads():
             self._watch.look()
-            lost = self._watch.lost(())
+            lost = self._watch.lost(call.number)
             if lost is not None:
                 return self._error(type(lost), call, messages[0], lost.message, peer=lost.peer)
         return None

@@ -382,7 +382,7 @@ class Runtime:
         self._closed = True
         if self._watchdog is not None:
             self._watchdog.finish()
-        self.watch.leave(code, error)
+        self.watch.leave(code, error, self._number)
         if self.broken is None:
             # Where this rank failed, the device may have work that will never end.
             (self.transport.cancel if code else self.transport.close)()

@@ -664,6 +664,45 @@ def test_a_rank_that_has_done_its_part_may_leave(monkeypatch: pytest.MonkeyPatch
     burst_rt.run_local(4, lambda ctx: _train_step(ctx, "burst"))
 
 
+class _Late:
+    """A collective whose last message comes 1.5 s after another rank has left."""
+
+    def __init__(self, pending: Any, ctx: Context) -> None:
+        self._pending, self._ctx, self.result = pending, ctx, pending.result
+
+    def test(self) -> bool:
+        left = self._ctx.runtime.watch.left.values()
+        late = any(time.perf_counter() - how.noticed_s > 1.5 for how in left)
+        return bool(self._pending.test()) and late
+
+
+def _alone_with_itself(ctx: Context) -> None:
+    """A call that sends no message: nothing but its opening awaits other ranks."""
+    layout = ctx.layout(12, "contiguous")
+    burst_rt.burst_attention(*_qkv(ctx), layout=layout, mask=burst_rt.SlidingWindow(0))
+
+
+@pytest.mark.parametrize(
+    ("call", "collective"),
+    [
+        (lambda ctx: ctx.all_gather(ctx.rank), "allgather"),
+        (lambda ctx: ctx.together(lambda: None), "allreduce_max"),
+        (_alone_with_itself, "allreduce_max"),
+    ],
+)
+def test_a_rank_that_ended_after_a_call_is_not_lost_to_it(
+    call: Callable[[Context], object], collective: str
+) -> None:
+    def run(ctx: Context) -> None:
+        if ctx.rank == 0:
+            control = ctx.runtime.control
+            start = getattr(control, collective)
+            setattr(control, collective, lambda said: _Late(start(said), ctx))
+        call(ctx)
+
+    burst_rt.run_local(3, run)
+
+
 def test_a_rank_that_computes_is_alive_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for rank 3, which waits for rank 2, which computes for longer than stall_s."""
     _slow_kernel(
@@ -756,7 +795,7 @@ def test_how_a_context_is_left_is_told(stop: BaseException, code: int) -> None:
             return
         assert told.wait(20)
         ctx.runtime.watch.look()
-        assert [left for _, left, _ in ctx.runtime.watch.left.values()] == [code]
+        assert [left.code for left in ctx.runtime.watch.left.values()] == [code]
 
     burst_rt.run_local(2, run)
 

@@ -393,7 +393,7 @@ def test_notices_are_read_by_one_thread_at_a_time() -> None:
     def read() -> None:
         while not over.is_set():
             watch.look()
-            assert watch.lost(()) is None
+            assert watch.lost(1) is None
 
     with ThreadPoolExecutor(3) as pool:
         readers = [pool.submit(read) for _ in range(3)]
