@@ -83,6 +83,11 @@ class Call:
         return self.options.mask
 
     @property
+    def table_bytes(self) -> int:
+        """See `Recent`."""
+        return self.mask.table_bytes
+
+    @property
     def scale(self) -> float | None:
         """The factor of the scores; None: 1 / sqrt(head_dim)."""
         return self.options.scale

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from burst_rt.attention.predict import predicted_s
-from burst_rt.attention.recent import Recent
+from burst_rt.attention.recent import MOST_TABLE_BYTES, Recent
 from burst_rt.kernels import Kernel, KernelChoice, Work, pick
 from burst_rt.planning.chooser import Chooser
 from burst_rt.planning.layouts import Layout
@@ -162,6 +162,11 @@ class Plan(KernelPlan):
     # What runs of this plan keep for the next ones. Any: each run's own.
     kept: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def table_bytes(self) -> int:
+        """See `Recent`. It is the size of what lies on the host."""
+        return self.key.problem.mask.table_bytes
+
     def explain(self, *, tables: bool = True) -> str:
         """The plan in words: strategy and kernel with the reasons, bytes sent, memory.
 
@@ -293,7 +298,7 @@ class Planner:
         self._lanes = lanes
         self._lower = lower
         self._chooser = Chooser(hardware, ranks_per_node, capacity)
-        self._plans: Recent[PlanKey, Plan] = Recent(capacity)
+        self._plans: Recent[PlanKey, Plan] = Recent(capacity, MOST_TABLE_BYTES)
         # Programs of the latest plans, which still hold their intermediate data.
         self._detailed: deque[Program] = deque()
         self._verified: Recent[Hashable, bool] = Recent(_KNOWN_WIRINGS)

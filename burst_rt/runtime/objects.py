@@ -41,7 +41,7 @@ def all_gather(
     """
     words = {"call": "all_gather", **(about or {})}
     try:
-        payload = _packed(value)
+        payload = _packed(value, words["call"])
     except InputError as error:
         runtime.refuse(words["call"], error)
     return _gathered(runtime, words, payload)
@@ -64,7 +64,7 @@ def first(runtime: Runtime, fn: Callable[[], _T]) -> _T:
     with _until_all_are_here(runtime, "first"):
         if runtime.rank == 0:
             try:
-                payload = _packed(_inside(runtime, fn))
+                payload = _packed(_inside(runtime, fn), "first")
             except Exception as error:  # noqa: BLE001  (as above)
                 runtime.refuse("first", _as_typed(error, "first"))
         result: _T = _gathered(runtime, {"call": "first"}, payload, only=0)[0]
@@ -115,7 +115,7 @@ def _gathered(
     return [msgspec.msgpack.decode(raw) for raw in (said if only is None else [said[only]])]
 
 
-def _packed(value: object) -> bytes:
+def _packed(value: object, call: str) -> bytes:
     """The value in MessagePack. Raises InputError for anything but plain data."""
     try:
         odd = _odd_part(value)
@@ -126,7 +126,7 @@ def _packed(value: object) -> bytes:
         # A number of more than 64 bits, text that is not Unicode, a list that holds itself.
         got = f"got what has no such form ({error})"
     raise InputError(
-        "all_gather: expected plain data (None, bool, int of 64 bits, float, str, bytes, and "
+        f"{call}: expected plain data (None, bool, int of 64 bits, float, str, bytes, and "
         f"lists, tuples and dicts of these), {got}; give x.tolist() of a tensor, and str() of a "
         "path"
     )

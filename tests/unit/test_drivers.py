@@ -521,7 +521,7 @@ def test_a_peer_may_leave_once_it_has_done_its_part() -> None:
     world = LocalWorld(2)
     receiver = _Rank(world, _receiver(), opening=_Opening(after_s=0.2))
     world.transport(1).isend(memoryview(bytearray(_BYTES)), 0, 0)
-    Watch(world.control(1)).say_left(0)
+    Watch(world.control(1)).say_left(0, last_call=receiver.opening.number)
     receiver.run()
     assert receiver.transport.bytes_received == _BYTES
 
@@ -531,7 +531,7 @@ def test_a_peer_may_leave_once_it_has_done_its_part() -> None:
 def test_a_rank_that_owes_nothing_is_missed_only_if_it_failed(code: int) -> None:
     world = LocalWorld(3)
     receiver = _Rank(world, _receiver(world_size=3))
-    Watch(world.control(2)).say_left(code)
+    Watch(world.control(2)).say_left(code, last_call=receiver.opening.number)
 
     def send_late() -> None:
         time.sleep(2.0)
@@ -681,7 +681,7 @@ def test_a_watch_knows_who_left_and_who_lives() -> None:
     others[1].say_left(70, "ValueError: no more")
     watch.look()
     assert [(peer, task) for peer, (_, task) in watch.alive.items()] == [(1, 6)]
-    assert [(peer, code, error) for peer, (_, code, error) in watch.left.items()] == [
+    assert [(peer, how.code, how.error) for peer, how in watch.left.items()] == [
         (2, 70, "ValueError: no more")
     ]
     with pytest.raises(
@@ -690,7 +690,7 @@ def test_a_watch_knows_who_left_and_who_lives() -> None:
         watch.require_all()
     others[0].look()
     assert [*others[0].left] == [2]
-    assert watch.lost() is None, "what it sent last may still be on its way"
+    assert watch.lost(1) is None, "what it sent last may still be on its way"
 
 
 def test_a_stall_names_the_ranks_that_have_not_entered() -> None:

@@ -227,7 +227,7 @@ def test_rank_0_alone_runs_first_and_every_rank_gets_its_result() -> None:
     [
         (lambda: open("/nowhere/at/all"), ConfigError, "No such file"),  # noqa: SIM115
         (lambda: 1 / 0, InputError, "first: fn raised ZeroDivisionError: division by zero"),
-        (lambda: torch.zeros(1), InputError, "expected plain data"),
+        (lambda: torch.zeros(1), InputError, "first: expected plain data"),
     ],
 )
 def test_an_error_of_first_is_every_ranks(

@@ -4,7 +4,9 @@ run takes.
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,6 +19,7 @@ from graphs import problem
 import burst_rt
 from burst_rt import Causal, Context, Documents, Full, Mask
 from burst_rt.attention import planner as planner_module
+from burst_rt.attention import recent
 from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun, run_types
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.recent import KeptEntries, Recent
@@ -171,6 +174,29 @@ def test_two_threads_may_keep_what_is_recent() -> None:
     finally:
         sys.setswitchinterval(before)
     assert len(kept) == 3
+
+
+def test_few_masks_with_large_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that chooses its blocks anew in each step holds the tables of its last steps."""
+    for module in (recent, planner_module):
+        monkeypatch.setattr(module, "MOST_TABLE_BYTES", 100_000)
+
+    def run(ctx: Context) -> None:
+        x, layout, masks = torch.ones(1, 64, 1, 8), ctx.layout(64), []
+        for shown in range(1, 61):
+            mask = burst_rt.BlockSparse(torch.ones(64, 64).tril(-shown) == 0, 1)
+            call = burst_rt.make_call(x, x, x, layout=layout, mask=mask & burst_rt.Causal())
+            assert mask.table_bytes == 64**2
+            assert call.forward_plan.table_bytes > 64**2  # and the runs
+            masks.append(weakref.ref(mask))
+            del mask, call
+        gc.collect()
+        alive = [made() is not None for made in masks]
+        # Of the latest masks planning keeps some, too.
+        assert sum(alive) < 30
+        assert alive[-1]
+
+    burst_rt.run_local(1, run)
 
 
 def _runs(

@@ -228,6 +228,11 @@ class Mask:
         """Number of batch rows that the mask tells apart; 1: every batch row sees the same."""
         return 1
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables that the mask holds; 0 where they grow with the tokens at most."""
+        return 0
+
     def num_apart(self, batch: int, heads: int) -> int:
         """Number of these batch rows x heads that may each see something else."""
         return self.batch

@@ -79,6 +79,12 @@ class BlockSparse(Mask):
         return len(self._table)
 
     @property
+    def table_bytes(self) -> int:
+        """See `Mask.table_bytes`: the table, and its runs once they are known."""
+        runs: Spans | tuple[()] = self.__dict__.get("_runs", ())
+        return int(self._table.nbytes + sum(bounds.nbytes for bounds in runs))
+
+    @property
     def by_index(self) -> bool:
         """See `Mask.by_index`: yes."""
         return True

@@ -57,6 +57,11 @@ class Function(Mask, made_by="function"):
         """See `Mask.batch`: what `within` tells apart; the function may tell more apart."""
         return self.within.batch
 
+    @property
+    def table_bytes(self) -> int:
+        """See `Mask.table_bytes`."""
+        return self.within.table_bytes
+
     def num_apart(self, batch: int, heads: int) -> int:
         """See `Mask.num_apart`: every batch row and head."""
         return batch * heads

@@ -52,6 +52,11 @@ class _Pair(Mask):
         """See `Mask.batch`."""
         return max(self.first.batch, self.second.batch)
 
+    @property
+    def table_bytes(self) -> int:
+        """See `Mask.table_bytes`."""
+        return self.first.table_bytes + self.second.table_bytes
+
     def num_apart(self, batch: int, heads: int) -> int:
         """See `Mask.num_apart`."""
         return max(part.num_apart(batch, heads) for part in (self.first, self.second))
