@@ -15,12 +15,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 import torch
 from torch._library.effects import EffectType
 from torch.library import _register_effectful_op
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from burst_rt.attention.call import Call, call_of
 from burst_rt.attention.options import PLAIN, NeedsGrad, Options
@@ -31,7 +32,7 @@ from burst_rt.kernels import QKV, Results, ScoreOptions, sum_dtype
 from burst_rt.planning.masks import MASKS, Mask
 from burst_rt.planning.numbers import set_tracing_check
 
-__all__ = ["KEPT_OPS", "BurstAttentionFunction", "arguments_of", "forward_op"]
+__all__ = ["KEPT_OPS", "BurstAttentionFunction", "arguments_of", "forward_op", "let_count"]
 
 # A call as the ops' arguments: the numbers of layout, kv_layout and mask; the plain options;
 # whether q, k, v and sinks need gradients. Any: the options have several types.
@@ -44,6 +45,21 @@ _WHERE, _BACKWARD = "burst_attention", "backward of burst_attention"
 # Masks that were made inside compiled programs. The programs keep only the masks' numbers.
 _constants: deque[Mask] = deque(maxlen=4096)
 set_tracing_check(torch.compiler.is_compiling)
+
+
+def let_count(op: Any, flops_of: Callable[..., int]) -> None:
+    """Gives every `FlopCounterMode` that is active the formula of an op.
+
+    flops_of: called with the op's arguments, and the result as `out_val`. `register_flop_formula`
+    of torch would have to come before the mode is made, and so does the import of its module,
+    which takes a tenth of a second on every rank.
+    """
+    if "torch.utils.flop_counter" not in sys.modules:
+        return
+    for mode in _get_current_dispatch_mode_stack():
+        formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if isinstance(formulas, dict):
+            formulas.setdefault(op.overloadpacket, flops_of)
 
 
 class _KeptHere(threading.local):
@@ -65,6 +81,7 @@ def _run_op(op: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
     """The op's results, for a caller that keeps the call until its backward has run."""
     if torch.compiler.is_compiling():
         return op(*arguments)  # type: ignore[no-any-return]
+    let_count(op, _flops_of)
     with _kept_here:
         return op(*arguments)  # type: ignore[no-any-return]
 
@@ -256,6 +273,17 @@ def _call_of(qkv: QKV, arguments: Arguments, name: str) -> tuple[Call, ScoreOpti
     except InputError as error:
         attention.runtime.refuse(name, error)
     return call, call.score_options(*tensors)
+
+
+def _flops_of(*arguments: Any, out_val: Any) -> int:
+    """Floating-point operations of this rank's part of a call, forward or backward."""
+    forward = isinstance(arguments[3], int)
+    q, k, v = arguments[:3] if forward else arguments[2:5]
+    numbers, plain, needs, tensors = _sorted(arguments[3 if forward else 8 :])
+    layout, kv_layout, mask = *map(LAYOUTS.find, numbers[:2]), MASKS.find(numbers[2])
+    assert layout is not None  # the op has run with it
+    call = call_of(QKV(q, k, v), Options(layout, kv_layout, mask, *plain, *tensors), needs)
+    return (call.forward_plan if forward else call.backward_plan).flops
 
 
 # The tensors of the ops that may be None come last, after `Arguments`; the dispatcher leaves them

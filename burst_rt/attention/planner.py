@@ -139,6 +139,11 @@ class RankPlan:
         """Bytes this rank sends in one run: the sum over the graph's messages."""
         return self.graph.wire_bytes
 
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of this rank's tasks, without what the mask hides."""
+        return sum(task.cost.flops for task in self.graph.tasks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPlan(RankPlan):

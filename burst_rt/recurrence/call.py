@@ -48,10 +48,9 @@ class RecurrencePlan(RankPlan):
         program = self.program
         direction = "forward" if program.forward else "backward"
         memory = sum(part.size_bytes for part in (*self.slots, *self.chunks))
-        work = sum(task.cost.flops for task in self.graph.tasks)
         return (
             f"{direction} of {self.name}: {program}\n"
-            f"  floating-point operations of this rank: {work:,}\n"
+            f"  floating-point operations of this rank: {self.flops:,}\n"
             f"  kernel {self.kernel.name}: {self.kernel.reason}\n"
             f"  bytes all ranks send: {program.wire_bytes():,}; this rank sends "
             f"{self.bytes_sent():,}, whatever the number of tokens\n"

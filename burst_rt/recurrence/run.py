@@ -10,7 +10,7 @@ import torch
 from torch._library.effects import EffectType
 from torch.library import _register_effectful_op
 
-from burst_rt.attention.autograd import KEPT_OPS
+from burst_rt.attention.autograd import KEPT_OPS, let_count
 from burst_rt.attention.execute.ring import SlotRun
 from burst_rt.attention.run import autocast_off, check_not_captured
 from burst_rt.drivers import Progress, is_out_of_memory
@@ -338,6 +338,7 @@ class RecurrenceFunction(torch.autograd.Function):
         """Runs the call, and saves its inputs and the state before each segment."""
         if torch._C._len_torch_dispatch_stack() > 0:
             # A mode, such as one that keeps results for checkpointing, sees one op.
+            let_count(recurrence_op, _flops_of)
             with torch._C._AutoDispatchBelowAutograd():
                 made = recurrence_op(_CALLS.give(call), begins, initial, count, tensors)
             number, *rest = made
@@ -402,6 +403,13 @@ def _run_op(
     with autocast_off(tensors[0].device.type):
         made = _forward(call, bound, initial)
     return [torch.tensor(call.attention.runtime.number, device="cpu"), *made]
+
+
+def _flops_of(number: int, *_: Any, out_val: list[Tensor]) -> int:
+    """Floating-point operations of this rank's part of a call's forward."""
+    call = _CALLS.find(number)
+    assert call is not None  # the caller holds it
+    return call.forward_plan.flops
 
 
 _library = torch.library.Library("burst_rt", "FRAGMENT")

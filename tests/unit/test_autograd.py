@@ -9,6 +9,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,12 @@ import pytest
 import torch
 from spec import errors_of, reference
 from tolerances import ERROR
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from worlds import Case, attend_over_threads
 
 import burst_rt
@@ -395,6 +398,28 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch's own, where it goes on after the call
+@pytest.mark.parametrize("fake", [False, True])
+def test_flops_are_those_of_the_cells_that_the_mask_shows(fake: bool) -> None:
+    """Torch's counter hears of each rank's part; a forward has two products, a backward five."""
+
+    def run(ctx: Context) -> tuple[int, int]:
+        layout = ctx.layout(48)
+        with FakeTensorMode() if fake else nullcontext(), FlopCounterMode(display=False) as counter:
+            q, k, v = (
+                torch.randn(2, layout.shard_len, heads, dim, requires_grad=True)
+                for heads, dim in ((4, 16), (2, 16), (2, 8))
+            )
+            out = burst_rt.burst_attention(q, k, v, layout=layout, causal=True)
+            forward = counter.get_total_flops()
+            out.sum().backward()
+        return forward, counter.get_total_flops() - forward
+
+    counted = burst_rt.run_local(3, run)
+    products = 2 * 2 * 4 * (48 * 49 // 2)  # of one channel: batch rows, heads and cells
+    assert sum(forward for forward, _ in counted) == products * (16 + 8)
+    assert sum(backward for _, backward in counted) == products * (3 * 16 + 2 * 8)
+
+
 def test_compiled_is_eager_forward_and_backward(ctx: Context) -> None:
     layout = ctx.layout(16)
 

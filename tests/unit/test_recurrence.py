@@ -22,6 +22,7 @@ from recurrences import (
     truth,
     truth_of_paths,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 import burst_rt
 from burst_rt import Context, Documents, PrefixTree, recurrence
@@ -216,6 +217,17 @@ def test_the_states_of_a_tree_are_what_is_sent() -> None:
     # The question is on ranks 0 and 1, the answers are on ranks 2 and 3.
     sent = burst_rt.run_local(4, rank)
     assert sent == [(state, 0), (2 * state, state), (0, state), (0, state)]
+
+
+def test_flops_of_a_forward_are_those_of_its_plan() -> None:
+    def rank(ctx: Context) -> None:
+        given = _arguments(ctx.layout(800, "contiguous"))
+        plan = recurrence.explain_recurrence(recurrence.gated_delta_rule, **given).forward
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            recurrence.gated_delta_rule(**given)
+        assert counter.get_total_flops() == plan.flops > 0
+
+    burst_rt.run_local(2, rank)
 
 
 def test_both_ways_of_the_state_are_taken() -> None:
