@@ -64,9 +64,7 @@ class RunFolder:
         self._world.first(read)
 
     def append(self, record: StepRecord) -> None:
-        """Add a line to the metrics. Not collective, as it happens at every step; raises OSError on
-        rank 0.
-        """
+        """Add a line to the metrics. Not collective, as it happens at every step."""
         if self._metrics is not None:
             self._metrics.append(record)
 
@@ -90,11 +88,15 @@ class RunFolder:
         """Let `save` write the folder of the trained model."""
         self._world.first(lambda: save_folder(self.path / "model", save))
 
-    def plot(self, title: str, unit: str) -> None:
-        """Draw the loss curve, in nats a `unit`."""
-        self._world.first(
-            lambda: plot_loss(self.history, self.path / "loss.png", title=title, unit=unit)
-        )
+    def conclude(self, title: str, unit: str) -> None:
+        """Complete the metrics, and draw the loss curve, in nats a `unit`."""
+
+        def write() -> None:
+            if self._metrics is not None:
+                self._metrics.complete()
+            plot_loss(self.history, self.path / "loss.png", title=title, unit=unit)
+
+        self._world.first(write)
 
     @property
     def history(self) -> list[StepRecord]:

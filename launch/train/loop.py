@@ -112,13 +112,13 @@ def train(
         with StopRequests(offer=world.rank == 0) as requests:
             for step in range(done + 1, config.steps + 1):
                 _advance(step, trainer, folder, report, requests)
-        folder.plot(
+        if source is not None:
+            folder.save_model(partial(source.save, trainer.module))
+        folder.conclude(
             f"{trainer.num_parameters / 1e6:.2f} M parameters, {config.seq_len:,} {corpus.unit}s a "
             f"sequence, {world.world_size} ranks",
             corpus.unit,
         )
-        if source is not None:
-            folder.save_model(partial(source.save, trainer.module))
         if world.rank != 0 or not folder.history:
             return None
         about = {

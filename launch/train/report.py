@@ -86,16 +86,43 @@ class MetricsFile:
                 if missing
                 else "no record is lost",
             )
-        temporary = path.with_name(f".writing-{path.name}")
-        temporary.write_text("".join(_line(record) for record in self.history))
-        os.replace(temporary, path)
+        self._is_whole = True  # whether the file has all of `history`
+        self._write_all()
 
     def append(self, record: StepRecord) -> None:
+        """Add a record. Where it cannot be written now (a quota, a file server that restarts), a
+        warning says so, and a later record is written with all that the file lacks.
+        """
         self.history.append(record)
-        # The file is opened for each line: a step takes far longer, and a killed run leaves at most
-        # its last line short.
-        with self._path.open("a") as file:
-            file.write(_line(record))
+        try:
+            if not self._is_whole:
+                self._write_all()
+                return
+            # The file is opened for each line: a step takes far longer, and a killed run leaves at
+            # most its last line short.
+            with self._path.open("a") as file:
+                file.write(_line(record))
+        except OSError as error:
+            if self._is_whole:
+                _log.warning(
+                    "burst-rt: step %d is not in %s yet: %s; the run goes on, and the file is "
+                    "written again with a later step",
+                    record.step,
+                    self._path,
+                    error,
+                )
+            self._is_whole = False
+
+    def complete(self) -> None:
+        """Write what the file lacks. Raises OSError."""
+        if not self._is_whole:
+            self._write_all()
+
+    def _write_all(self) -> None:
+        temporary = self._path.with_name(f".writing-{self._path.name}")
+        temporary.write_text("".join(_line(record) for record in self.history))
+        os.replace(temporary, self._path)
+        self._is_whole = True
 
 
 def _line(record: StepRecord) -> str:

@@ -594,6 +594,27 @@ def test_a_record_that_is_gone_is_missing_and_not_damaged(
     assert "metrics.jsonl is missing: steps 1 to 2 have no record" in caplog.text
 
 
+def test_a_disk_that_fails_for_a_while_takes_no_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    path = folder / "metrics.jsonl"
+    metrics = MetricsFile(path, after_step=0)
+    metrics.append(_record(1))
+    folder.rename(tmp_path / "away")
+    for step in (2, 3):
+        metrics.append(_record(step))
+    assert caplog.text.count("step 2 is not in") == 1 == len(caplog.records)
+    with pytest.raises(OSError, match="No such file"):
+        metrics.complete()
+    (tmp_path / "away").rename(folder)
+    metrics.append(_record(4))
+    metrics.append(_record(5))
+    written = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert written == [1, 2, 3, 4, 5]
+
+
 def test_a_second_damaged_record_does_not_replace_the_first(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(f"damage {number}\n")
