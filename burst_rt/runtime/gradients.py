@@ -58,26 +58,29 @@ def average_gradients(
     for _, same in groupby(sorted(used, key=_kind), key=_kind):
         members = list(same)
         everywhere = all(used[parameter] for parameter in members)
+        dtype = _grad_dtype(members[0])
         for parameter in members:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         grads = [parameter.grad for parameter in members if parameter.grad is not None]
-        one = _one_tensor(grads) if everywhere else None
+        one = _one_tensor(grads, dtype) if everywhere else None
         if one is not None:
             # In pieces, so that what the sum takes beside it is bounded.
             for piece in one.split(max(1, piece_bytes(size) // one.itemsize)):
                 sum_in_place(piece, ranks)
             one /= size
         else:
-            _average_in_pieces(grads, ranks, size)
+            _average_in_pieces(grads, torch.promote_types(dtype, torch.float32), ranks, size)
 
 
 def _average_in_pieces(
-    grads: list[torch.Tensor], ranks: dist.ProcessGroup | SummingRanks, size: int
+    grads: list[torch.Tensor],
+    dtype: torch.dtype,
+    ranks: dist.ProcessGroup | SummingRanks,
+    size: int,
 ) -> None:
-    """By copies to a tensor of float32 or float64, as large as a piece."""
+    """By copies to a tensor of `dtype`, float32 or float64, as large as a piece."""
     flats = [grad.flatten() for grad in grads]
-    dtype = torch.promote_types(grads[0].dtype, torch.float32)
     room = max(1, min(sum(map(len, flats)), piece_bytes(size) // dtype.itemsize))
     piece = torch.empty(room, dtype=dtype, device=grads[0].device)
     for parts in _pieces(flats, room):
@@ -149,11 +152,12 @@ def _have_gradients(
     by_kind: dict[str, list[torch.Tensor]] = defaultdict(list)
     for p in wanted:
         by_kind[_kind(p)] += [] if p.grad is None else [p.grad]
-    whole = {kind: _one_tensor(grads) is not None for kind, grads in by_kind.items()}
+    dtypes = {_kind(p): _grad_dtype(p) for p in wanted}
+    whole = {kind: _one_tensor(by_kind[kind], dtype) is not None for kind, dtype in dtypes.items()}
     one = [p.grad is not None and whole[_kind(p)] for p in wanted]
     if size == 1:
         return {p: is_one for p, is_one in zip(wanted, one, strict=True) if p.grad is not None}
-    said = [f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}" for p in wanted]
+    said = [_in_words(p) for p in wanted]
     digest = zlib.crc32("; ".join(said).encode())
     device = wanted[0].device if wanted else _device_of(ranks)
     if isinstance(ranks, dist.ProcessGroup) and bool(differs(digest, ranks, device)):
@@ -180,7 +184,19 @@ def _have_gradients(
 
 
 def _kind(parameter: torch.Tensor) -> str:
-    return f"{parameter.dtype} {parameter.device}"
+    """The same on every rank, whether or not the parameter has a gradient there."""
+    return f"{_grad_dtype(parameter)} {parameter.device}"
+
+
+def _grad_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient; not every torch knows another than the parameter's."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def _in_words(parameter: torch.Tensor) -> str:
+    dtype, of_grad = parameter.dtype, _grad_dtype(parameter)
+    grads = "" if of_grad == dtype else f", gradients of {of_grad}"
+    return f"{dtype} {tuple(parameter.shape)}{grads}".replace("torch.", "")
 
 
 def _device_of(ranks: dist.ProcessGroup | SummingRanks) -> torch.device:
@@ -218,11 +234,11 @@ def _few(said: Sequence[str]) -> str:
     return f"{len(said)}: {'; '.join(said[:6])}{more}"
 
 
-def _one_tensor(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The memory of tensors that lie one behind the other, where these have sums' types; else
+def _one_tensor(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    """The memory of tensors of a dtype that lie one behind the other, if it is a type of sums; else
     None.
     """
-    if not parts or parts[0].dtype.itemsize < 4:
+    if not parts or dtype.itemsize < 4 or any(part.dtype != dtype for part in parts):
         return None
     first, at = parts[0], parts[0].storage_offset()
     memory = first.untyped_storage().data_ptr()

@@ -333,6 +333,30 @@ def test_gradients_that_some_ranks_lack_count_as_zero() -> None:
         assert torch.equal(half, torch.tensor([1.5] * 3, dtype=torch.bfloat16))
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients are as parameters")
+def test_gradients_may_have_a_dtype_of_their_own() -> None:
+    """float32 for parameters of bfloat16, say; also on a rank that has no gradient."""
+
+    def run(ctx: burst_rt.Context) -> None:
+        first: Any = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        second: Any = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        first.grad_dtype = torch.float32
+        value = 1 + 2**-20  # bfloat16 has no such number
+        if ctx.rank == 1:
+            first.grad = torch.full((2,), 2 * value)
+        second.grad = torch.ones(2, dtype=torch.bfloat16)
+        burst_rt.average_gradients([second, first], group=ctx)
+        assert torch.equal(first.grad, torch.full((2,), value))
+        assert torch.equal(second.grad, torch.ones(2, dtype=torch.bfloat16))
+        if ctx.rank == 1:
+            first.grad = None
+            first.grad_dtype = torch.bfloat16
+        burst_rt.average_gradients([first], group=ctx)
+
+    with pytest.raises(ContractMismatch, match=r"bfloat16 \(2,\), gradients of float32"):
+        burst_rt.run_local(2, run, timeout_s=60)
+
+
 def test_gradients_that_lie_together_are_averaged_where_they_are() -> None:
     def run(ctx: burst_rt.Context) -> torch.Tensor:
         flat = torch.arange(10.0) * (ctx.rank + 1)
