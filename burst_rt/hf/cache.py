@@ -292,7 +292,7 @@ class Cache(HookedCache):
                 "some of whose layers keep states, which forget nothing; call cache.reset()"
             )
         if self._kv is not None and tokens_to_remove:
-            self._kv.truncate(self.get_seq_length() + tokens_to_remove)
+            self._kv.truncate([n + tokens_to_remove for n in self._kv.lengths])
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was. Local, as `reset`."""
@@ -394,6 +394,8 @@ class Cache(HookedCache):
             self._states.commit(rows.counts if rows else None)
         if rows is None:
             self._remember(before)
+        else:
+            self._text = None
         return spread_logits
 
     def check_text(self, text: torch.Tensor, new: int) -> None:

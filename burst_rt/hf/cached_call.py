@@ -87,6 +87,12 @@ class CachedCall:
                 f"{_NAME}: expected a call without autocast, because cached keys keep the model's "
                 "own dtype, got one with it; load the model with dtype=torch.bfloat16 in its place"
             )
+        if kv is not None and len(set(kv.lengths)) > 1:
+            raise InputError(
+                f"{_NAME}: expected rows of one length, got {list(kv.lengths)} cached tokens; call "
+                "cache.extend(tokens), which takes a list for each row, in place of the model or "
+                "generate"
+            )
         length = 0 if kv is None else max(kv.lengths)
         per_token = {name: options[name] for name in _PER_TOKEN if options.get(name) is not None}
         first = per_token.get("input_ids", per_token.get("inputs_embeds"))
@@ -205,12 +211,15 @@ def _positions(
 ) -> torch.Tensor:
     """`[batch, tokens]`, as the cache counts. Raises InputError where others are given.
 
-    Padding may be given any.
+    given: also one such for each axis of an image, which are all the same in text. Padding may be
+    given any.
     """
     places = torch.arange(length, length + tokens, device="cpu")
     from_padding = places - torch.tensor(padding, device="cpu")[:, None]
     expected = from_padding.clamp(min=0)
     if given is not None:
+        if given.ndim == 3 and ((given.cpu() == given[:1].cpu()) | (from_padding < 0)).all():
+            given = given[0]
         fits = given.ndim == 2 and given.shape[1] == tokens and len(given) in (1, len(padding))
         wrong = torch.ones(1, dtype=torch.bool, device="cpu")
         if fits:

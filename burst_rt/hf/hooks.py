@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from burst_rt.context import Context
+from burst_rt.eager import eager
 from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.hf.prepare import attends
 from burst_rt.hf.release import cache_name, check_release, wrong_cache_name
@@ -156,6 +157,7 @@ def detach(model: Any) -> None:
         delattr(model, _HOOKS)
 
 
+@eager
 def _before(
     model: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -178,6 +180,7 @@ def _before(
     return (), cache.begin(options)
 
 
+@eager
 def _after(model: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
     cache = cache_among(options)
     if cache is not None and not cache.begun:

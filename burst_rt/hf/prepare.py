@@ -289,7 +289,8 @@ def _batches(model: Any, ctx: Context) -> dict[str, dict[str, torch.Tensor]]:
     count = _TOKENS_A_RANK * ctx.world_size
     tokens = torch.arange(2 * count, device="cpu").view(2, count) * _STRIDE
     tokens = tokens % model.get_input_embeddings().num_embeddings
-    tokens[tokens == model.config.get_text_config().pad_token_id] = 1
+    padding_token = getattr(model.config.get_text_config(), "pad_token_id", None)
+    tokens[tokens == padding_token] = 1
     shown = torch.ones_like(tokens)
     shown[1, : count // 3] = 0
     padded = {"input_ids": tokens, "attention_mask": shown}

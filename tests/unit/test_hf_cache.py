@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +392,81 @@ def test_a_model_that_is_compared_first() -> None:
         assert torch.equal(_generate(mine, _cache(mine, ctx)), expected)
 
     burst_rt.run_local(2, run, timeout_s=60)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Molmo2TextConfig"), reason="a newer model")
+def test_a_model_that_is_compared_and_has_no_padding_token() -> None:
+    """Its configuration does not name one."""
+    config = transformers.Molmo2TextConfig(
+        vocab_size=64, additional_vocab_size=0, hidden_size=32, intermediate_size=48,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    assert not hasattr(config, "pad_token_id")
+    torch.manual_seed(0)
+    model = import_module("transformers.models.molmo2.modeling_molmo2").Molmo2TextModel(config)
+    model.set_attn_implementation("burst_rt")
+    burst_rt.run_local(2, lambda ctx: burst_rt.hf.prepare(deepcopy(model), ctx), timeout_s=60)
+
+
+def test_text_through_a_model_that_also_sees_images() -> None:
+    """`generate` gives its positions once more for each axis of an image."""
+    model = _qwen_vl()
+    ids = torch.arange(3, 53).view(2, 25)
+    shown = _shown((0, 0), (0, 1), (0, 2))
+    given = {"attention_mask": shown, "max_new_tokens": 6}
+    expected = _generate(model, None, ids, **given)
+
+    def run(ctx: burst_rt.Context) -> None:
+        mine = deepcopy(model)
+        mine.set_attn_implementation("burst_rt")
+        cache = _cache(mine, ctx)
+        assert torch.equal(_generate(mine, cache, ids, **given), expected)
+        cache.reset()
+        of_image = torch.arange(25).expand(3, 2, -1).clone()
+        of_image[1] *= 2
+        with torch.inference_mode(), pytest.raises(InputError, match="position_ids"):
+            mine(ids, position_ids=of_image, **{CACHE: cache})
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def _qwen_vl() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 1}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={
+            **sizes, "vocab_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]
+            },
+        },
+        vision_config={**sizes, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
+        image_token_id=70, video_token_id=71, vision_start_token_id=72, vision_end_token_id=73,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_compiled_model_takes_a_cache(inference: bool) -> None:
+    """Its program breaks where ranks meet, and goes on behind."""
+
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama()
+        cache = _cache(model, ctx)
+        compiled = torch.compile(model, backend="eager")
+        with torch.inference_mode() if inference else torch.no_grad():
+            for chunk in (_IDS, _IDS[:, :1]):
+                found = compiled(chunk, **{CACHE: cache}).logits[:, -1]
+            text = torch.cat([_IDS, _IDS[:, :1]], 1)
+            expected = _EAGER(text, use_cache=False).logits[:, -1]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    burst_rt.run_local(1, run)
+    torch.compiler.reset()
 
 
 def test_ranks_with_other_tokens_do_not_go_on() -> None:

@@ -76,6 +76,7 @@ def test_rows_of_different_lengths_generate_what_one_process_does(name: str) -> 
 
 
 _LLAMA = make_decoder("Llama", "burst_rt")
+_EAGER = make_decoder("Llama", "eager")
 
 
 def _scores_of_a_row(
@@ -161,6 +162,14 @@ _WRONG: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
         "tokens must be an integer of 0 to 20", lambda one, rows: rows.copy(0, one, 0, 21)
     ),
     "no cache": ("source must be a KVCache", lambda one, rows: rows.kv.copy(0, one)),
+    "a call of the model": (
+        "expected rows of one length, got [20, 0] cached tokens; call cache.extend",
+        lambda one, rows: _call(one, rows),
+    ),
+    "generate": (
+        "expected rows of one length, got [20, 0] cached tokens; call cache.extend",
+        lambda one, rows: _generate(one, rows),
+    ),
     "no batch": ("expected two caches with batch=N", lambda one, rows: rows.copy(0, one.kv)),
     "other blocks": (
         "must have the same layers, heads, dtype and block",
@@ -169,6 +178,16 @@ _WRONG: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
         ),
     ),
 }  # fmt: skip
+
+
+def _call(one: Any, rows: Any) -> None:
+    rows.copy(0, one)
+    one.model(torch.ones(2, 1, dtype=torch.int64), **{CACHE: rows})
+
+
+def _generate(one: Any, rows: Any) -> None:
+    rows.copy(0, one)
+    one.model.generate(_prompt(21).expand(2, -1), max_new_tokens=2, use_cache=True, **{CACHE: rows})
 
 
 def _fill(one: Any, rows: Any) -> None:
@@ -223,6 +242,50 @@ def test_states_are_of_whole_rows_and_copied_with_them() -> None:
             for token in (5, 6):
                 again = rows.extend([[], [token]])[1]
             torch.testing.assert_close(again, more, rtol=1e-4, atol=1e-4)
+
+    burst_rt.run_local(1, run)
+    burst_rt.run_local(2, run)
+
+
+def test_each_row_forgets_its_own_last_tokens() -> None:
+    def run(ctx: burst_rt.Context) -> None:
+        model = deepcopy(_LLAMA)
+        one, rows = (burst_rt.hf.Cache(model, ctx, capacity=40, batch=b, block=4) for b in (1, 2))
+        assert rows.kv is not None
+        with torch.inference_mode():
+            for row, length in enumerate((20, 13)):
+                one.reset()
+                model(_prompt(length), **{CACHE: one})
+                rows.copy(row, one)
+            rows.crop(-3)
+            assert rows.kv.lengths == (17, 10)
+            found = rows.extend([[7], [8]])
+            for row, (length, token) in enumerate(((20, 7), (13, 8))):
+                text = torch.cat([_prompt(length)[:, :-3], torch.tensor([[token]])], 1)
+                expected = _EAGER(text, use_cache=False).logits[0, -1]
+                torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+
+    burst_rt.run_local(1, run)
+    burst_rt.run_local(2, run)
+
+
+@pytest.mark.parametrize("keep", [15, 0])
+def test_what_extend_has_added_is_text_that_generate_goes_on_with(keep: int) -> None:
+    """Where other tokens have been forgotten."""
+    text = torch.cat([_prompt(20)[:, :keep], _prompt(21)[:, keep:]], 1)
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    expected = _EAGER.generate(text, **options)
+
+    def run(ctx: burst_rt.Context) -> None:
+        model = deepcopy(_LLAMA)
+        cache = burst_rt.hf.Cache(model, ctx, capacity=40, batch=1)
+        with torch.inference_mode():
+            model(_prompt(20), **{CACHE: cache})
+            cache.crop(keep - 20)
+            for token in text[0, keep:19].tolist():
+                cache.extend([[token]])
+            found = model.generate(text, **options, **{CACHE: cache})
+        assert torch.equal(found, expected)
 
     burst_rt.run_local(1, run)
     burst_rt.run_local(2, run)
