@@ -231,7 +231,8 @@ class _Asked:
 
     def machine(self, world: int) -> Hardware:
         """The machine, with as many ranks a node as --nodes says."""
-        return _spread(_linked(load_hardware(self.hardware), self.link), world, self.nodes)
+        hardware = _linked(load_hardware(self.hardware), self.link)
+        return _spread(hardware, world, self.nodes or _even(world, hardware, self.tensor))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +283,17 @@ def _linked(hardware: Hardware, rate: str | None) -> Hardware:
     bits = float(match[1]) * {"G": 1e9, "M": 1e6}[match[2].upper()]
     link = replace(hardware.nics.link, bytes_per_s=bits / 8)
     return replace(hardware, nics=replace(hardware.nics, link=link))
+
+
+def _even(world: int, hardware: Hardware, tensor: int) -> int | None:
+    """The fewest nodes that get equal numbers of ranks, and whole groups of so many neighbours.
+
+    None where one node does, and where twice as many as are needed would not.
+    """
+    fewest = -(-world // hardware.node.ranks)
+    even = [n for n in range(fewest, 2 * fewest + 1) if world % n == 0]
+    whole = [n for n in even if world // n % tensor == 0]
+    return next(iter(whole or even), None) if fewest > 1 else None
 
 
 def _spread(hardware: Hardware, world: int, nodes: int | None) -> Hardware:

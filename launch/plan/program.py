@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from burst_rt.launch.plan.model import ModelForecast
+from burst_rt.launch.plan.models import sizes_of
 from burst_rt.launch.plan.question import Question
 from burst_rt.launch.plan.shards import Shard
 from burst_rt.planning.layouts import FOLLOWING
@@ -23,6 +24,10 @@ _SHARDS: dict[Shard, str] = {
     "zero1": "# gradients averaged over everyone; the optimizer in ZeroRedundancyOptimizer",
     "zero2": "# gradients averaged over everyone, each rank keeping its part of them and of states",
     "fsdp": "for part in (*layers, model): fully_shard(part, mesh=everyone)",
+}
+_RECOMPUTED = {
+    "attention kept": "burst_rt.checkpoint(layer, hidden)",
+    "computed again": "torch.utils.checkpoint.checkpoint(layer, hidden, use_reentrant=False)",
 }
 _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(model.parameters())  # of float32 weights; compute in bfloat16",
@@ -74,10 +79,17 @@ def _lines(question: Question, best: ModelForecast, world_size: int) -> Iterator
         yield _SHARDS[question.shard]
         yield f"optimizer = {_OPTIMIZERS[question.optimizer]}"
     mask = ", mask=mask" if best.layout in FOLLOWING else ""
-    shown = "causal=True" if question.mask == "causal" else "mask=mask"
+    windows = any(
+        layer.attention is not None and layer.attention.window is not None
+        for layer in map(sizes_of, (layer for _, layer in question.model.layers))
+    )
+    causal = question.mask == "causal" and not windows
+    shown = "causal=True)" if causal else "mask=mask)" + "  # each layer's own" * windows
     yield 'ctx = burst_rt.init(group=mesh["cp"])'
     yield f'layout = ctx.layout({question.seq_len}, "{best.layout}"{mask})'
-    yield (f'burst_rt.burst_attention(q, k, v, layout=layout, strategy="{best.strategy}", {shown})')
+    yield (f'burst_rt.burst_attention(q, k, v, layout=layout, strategy="{best.strategy}", {shown}')
+    if best.activations in _RECOMPUTED:
+        yield f"hidden = {_RECOMPUTED[best.activations]}  # in place of layer(hidden)"
     if mesh.pipeline > 1:
         yield (
             f"stage = PipelineStage(model, index, {mesh.pipeline}, ctx.device, "

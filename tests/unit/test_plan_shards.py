@@ -302,6 +302,41 @@ def test_an_answer_says_how_to_run_it() -> None:
     assert "fully_shard" not in " ".join(_planned(f"{about} --shard zero1")["run"])
 
 
+@pytest.mark.parametrize(
+    ("kept", "line"),
+    [
+        ("kept", ""),
+        ("attention-kept", "burst_rt.checkpoint(layer, hidden)"),
+        ("computed-again", "torch.utils.checkpoint.checkpoint(layer, hidden, use_reentrant=False)"),
+    ],
+)
+def test_a_program_keeps_what_its_memory_is_counted_for(kept: str, line: str) -> None:
+    about = "--hardware h100 --model qwen3-8b --seq 32K --world 8"
+    program = "\n".join(_planned(f"{about} --activations {kept}")["run"])
+    assert line in program
+    assert ("checkpoint" in program) == bool(line)
+
+
+def test_a_program_leaves_each_layer_its_window() -> None:
+    lines = _planned("--hardware h100 --model gpt-oss-20b --seq 64K --world 8")["run"]
+    assert "mask=mask)  # each layer's own" in "\n".join(lines)
+
+
+# As many on each host as torchrun starts, and no group of --tensor over two hosts.
+@pytest.mark.parametrize(
+    ("words", "hosts"), [("12", (2, 6)), ("12 --tensor 4", (3, 4)), ("16", (2, 8)), ("6", (1, 6))]
+)
+def test_what_is_started_is_what_was_forecast(words: str, hosts: tuple[int, int]) -> None:
+    nodes, per_node = hosts
+    about = f"--hardware h100 --model llama-7b --seq 96K --world {words}"
+    said = _planned(about)
+    assert f"--nnodes {nodes} --nproc-per-node {per_node}" in said["run"][0]
+    rows = said["strategies"]
+    assert [row["time_s"] for row in _planned(f"{about} --nodes {nodes}")["strategies"]] == [
+        row["time_s"] for row in rows
+    ]
+
+
 def test_where_none_fits_it_says_what_would() -> None:
     about = "--hardware h100 --model llama-3-70b --seq 64K --world 24"
     said = _planned(f"{about} --shard zero1")
