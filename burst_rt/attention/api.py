@@ -77,7 +77,8 @@ def burst_attention(
     BurstAttention, arXiv 2403.09347.
 
     q: this rank's queries `[batch, tokens, heads, head_dim]` in `layout`'s order; float64, float32,
-        bfloat16 or float16. Strided views are fine.
+        bfloat16 or float16. Strided views are fine. GPUs have kernels for a head_dim of 16 to 256
+        and not for float64; with `init(kernel="untiled")` they take all, slowly.
     k, v: this rank's keys and values `[batch, tokens, kv_heads, head_dim]` in `kv_layout`'s order;
         same dtype as q. heads must be a multiple of kv_heads: query head h uses kv head
         h // (heads / kv_heads). v may have a head_dim of its own, as in MLA.

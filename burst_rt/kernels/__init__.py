@@ -101,7 +101,10 @@ def pick(work: Work, name: str = "auto") -> KernelChoice:
         else:
             refusals.append(reason)
     if not able:
-        raise InputError(f"no tile kernel for {work.dtype} on {work.device}: {'; '.join(refusals)}")
+        raise InputError(
+            f"no tile kernel for {work.dtype} on {work.device}: {'; '.join(refusals)}. "
+            'init(kernel="untiled") takes it, slowly: it makes whole matrices of scores'
+        )
     if len(able) == 1:
         return _picked(
             able[0], "; ".join(("the only kernel here that can compute this call", *refusals)), work

@@ -32,9 +32,10 @@ DISTANCES_PART = PartSize(512, 512, 1)
 _MATRIX_CELLS = 3 << 16
 # Number of bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
-# Approximate number of bytes that the fused kernel allocates: scores of 256 queries x 512 keys,
-# twice in the backward.
-_FUSED_BYTES = 2**20
+# Sizes of the blocks of scores that each thread of torch's fused kernel has, twice in its backward:
+# queries by the number of queries from which on it takes so many, and keys. A row of results is
+# beside them.
+_FUSED_ROWS, _FUSED_COLUMNS = {768: 256, 192: 64, 0: 32}, 512
 
 _untiled = UntiledKernel()
 
@@ -48,9 +49,11 @@ def matrix_part(heads: int) -> PartSize:
 def scratch_bytes(forward: bool, dtype: torch.dtype, tile: TileShape, *, wide: bool) -> int:
     """The most memory in bytes that a tile takes: the sizes of its parts bound it.
 
-    It counts casts of the inputs, O' (see `stand_in`), the fused kernel's results and own buffers,
-    the mask, twice, and matrices of scores or of distances; for bands, what `scratch_of_band` says.
-    wide: whether the fused kernel works in the type of the sums.
+    It counts casts of the inputs, and copies of those with fewer channels; O' (see `stand_in`), the
+    fused kernel's results and own buffers, the mask, twice, and matrices of scores or of distances;
+    for bands, what `scratch_of_band` says. A gradient of lse alone takes up to twice as much,
+    because all inputs then get more channels. wide: whether the fused kernel works in the type of
+    the sums.
     """
     size = sum_dtype(dtype).itemsize
     # One channel more, which some rows need (see `CpuKernel.backward`).
@@ -84,7 +87,14 @@ def scratch_bytes(forward: bool, dtype: torch.dtype, tile: TileShape, *, wide: b
     mask = _mask_bytes(tile, size, strips=tile.banded)
     cast = sum_dtype(dtype) != dtype
     q_parts, kv_parts = (1 + cast, 2 * cast) if forward else (2 + 2 * cast, 2 + 2 * cast)
-    fused = _FUSED_BYTES if forward else 2 * _FUSED_BYTES
+    if tile.uneven:
+        # In a forward q is copied where v is wider. In a backward either dout or q is, once more
+        # for O' unless it is cast.
+        q_parts += int(tile.uneven < 0) if forward else 2 - cast
+        kv_parts += 1
+    rows = next(rows for least, rows in _FUSED_ROWS.items() if tile.q_len >= least)
+    fused = torch.get_num_threads() * rows * (_FUSED_COLUMNS + tile.head_dim) * size
+    fused *= 1 if forward else 2
     by_fused = q_part * q_parts + kv_part * kv_parts + mask + matrix + fused
     if not tile.banded or strips:
         return by_fused

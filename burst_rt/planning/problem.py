@@ -44,6 +44,7 @@ class TileShape(NamedTuple):
     masked: int = 0
     banded: bool = False  # whether a tile may have bands (`Shape.BAND`)
     scores: ScoreFlags = _NO_OPTIONS
+    uneven: int = 0  # the head_dim of q and k less that of v
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ Under a causal or a full mask and in an even layout, the tiles of all hops take 
 ring then has a beginning, an end, and hops between them that are alike; so its time, its idle time
 and its bytes grow in proportion to the nodes. Two shorter rings with shards as long say how much a
 node adds. Under a window or documents hops differ. Where ranks wait much, which messages tiles hide
-may change from hop to hop, and what shorter rings say is off by up to 2.5 %.
+may change from hop to hop, and what shorter rings say is off by up to 3 %.
 """
 
 from __future__ import annotations

@@ -677,15 +677,24 @@ def _peaks(sizes: _Sizes, dtype: torch.dtype, threads: int) -> tuple[TileShape, 
     """A tile that is a band, and the most memory that its forward and its backward take."""
     heads, kv_heads, head_dim, rows, width = sizes
     columns = rows + width - 1
-    kernel, before = KERNELS["cpu"], torch.get_num_threads()
-    q, dout = (torch.randn(2, rows, heads, head_dim, dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(2, columns, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    shape = TileShape(2, heads, kv_heads, head_dim, rows, columns, banded=True)
     piece = Piece(0, rows, 0, columns, Shape.BAND, rows * width)
+    return shape, *_peaks_of(shape, (head_dim, head_dim), piece, dtype, threads)
+
+
+def _peaks_of(
+    shape: TileShape, dims: tuple[int, int], piece: Piece, dtype: torch.dtype, threads: int
+) -> tuple[int, int]:
+    """dims: the head_dim of q and k, and that of v."""
+    batch, heads, kv_heads, _, rows, columns = shape[:6]
+    kernel, before = KERNELS["cpu"], torch.get_num_threads()
+    q, dout = (torch.randn(batch, rows, heads, dim, dtype=dtype) for dim in dims)
+    k, v = (torch.randn(batch, columns, kv_heads, dim, dtype=dtype) for dim in dims)
     block = Block(q, k, v, dout, torch.empty(0), (piece,), Table(torch.empty(0, 0)))
     (tile,) = tiles(block, split=False)
     torch.set_num_threads(threads)
     try:
-        state = empty_state(q)
+        state = empty_state(dout)
         with _Peak([*block.qkv, *state]) as forward:
             kernel.forward(block.qkv, tile._replace(last=False), state)
         state.finish()
@@ -697,8 +706,7 @@ def _peaks(sizes: _Sizes, dtype: torch.dtype, threads: int) -> tuple[TileShape, 
             kernel.backward(block.qkv, upstream, tile, sums)
     finally:
         torch.set_num_threads(before)
-    shape = TileShape(2, heads, kv_heads, head_dim, rows, columns, banded=True)
-    return shape, forward.peak_bytes, backward.peak_bytes
+    return forward.peak_bytes, backward.peak_bytes
 
 
 # The types and numbers of threads take turns; the others of a size are `long`.
@@ -733,6 +741,19 @@ def test_a_narrow_band_takes_no_more_memory_than_scratch_bytes(
     shape, *peaks = _peaks((heads, kv_heads, 32, rows, width), dtype, 1)
     for direction, peak in zip((True, False), peaks, strict=True):
         assert 0 < peak <= KERNELS["cpu"].scratch_bytes(direction, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 32), (192, 128), (32, 96)])
+def test_heads_of_two_sizes_take_no_more_memory_than_scratch_bytes(
+    dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """The narrower side is copied."""
+    shape = TileShape(1, 8, 2, max(dims), 1024, 1024, uneven=dims[0] - dims[1])
+    piece = Piece(0, 1024, 0, 1024, Shape.LOWER, 1024 * 1025 // 2)
+    peaks = _peaks_of(shape, dims, piece, dtype, 1)
+    for direction, peak in zip((True, False), peaks, strict=True):
+        assert 0 < peak <= KERNELS["cpu"].scratch_bytes(direction, dtype, shape) < 3 * peak
 
 
 @pytest.mark.parametrize("name", KERNELS)

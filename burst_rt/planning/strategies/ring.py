@@ -159,6 +159,7 @@ class Ring(Round):
             problem.mask.num_apart(problem.batch, problem.num_heads) if masked else 0,
             Shape.BAND in shapes,
             problem.scores,
+            problem.head_dim - problem.v_head_dim,
         )
 
 
