@@ -218,8 +218,10 @@ def _positions(
     from_padding = places - torch.tensor(padding, device="cpu")[:, None]
     expected = from_padding.clamp(min=0)
     if given is not None:
-        if given.ndim == 3 and ((given.cpu() == given[:1].cpu()) | (from_padding < 0)).all():
-            given = given[0]
+        if given.ndim == 3 and given.shape[1:] == expected.shape:
+            axes = given.cpu()
+            if ((axes == axes[:1]) | (from_padding < 0)).all():
+                given = given[0]
         fits = given.ndim == 2 and given.shape[1] == tokens and len(given) in (1, len(padding))
         wrong = torch.ones(1, dtype=torch.bool, device="cpu")
         if fits:

@@ -424,8 +424,9 @@ def test_text_through_a_model_that_also_sees_images() -> None:
         cache.reset()
         of_image = torch.arange(25).expand(3, 2, -1).clone()
         of_image[1] *= 2
-        with torch.inference_mode(), pytest.raises(InputError, match="position_ids"):
-            mine(ids, position_ids=of_image, **{CACHE: cache})
+        for wrong in (of_image, of_image[..., 1:]):
+            with torch.inference_mode(), pytest.raises(InputError, match="position_ids"):
+                mine(ids, position_ids=wrong, **{CACHE: cache})
 
     burst_rt.run_local(2, run, timeout_s=60)
 
