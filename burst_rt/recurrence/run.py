@@ -314,7 +314,7 @@ def _performed(
     bound = BoundSchedule(plan.schedule, run.operations, run.memory, progress, plan, plan.explain)
     _, free = runtime.perform(contract, bound)
     run.settle()
-    runtime.machine.give_back(plan, run.slots, free)
+    runtime.machine.give_back(plan, run.slots, free, read_since=True)
     run.forget()
     return run, result
 

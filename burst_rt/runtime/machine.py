@@ -183,12 +183,17 @@ class Machine:
         """
         return driver.join() if isinstance(driver, CudaDriver) else None
 
-    def give_back(self, key: object, slots: Slots, free: DeviceEvent | None) -> None:
+    def give_back(
+        self, key: object, slots: Slots, free: DeviceEvent | None, *, read_since: bool = False
+    ) -> None:
         """Gives back what was taken for `key`: it may be used again after the event.
 
-        On a device nothing is given back without an event.
+        On a device nothing is given back without an event. read_since: whether the caller's stream
+        has been told to read the slots since the event.
         """
         if self._streams is None or free is not None:
+            if read_since and self._streams is not None:
+                free = self._streams.record(self._streams.caller())
             self._pool.give_back(key, slots, free)
 
     def forget(self) -> bool:

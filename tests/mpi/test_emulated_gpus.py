@@ -153,6 +153,12 @@ def test_recurrences(tmp_path: Path) -> None:
     assert max(found["errors"].values()) <= ERROR[torch.float32]
 
 
+def test_calls_from_two_streams() -> None:
+    """The slots of one are free for the other once nothing reads them any more."""
+    job = _run("emulated_streams.py", 2)
+    assert job.out.count("done") == 2 * 5, job.text
+
+
 def test_models_of_transformers_and_fsdp2(tmp_path: Path) -> None:
     cases = {"Llama": ("plain", "packed"), "GptOss": ("packed",), "Gemma3Images": ("left",)}
     truths = {name: {kind: truth(name, kind) for kind in kinds} for name, kinds in cases.items()}
