@@ -86,7 +86,18 @@ def main(argv: Sequence[str]) -> None:
             _leave(_describe(error, rank), error)
     else:
         if os.getpid() == process:
-            _leave(RankReport(rank, time.time(), 0))
+            failure = _unresolved()
+            if failure is None:
+                _leave(RankReport(rank, time.time(), 0))
+            else:
+                _say_why(_describe(failure, rank), failure)  # the exit code comes with the exit
+
+
+def _unresolved() -> BaseException | None:
+    """The error that has broken a context and was caught: the rank ends with its exit code."""
+    module = sys.modules.get("burst_rt.runtime.process")
+    members = module.process.open if module is not None else ()
+    return next((member.broken for member in members if member.broken), None)
 
 
 class _KeptStderr(io.RawIOBase):

@@ -256,6 +256,7 @@ class CudaDriver(BaseDriver):
             self._flight.add(8 * last + ISSUED_ENTRY, 0.0, time.perf_counter())
         ended = [t for t in self._under_way if self._device.happened(self._issued[t].ended)]
         if ended:
+            self._running = None  # what is waited for says `_waiting_for`
             self._under_way = [t for t in self._under_way if t not in ended]
             events.extend(TaskDone(t) for t in ended)
             if self._flight is not None:

@@ -231,8 +231,11 @@ def read_flight(folder: Path, rank: int) -> Flight | None:
 
 
 def read_flights(folder: Path) -> dict[int, Flight]:
-    """All flight records of a job's folder that can be read, by rank."""
-    names = (path.stem.removeprefix("rank-") for path in folder.glob("rank-*.flight"))
+    """All flight records of a job's folder that can be read, by rank; none of one that is gone."""
+    paths: list[Path] = []
+    with suppress(FileNotFoundError):  # the last rank of a job that ends well deletes its folder
+        paths = list(folder.glob("rank-*.flight"))
+    names = (path.stem.removeprefix("rank-") for path in paths)
     flights = [read_flight(folder, rank) for rank in sorted(int(x) for x in names if x.isdigit())]
     return {flight.rank: flight for flight in flights if flight is not None}
 

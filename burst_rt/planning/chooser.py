@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from burst_rt.planning.caches import kept_results
 from burst_rt.planning.choose import choose
 from burst_rt.planning.evenness import evenness
 from burst_rt.planning.layouts import BALANCED, TOLERANCE, WHOLE, Layout, make_layout
@@ -51,8 +51,9 @@ class Chooser:
     def __init__(self, hardware: Hardware | None, ranks_per_node: int, capacity: int) -> None:
         self.hardware = hardware
         self._ranks_per_node = ranks_per_node
-        self._ranking = lru_cache(capacity)(self._rank)
-        self._layout = lru_cache(capacity)(self._suit)
+        keep = kept_results(capacity, lambda problem, _: problem.mask)
+        self._ranking = keep(self._rank)
+        self._layout = keep(self._suit)
 
     def choose(self, problem: Problem, strategy: str, *, forward: bool) -> Choice:
         """The program for one direction; "auto" is forecast, except in very large worlds.
@@ -83,8 +84,8 @@ class Chooser:
 
     def forget(self) -> None:
         """Lets go of all rankings and layouts."""
-        self._ranking.cache_clear()
-        self._layout.cache_clear()
+        self._ranking.forget()
+        self._layout.forget()
 
     def _rank(self, problem: Problem, forward: bool) -> Ranking:
         from burst_rt.planning.ranking import rank_strategies

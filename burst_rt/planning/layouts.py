@@ -22,6 +22,7 @@ from itertools import accumulate, pairwise
 
 from burst_rt.errors import InputError
 from burst_rt.planning.balance import cut_runs, deal, even_bounds, load_of
+from burst_rt.planning.caches import kept_results
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.whole import deal_whole
 
@@ -153,7 +154,7 @@ def one_range(runs: Block) -> range:
     return range(runs[0].start, runs[-1].stop, runs[0].step)
 
 
-@lru_cache(maxsize=64)
+@kept_results(64, lambda _, mask, *others: mask)
 def _following(
     kind: str, mask: Mask, seq_len: int, world_size: int, token_cells: float, tolerance: float
 ) -> Layout:

@@ -358,20 +358,18 @@ class RecurrenceFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
         """Returns the gradients, None where one is not needed."""
         call: RecurrenceCall = ctx.call
-        if torch.is_grad_enabled():
-            raise InputError(
-                f"{call.recurrence.name}: second derivatives are not supported; differentiate "
-                "once, without create_graph=True"
-            )
         runtime = call.attention.runtime
         where = f"backward of {call.recurrence.name}"
+        if torch.is_grad_enabled():
+            text = "second derivatives are not supported; differentiate once, without create_graph"
+            runtime.refuse(where, InputError(f"{where}: {text}=True"))
         try:
             begins, *saved = ctx.saved_tensors
         except RuntimeError as error:  # one was changed in place: the other ranks must hear so
             runtime.refuse(where, InputError(f"{where}: {error}"))
         if any(x is not None and _is_batched(x) for x in (dout, dlast)):
             text = "batched gradients (is_grads_batched, vmap) are not supported; take one"
-            raise InputError(f"{where}: {text} at a time")
+            runtime.refuse(where, InputError(f"{where}: {text} at a time"))
         num = len(call.needs) - 1
         tensors, befores = tuple(saved[:num]), saved[num:]
         bound = Bound(tensors[: ctx.count], tensors[ctx.count :], begins, Progress())

@@ -753,6 +753,26 @@ except MPI.Exception:
     assert not re.sub("caught|still there|\n", "", job.out), job.text
 
 
+def test_a_lost_rank_that_was_caught_is_told_all_the_same(tmp_path: Path) -> None:
+    """The rank's context is broken, and so its exit code is that of the error."""
+    source = """
+import time
+import burst_rt
+with burst_rt.init() as ctx:
+    if ctx.rank == 1:
+        time.sleep(1)
+        try:
+            ctx.all_gather(1)
+        except burst_rt.errors.PeerLost:
+            print("caught")
+"""
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    job = run_job(tmp_path / "program.py", 2, by="burst-rt run", cwd=tmp_path, timeout_s=60)
+    assert (job.exit_code, job.out) == (PeerLost.exit_code, "caught\n"), job.text
+    assert "PeerLost: rank 1: rank 0 closed its context or ended normally" in job.err
+    assert "rank 0 left with exit code 0" in job.err.splitlines()[-1], job.text
+
+
 def test_an_exception_outside_any_call_ends_the_job_too(tmp_path: Path) -> None:
     """The others compute, and would find out only in their next call."""
     source = """

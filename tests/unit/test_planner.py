@@ -26,6 +26,7 @@ from burst_rt.attention.recent import KeptEntries, Recent
 from burst_rt.drivers import Progress
 from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import QKV, Results
+from burst_rt.planning.caches import kept_results
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.strategies import Ring
 from burst_rt.scheduler import Graph, Transfer, check_share
@@ -197,6 +198,28 @@ def test_few_masks_with_large_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -
         assert alive[-1]
 
     burst_rt.run_local(1, run)
+
+
+def test_few_results_are_kept_for_large_masks() -> None:
+    small, large = Causal(), burst_rt.BlockSparse(torch.ones(1024, 1025) == 1, 1)
+    made: list[tuple[Mask, int]] = []
+
+    @kept_results(16, lambda mask, _: mask)
+    def make(mask: Mask, number: int) -> int:
+        made.append((mask, number))
+        return number
+
+    for mask, kept in ((small, 16), (large, 4)):
+        for turn in range(2):
+            assert [make(mask, number) for number in range(kept)] == [*range(kept)]
+            assert len(made) == kept, turn
+        make(mask, kept)
+        make(mask, 0)  # the oldest had to go
+        assert len(made) == kept + 2
+        made.clear()
+        make.forget()
+        make(mask, kept)
+        assert made.pop() == (mask, kept)
 
 
 def _runs(

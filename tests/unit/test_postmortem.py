@@ -6,12 +6,14 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -19,6 +21,7 @@ from click.testing import CliRunner
 from burst_rt.errors import InputError, PeerLost, Stalled
 from burst_rt.job import folders
 from burst_rt.job.flight import CLOSED_AT, MESSAGE_ENTRY, TASK_ENTRY, FlightRecord
+from burst_rt.job.flights import read_flights
 from burst_rt.job.postmortem import LauncherNote, PostMortem, leave_note
 from burst_rt.job.reports import RankReport, crash_path, stderr_path, write_report
 from burst_rt.launch.postmortem import command, first_lines
@@ -272,6 +275,22 @@ def test_the_newest_ten_of_the_jobs_that_have_ended_are_kept(
         os.close(held)
     folders.prune_jobs()
     assert len(folders.ended_jobs()) == folders.NUM_KEPT
+
+
+def test_a_folder_that_another_rank_deletes_has_no_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that end at once may each see that all have ended."""
+    folder, scan = tmp_path / "job", os.scandir
+    folder.mkdir()
+
+    def gone(path: Any) -> Any:
+        shutil.rmtree(folder, ignore_errors=True)
+        return scan(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", gone)
+        assert read_flights(folder) == {}
 
 
 def test_a_folder_of_somebody_else_is_not_taken(

@@ -29,10 +29,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import ClassVar
 
+from burst_rt.planning.caches import kept_results
 from burst_rt.planning.operations import Delta
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import GRADIENTS, Role
@@ -426,7 +427,7 @@ class _HybridBuilder:
         return [buffers[role]]
 
 
-@lru_cache(maxsize=8)
+@kept_results(8, lambda problem, *_, **options: problem.mask)
 def forward_hybrid(problem: Problem, size: int, slices: int = 1, across: bool = False) -> Hybrid:
     """The forward, with `size` ranks a group. Raises InputError where groups, heads or slices do
     not divide.
@@ -435,7 +436,7 @@ def forward_hybrid(problem: Problem, size: int, slices: int = 1, across: bool = 
     return Hybrid(problem, ring, size, slices, across)
 
 
-@lru_cache(maxsize=8)
+@kept_results(8, lambda problem, *_, **options: problem.mask)
 def backward_hybrid(
     problem: Problem, size: int, slices: int = 1, across: bool = False, *, queries_travel: bool
 ) -> Hybrid:

@@ -54,8 +54,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
+from burst_rt.planning.caches import kept_results
 from burst_rt.planning.masks import Rule, Shape
 from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem, TileShape
@@ -163,7 +164,7 @@ class Ring(Round):
         )
 
 
-@lru_cache(maxsize=8)
+@kept_results(8, lambda problem, *_, **options: problem.mask)
 def forward_ring(
     problem: Problem,
     route: Route | None = None,
@@ -193,7 +194,7 @@ def forward_ring(
     )
 
 
-@lru_cache(maxsize=16)
+@kept_results(16, lambda problem, *_, **options: problem.mask)
 def backward_ring(
     problem: Problem,
     *,

@@ -1,5 +1,6 @@
-"""Calls of one plan from two streams in turn, with nothing else between them: on emulated GPUs, whose
-books say where one call uses what another still reads.
+"""Calls of one plan from two streams in turn, with nothing else between them.
+
+On emulated GPUs, whose books say where one call uses what another still reads.
 """
 
 from collections.abc import Callable
