@@ -41,14 +41,11 @@ def how_to_run(
     question: Question, best: ModelForecast, world_size: int, hardware: Hardware
 ) -> tuple[str, ...]:
     """Lines of a program that does what is forecast, after how it is started."""
-    fewest = -(-world_size // hardware.node.ranks)
-    # torchrun starts as many on each host.
-    even = [n for n in range(fewest, 2 * fewest + 1) if world_size % n == 0]
-    nodes = even[0] if even else fewest
-    per_node = world_size // nodes
+    per_node = min(world_size, hardware.node.ranks)
+    nodes, others = divmod(world_size, per_node)
     meeting = " --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500" * (nodes > 1)
     start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node}{meeting} train.py"
-    if per_node > _MOST_OF_A_HOST or not even:
+    if per_node > _MOST_OF_A_HOST or others:  # torchrun starts as many on each host
         start = f"torchrun train.py on every host, {world_size} processes in all"
     elif nodes > 1:
         start += " on every host"
