@@ -96,8 +96,7 @@ def main(argv: Sequence[str]) -> None:
 def _unresolved() -> BaseException | None:
     """The error that has broken a context and was caught: the rank ends with its exit code."""
     module = sys.modules.get("burst_rt.runtime.process")
-    members = module.process.open if module is not None else ()
-    return next((member.broken for member in members if member.broken), None)
+    return module.process.broken if module is not None else None
 
 
 class _KeptStderr(io.RawIOBase):

@@ -119,6 +119,11 @@ class Process:
         for made in self.made_here():
             made.close(code, error)
 
+    @property
+    def broken(self) -> BaseException | None:
+        """The error that has broken one of this process's groups, caught or not; None: none is."""
+        return next((member.broken for member in self.open if member.broken), None)
+
     def _references(self) -> list[weakref.ref[Member]]:
         references: list[weakref.ref[Member]] | None = getattr(self._here, "made", None)
         if references is None:
@@ -151,8 +156,7 @@ class Process:
         if os.getpid() != self._installed_in:
             return  # this process was forked: MPI belongs to its parent
         members = list(self.open)
-        broken = [member.broken for member in members if member.broken]
-        failure = next(iter([*broken, *self._uncaught[-1:]]), None)
+        failure = self.broken or next(iter(self._uncaught[-1:]), None)
         code = 0 if failure is None else exit_code_of(failure) or 1
         for member in members:
             _close(member, code, error_line(failure))
